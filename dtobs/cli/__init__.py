@@ -1,0 +1,130 @@
+"""The command line: ``dtobs COMMAND``, one file of this folder a command.
+
+A command is a module with a docstring (its help, first line its summary), ``configure(parser)`` and
+``run(args) -> int``. A file that is here is a command; it is imported only when it is the one asked for. What a
+command raises becomes an exit code here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import pkgutil
+import sys
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from importlib import import_module
+from typing import Protocol
+
+from dtobs import __version__
+from dtobs.errors import DtobsError, UsageError
+from dtobs.findings import Finding, Severity
+
+
+class Exit(IntEnum):
+    """What a command says to the shell; 130 and 141 are the shell's own for Ctrl-C and a closed pipe."""
+
+    NOTHING_FOUND = 0
+    ERROR = 1
+    USAGE = 2
+    WARNING = 3
+    CRITICAL = 4
+    INTERRUPTED = 130
+    PIPE_CLOSED = 141
+
+
+class Command(Protocol):
+    """The module of a command."""
+
+    __doc__: str | None
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; returns an `Exit`."""
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """The exit code that says how bad the worst of `findings` is."""
+    severities = {finding.severity for finding in findings}
+    if Severity.CRITICAL in severities:
+        return Exit.CRITICAL
+    return Exit.WARNING if severities else Exit.NOTHING_FOUND
+
+
+def commands() -> list[str]:
+    """The names of all commands."""
+    return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if m.name[0] != "_")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; `argv` defaults to the process's own arguments."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _dispatch(arguments)
+        except SystemExit as ending:  # argparse, after it has printed its help or its error
+            return ending.code if isinstance(ending.code, int) else Exit.USAGE
+        finally:
+            sys.stdout.flush()  # a closed pipe shows here, where it is handled, and not at the interpreter's exit
+    except DtobsError as error:
+        print(f"dtobs: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted. The interpreter would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.PIPE_CLOSED
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        parser = _top_parser()
+        parser.parse_args(arguments)
+        parser.print_help(sys.stderr)
+        return Exit.USAGE
+    name, rest = arguments[0], arguments[1:]
+    module = _load(name)
+    parser = command_parser(name, module)
+    return int(module.run(parser.parse_args(rest)))
+
+
+def _load(name: str) -> Command:
+    known = commands()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(known)}"
+        raise UsageError(f"there is no command {name!r}; {hint}")
+    module: Command = import_module(f"{__name__}.{name.replace('-', '_')}")
+    return module
+
+
+def command_parser(name: str, module: Command) -> argparse.ArgumentParser:
+    """The parser of one command: its help is the module's docstring as it is written."""
+    parser = argparse.ArgumentParser(
+        prog=f"dtobs {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.configure(parser)
+    return parser
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    rows = [f"  {name:<12} {(_load(name).__doc__ or '').strip().splitlines()[0]}" for name in commands()]
+    parser = argparse.ArgumentParser(
+        prog="dtobs",
+        usage="dtobs [--help] [--version] COMMAND …",
+        description="Says which rank, which operation and which line of code made a distributed PyTorch job hang,\n"
+        "diverge or crawl.\n\ncommands:\n" + "\n".join(rows),
+        epilog="exit codes: 0 nothing found, 1 error, 2 usage, 3 warnings found, 4 critical found\n"
+        "'dtobs COMMAND --help' shows a command's options and an example.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dtobs {__version__}")
+    return parser

@@ -1,0 +1,75 @@
+"""Say which rank, which operation and which line of code a run hangs, crashes or goes wrong at.
+
+TARGET is a run directory (live, hung or dead), a capture inside one, the addresses of a run's monitors
+(http://HOST:PORT, as in its monitor.json), or any folder of PyTorch Flight Recorder dumps (pickle or JSON, names that
+end in the rank); without one, the newest run below ./runs. A run that lives on this host and does not move is asked
+for its stacks. Ends with 0 (nothing found), 3 (warnings) or 4 (critical).
+
+examples:
+  dtobs diagnose
+  dtobs diagnose dumps/
+  dtobs diagnose http://127.0.0.1:9400
+  dtobs diagnose runs/20261120T120000Z-run --html report.html
+  dtobs diagnose runs/20261120T120000Z-run --json | jq .verdict
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from dtobs.cli import exit_code
+from dtobs.diagnose import Diagnosis, diagnose, diagnose_dumps, gather, gather_monitors, holds_dumps
+from dtobs.diagnose.gather import TakeCapture
+from dtobs.errors import UsageError
+from dtobs.monitor.capture import capture_ranks
+from dtobs.recording.remote import is_address
+from dtobs.reports import html, json, text
+from dtobs.tui.source import newest_run
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="TARGET",
+        help="run directory, capture, folder of dumps, or monitor addresses (default: the newest in ./runs)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON (dtobs.diagnosis/1)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a report that a browser opens")
+    parser.add_argument("--no-capture", action="store_true", help="do not ask living ranks for their stacks")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Diagnose and print."""
+    diagnosis = _diagnose(args.targets, None if args.no_capture else capture_ranks)
+    if args.html is not None:
+        try:
+            args.html.write_text(html.render(diagnosis), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {args.html}: {error.strerror}") from error
+    if args.json:
+        print(json.render(diagnosis), end="")
+    else:
+        terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(text.render(diagnosis, width, colour=terminal and "NO_COLOR" not in os.environ), end="")
+        if args.html is not None:
+            print(f"\nwritten: {args.html}")
+    return exit_code(diagnosis.findings)
+
+
+def _diagnose(targets: list[str], take_capture: TakeCapture | None) -> Diagnosis:
+    """Look at what was named. Raises DtobsError when that is nothing to look at."""
+    if targets and all(map(is_address, targets)):
+        return diagnose(gather_monitors(targets))
+    if len(targets) > 1:
+        raise UsageError("several targets can only be the addresses of one run's monitors (http://HOST:PORT)")
+    target = Path(targets[0]) if targets else newest_run(Path.cwd())
+    if holds_dumps(target):
+        return diagnose_dumps(target)
+    return diagnose(gather(target, take_capture))

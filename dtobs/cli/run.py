@@ -1,0 +1,96 @@
+"""Run a training command observed, without a line of dtobs in it.
+
+Every Python process below CMD that trains (torchrun's workers, or the script itself) attaches when it builds its first
+optimizer: steps, phases, collectives, gradients and parameters are recorded as with dtobs.attach(model, optimizer).
+What CMD prints and its exit code are its own. Standard error names the run directory at the start, and at the end what
+was found. With --tui the terminal shows the run live, and the output of CMD goes to output.log in the run directory.
+
+examples:
+  dtobs run -- torchrun --nproc-per-node 2 train.py --epochs 3
+  dtobs run --name llama --tui -- python train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from dtobs.diagnose import diagnose, gather
+from dtobs.errors import DependencyMissing, TargetError, UsageError
+from dtobs.integrations.launch import Command, environment
+from dtobs.recording.rundir import RunDirectory, new_run_path
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--name", default="run", help="name of the run directory: runs/<UTC time>-NAME (run)")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="record to DIR instead")
+    parser.add_argument(
+        "--hang-timeout", type=float, metavar="S", help="seconds without progress that are a hang (adapts)"
+    )
+    parser.add_argument("--tui", action="store_true", help="show the run live in this terminal")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- CMD …",
+        help="the command that trains, with its flags",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns its exit code, 128 + N when signal N ended it."""
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not words:
+        raise UsageError("say what to run: dtobs run -- torchrun --nproc-per-node 2 train.py")
+    if args.hang_timeout is not None and not 0 < args.hang_timeout < 1e6:
+        raise UsageError(f"--hang-timeout {args.hang_timeout}: give a positive number of seconds")
+    if args.tui:
+        _check_terminal()
+    given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")
+    root = Path(given).absolute() if given else new_run_path(args.name)
+    command = Command(words, environment(os.environ, root, args.name, args.hang_timeout))
+    if args.tui:
+        code = _with_screen(command, RunDirectory(root), args.name)
+    else:
+        _say(f"recording to {root}; 'dtobs top {root}' shows it live")
+        code = command.run()
+    _conclude(root)
+    return code
+
+
+def _check_terminal() -> None:
+    if find_spec("textual") is None:
+        raise DependencyMissing("textual", "tui")
+    if not (sys.stdout.isatty() and sys.stdin.isatty()):
+        raise UsageError("--tui needs a terminal; without it the command runs as it is")
+
+
+def _with_screen(command: Command, run: RunDirectory, name: str) -> int:
+    run.create()
+    if not run.run_json.exists():
+        run.write_run({"name": name})  # the screen has a run to look at before the first rank is there
+    viewer = [sys.executable, "-m", "dtobs", "top", str(run.root), "--exit-with-run"]
+    return command.with_screen(viewer, run.root / "output.log")
+
+
+def _conclude(root: Path) -> None:
+    """Say what was found, if anything, and where to read on."""
+    try:
+        diagnosis = diagnose(gather(root))
+    except TargetError:  # no run directory has come about
+        disabled = os.environ.get("DTOBS_DISABLE") == "1"
+        _say(
+            "nothing was recorded: "
+            + ("DTOBS_DISABLE=1" if disabled else "no process built a torch optimizer")
+        )
+        return
+    if diagnosis.verdict is not None:
+        _say(f"{diagnosis.verdict.code}: {diagnosis.verdict.summary}")
+        _say(f"read more with: dtobs diagnose {root}")
+
+
+def _say(text: str) -> None:
+    print(f"dtobs: {text}", file=sys.stderr, flush=True)

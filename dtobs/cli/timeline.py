@@ -1,0 +1,91 @@
+"""Draw what the ranks did in chosen steps: phases, pipeline micro-batches, messages and waits.
+
+RUN is a run directory; without one, the newest below ./runs. Prints a line a rank and the pipeline's bubble (measured,
+replayed, the schedule's own). With -o it writes a Chrome trace for ui.perfetto.dev (.json, .json.gz) or a picture
+(.svg).
+
+examples:
+  dtobs timeline
+  dtobs timeline runs/20261120T120000Z-run --steps 10-12 -o timeline.json
+  dtobs timeline runs/20261120T120000Z-run -o timeline.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+from dtobs.cli import Exit
+from dtobs.errors import UsageError
+from dtobs.recording.view import load_run
+from dtobs.timeline.bubble import Bubble, measure
+from dtobs.timeline.chrome import chrome_trace
+from dtobs.timeline.picture import bubble_line, svg, text
+from dtobs.timeline.pipeline import pipelines, read_steps
+from dtobs.timeline.spans import Timeline, timeline
+from dtobs.tui.source import newest_run
+
+_FORMATS = (".json", ".json.gz", ".svg")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory (default: the newest in ./runs)")
+    parser.add_argument(
+        "--steps", metavar="A-B", help="which steps, such as 12 or 10-12 (default: the last 3)"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"write {', '.join(_FORMATS)}")
+    parser.add_argument("--json", action="store_true", help="print the Chrome trace instead of the picture")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw, and write where asked."""
+    first, last = _steps(args.steps)
+    output: Path | None = args.output
+    if output is not None and not output.name.endswith(_FORMATS):
+        raise UsageError(f"-o {output}: give a name that ends in {', '.join(_FORMATS)}")
+    view = load_run(Path(args.run or newest_run(Path.cwd())), with_capture=False)
+    found = timeline(view, first, last)
+    bubbles = [
+        bubble
+        for plan in pipelines(view)
+        for step in read_steps(view, plan, 4096)
+        if step.step == found.steps[-1] and (bubble := measure(step)) is not None
+    ]
+    if args.json:
+        print(json.dumps(chrome_trace(found)))
+    else:
+        print(text(found, shutil.get_terminal_size((100, 24)).columns), end="")
+        for bubble in bubbles:
+            print(bubble_line(bubble))
+    if output is not None:
+        _write(output, found, bubbles[0] if len(bubbles) == 1 else None)
+        if not args.json:
+            print(f"written: {output}")
+    return Exit.NOTHING_FOUND
+
+
+def _steps(given: str | None) -> tuple[int | None, int | None]:
+    if given is None:
+        return None, None
+    match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", given)
+    if not match:
+        raise UsageError(f"--steps {given}: give a step or a range, such as 12 or 10-12")
+    first = int(match[1])
+    last = int(match[2]) if match[2] else first
+    if last < first:
+        raise UsageError(f"--steps {given}: the range ends before it begins")
+    return first, last
+
+
+def _write(path: Path, found: Timeline, bubble: Bubble | None) -> None:
+    data = svg(found, bubble) if path.name.endswith(".svg") else json.dumps(chrome_trace(found))
+    raw = data.encode()
+    try:
+        path.write_bytes(gzip.compress(raw) if path.name.endswith(".gz") else raw)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error

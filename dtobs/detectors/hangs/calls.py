@@ -1,0 +1,201 @@
+"""Every rank's collective calls side by side, compared by group and sequence number, never by time or file order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.events import Kind
+from dtobs.recording.meta import Group, Op, Site
+from dtobs.recording.view import RunView
+
+CALL_DTYPE = np.dtype(
+    [
+        ("group", "<u4"),
+        ("seq", "<u8"),
+        ("rank", "<i8"),
+        ("op", "<u4"),
+        ("site", "<u4"),
+        ("step", "<u4"),
+        ("t_ns", "<i8"),
+    ]
+)
+
+_SITES_LOOKED_AT = 256
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """What a rank last began to wait for: collective `seq` of `group`, or the rank `peer` (-1: a collective)."""
+
+    group: int
+    seq: int
+    peer: int = -1
+
+
+class Calls:
+    """All calls that are still in the rings (and the last one of each page).
+
+    `rows` is CALL_DTYPE[N] in order of group, sequence number and rank.
+    """
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+        self.open_waits: dict[int, Blocked] = {}  #: ranks whose last wait event is a begin
+        self._restarts: dict[int, dict[int, int]] = {}  # group → rank → how often its counting began anew
+        #: ranks whose recording of collectives switched itself off: their frontier means nothing
+        self.unreliable = {rank for rank in view.ranks if _switched_off(view, rank)}
+        parts = [self._of_rank(rank) for rank in view.ranks]
+        rows = np.concatenate(parts) if parts else np.zeros(0, CALL_DTYPE)
+        rows = rows[~np.isin(rows["group"], list(self._half_restarted()))]
+        self.rows = rows[np.lexsort((rows["rank"], rows["seq"], rows["group"]))]
+
+    def issued(self, rank: int, group: int) -> int:
+        """The last sequence number that `rank` issued in `group`; 0 when none is known."""
+        return self._frontier.get((group, rank), 0)
+
+    def behind(self, group: int, seq: int) -> list[int]:
+        """Members of `group` that recorded and have not issued `seq`, as far as their recording can be trusted."""
+        known = set(self._view.ranks) - self.unreliable
+        return [r for r in self.members(group) if r in known and self.issued(r, group) < seq]
+
+    def call(self, rank: int, group: int, seq: int) -> np.void | None:
+        """One call as CALL_DTYPE; None when `rank` never made it or no longer holds it."""
+        at = self._first(group, seq)
+        while at < len(self.rows) and (self.rows["group"][at], self.rows["seq"][at]) == (group, seq):
+            if self.rows["rank"][at] == rank:
+                return self.rows[at]  # type: ignore[no-any-return]
+            at += 1
+        return None
+
+    def of(self, group: int, seq: int) -> npt.NDArray[np.void]:
+        """All ranks' calls of one collective, CALL_DTYPE[n]."""
+        return self.rows[self._first(group, seq) : self._first(group, seq + 1)]
+
+    def last_site(self, rank: int) -> Site | None:
+        """The user's line that `rank` issued a collective from most recently; calls of autograd have none."""
+        own = self.rows[self.rows["rank"] == rank]
+        for number in own["site"][np.argsort(own["t_ns"])[::-1]][:_SITES_LOOKED_AT]:
+            site = self.site(rank, int(number))
+            if site is not None and site.line:
+                return site
+        return None
+
+    def differing(self) -> Iterator[npt.NDArray[np.void]]:
+        """Collectives whose ranks recorded different operations, in order of group and sequence number."""
+        rows = self.rows
+        if not len(rows):
+            return
+        same = (rows["group"][1:] == rows["group"][:-1]) & (rows["seq"][1:] == rows["seq"][:-1])
+        starts = np.flatnonzero(np.concatenate(([True], ~same)))
+        ends = np.append(starts[1:], len(rows))
+        unlike = np.concatenate(([False], same & (rows["op"][1:] != rows["op"][:-1])))
+        for place in np.flatnonzero(np.add.reduceat(unlike.astype(np.int64), starts)):
+            yield rows[starts[place] : ends[place]]
+
+    @cached_property
+    def groups(self) -> dict[int, Group]:
+        """Process groups by number, as any rank described them."""
+        return self._view.groups()
+
+    def members(self, group: int) -> tuple[int, ...]:
+        """Global ranks of `group`; of a group nobody described, the ranks that used it."""
+        known = self.groups.get(group)
+        if known is not None and known.ranks:
+            return known.ranks
+        return tuple(sorted({rank for number, rank in self._frontier if number == group}))
+
+    def op(self, rank: int, op: int) -> Op:
+        """What an operation number stands for."""
+        return self._view.meta(rank).ops.get(op, Op("collective"))
+
+    def site(self, rank: int, site: int) -> Site | None:
+        """The line that a site number stands for; None when it was not recorded."""
+        return self._view.meta(rank).sites.get(site)
+
+    def _first(self, group: int, seq: int) -> int:
+        low, high = np.searchsorted(self.rows["group"], [group, group + 1])
+        return int(low + np.searchsorted(self.rows["seq"][low:high], seq))
+
+    @cached_property
+    def _frontier(self) -> dict[tuple[int, int], int]:
+        found: dict[tuple[int, int], int] = {}
+        for row in self._last_rows():
+            key = (int(row["group"]), int(row["rank"]))
+            found[key] = max(found.get(key, 0), int(row["seq"]))
+        return found
+
+    def _last_rows(self) -> npt.NDArray[np.void]:
+        """The last row of each (group, rank); `rows` is in order of seq within them."""
+        order = np.lexsort((self.rows["seq"], self.rows["rank"], self.rows["group"]))
+        ordered = self.rows[order]
+        if not len(ordered):
+            return ordered
+        changes = (ordered["group"][1:] != ordered["group"][:-1]) | (
+            ordered["rank"][1:] != ordered["rank"][:-1]
+        )
+        last: npt.NDArray[np.void] = ordered[np.append(changes, True)]
+        return last
+
+    def _of_rank(self, rank: int) -> npt.NDArray[np.void]:
+        events = self._view.events(rank)
+        self._note_wait(rank, events)
+        made = events[events["kind"] == Kind.COLLECTIVE]
+        rows = np.zeros(len(made) + 1, CALL_DTYPE)
+        for name in ("group", "seq", "op", "site", "step", "t_ns"):
+            rows[name][:-1] = made[name]
+        page = self._view.page(rank)
+        for name in ("group", "seq", "op", "site"):
+            rows[name][-1] = page[f"collective_{name}"]
+        rows["t_ns"][-1], rows["step"][-1] = page["collective_ns"], max(0, int(page["step"]))
+        rows["rank"] = rank
+        last = rows[-1]
+        known = (made["group"] == last["group"]) & (made["seq"] == last["seq"])
+        return self._newest_counting(rank, rows[:-1] if not last["seq"] or known.any() else rows)
+
+    def _newest_counting(self, rank: int, rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Drop the calls made before a group was destroyed and made again under the same name."""
+        keep = np.ones(len(rows), bool)
+        for group in np.unique(rows["group"]):
+            places = np.flatnonzero(rows["group"] == group)
+            begins = places[1:][rows["seq"][places[1:]] == 1]
+            self._restarts.setdefault(int(group), {})[rank] = len(begins)
+            if len(begins):
+                keep[places[places < begins[-1]]] = False
+        return rows[keep]
+
+    def _half_restarted(self) -> set[int]:
+        """Groups that some ranks have made again and others not yet: their numbers cannot be compared."""
+        return {group for group, counts in self._restarts.items() if len(set(counts.values())) > 1}
+
+    def _note_wait(self, rank: int, events: npt.NDArray[np.void]) -> None:
+        waits = np.flatnonzero(np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END)))
+        if not len(waits) or events["kind"][waits[-1]] != Kind.WAIT_BEGIN:
+            return
+        begin = events[waits[-1]]
+        before = events[: waits[-1]]
+        sent = before[
+            (before["kind"] == Kind.P2P)
+            & (before["group"] == begin["group"])
+            & (before["seq"] == begin["seq"])
+        ]
+        made = before[
+            (before["kind"] == Kind.COLLECTIVE)
+            & (before["group"] == begin["group"])
+            & (before["seq"] == begin["seq"])
+        ]
+        peer = -1
+        if len(sent) and (not len(made) or sent["stamp"][-1] > made["stamp"][-1]):
+            peer = int(sent["value"][-1])
+        self.open_waits[rank] = Blocked(int(begin["group"]), int(begin["seq"]), peer)
+
+
+def _switched_off(view: RunView, rank: int) -> bool:
+    return any(
+        "collective" in name and probe.get("state") == "failed"
+        for name, probe in view.meta(rank).probes.items()
+    )

@@ -1,0 +1,123 @@
+"""Words and evidence records that the hang detectors share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtobs.detectors.base import named
+from dtobs.detectors.hangs.situation import Absence, Situation
+from dtobs.events import FIRST_CUSTOM_PHASE, Phase
+from dtobs.recording.stacks import Frame, ThreadStack
+
+_MAX_RANKS_SHOWN = 8
+_MAX_FRAMES = 12
+
+Evidence = dict[str, Any]
+
+
+def seconds(value: float) -> str:
+    """ "0.4 s", "75 s", "12 min", "3.5 h"."""
+    if value < 120:
+        return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def phase_name(situation: Situation, rank: int) -> str:
+    """The phase a rank is in, "" when it is in none."""
+    phase = int(situation.view.page(rank)["phase"])
+    if phase >= FIRST_CUSTOM_PHASE:
+        return situation.view.meta(rank).phases.get(phase, "")
+    return Phase(phase).name.lower() if phase in set(Phase) and phase != Phase.NONE else ""
+
+
+def collective(situation: Situation, rank: int, group: int, seq: int) -> str:
+    """What `rank` called as `seq` of `group`: "all_reduce(sum, float32[1024]) #42 of group default"."""
+    call = situation.calls.call(rank, group, seq)
+    what = str(situation.calls.op(rank, int(call["op"]))) if call is not None else "a collective"
+    return f"{what} #{seq} of group {group_name(situation, group)}"
+
+
+def group_name(situation: Situation, group: int) -> str:
+    """The group as its creator named it."""
+    known = situation.calls.groups.get(group)
+    return str(known) if known is not None else f"{group:08x}"
+
+
+def line_of(situation: Situation, rank: int) -> str:
+    """ "at train.py:30 in step" from the rank's stack, else "somewhere after" its last call of a collective; or ""."""
+    frame = user_frame(situation, rank)
+    if frame is not None:
+        return f"at {frame}"
+    site = situation.calls.last_site(rank)
+    return f"somewhere after {site}" if site is not None else ""
+
+
+def user_frame(situation: Situation, rank: int) -> Frame | None:
+    """The innermost frame of the user's own code in the captured stack."""
+    stack = situation.main_stack(rank)
+    return stack.user_frame if stack is not None else None
+
+
+def where(situation: Situation, rank: int) -> str:
+    """ "in forward at train.py:30 in step", as far as it is known."""
+    phase, line = phase_name(situation, rank), line_of(situation, rank)
+    return (
+        " ".join(part for part in (f"in {phase}" if phase else "", line) if part)
+        or "at a place nobody recorded"
+    )
+
+
+def waiting_evidence(situation: Situation, absence: Absence) -> list[Evidence]:
+    """The peers that wait, and how far every rank of the group came."""
+    calls, found = situation.calls, []
+    for rank in absence.waiting[:_MAX_RANKS_SHOWN]:
+        call = calls.call(rank, absence.group, absence.seq)
+        site = calls.site(rank, int(call["site"])) if call is not None else None
+        found.append(
+            {
+                "what": "waiting",
+                "rank": rank,
+                "operation": collective(situation, rank, absence.group, absence.seq),
+                "site": str(site) if site else "",
+                "seconds": round(situation.waited_seconds(rank), 1),
+            }
+        )
+    if absence.group:
+        shown = sorted({absence.rank, *absence.waiting[:_MAX_RANKS_SHOWN]})
+        found.append(
+            {
+                "what": "last issued in the group",
+                "group": group_name(situation, absence.group),
+                "seq": {str(rank): calls.issued(rank, absence.group) for rank in shown},
+            }
+        )
+    return found
+
+
+def stack_evidence(situation: Situation, rank: int) -> list[Evidence]:
+    """The captured stack of the rank's main thread and what the kernel said of it."""
+    found: list[Evidence] = []
+    stack = situation.main_stack(rank)
+    if stack is not None:
+        found.append({"what": "stack", "rank": rank, "frames": frames(stack)})
+    process = situation.view.process(rank)
+    if process is not None:
+        seen = {"what": "process", "rank": rank, "pid": process.pid, "state": process.state or process.ending}
+        found.append(seen | ({"wchan": process.wchan} if process.wchan else {}))
+    return found
+
+
+def frames(stack: ThreadStack) -> list[str]:
+    """The innermost frames as text."""
+    return [str(frame) for frame in stack.frames[:_MAX_FRAMES]]
+
+
+def waiters(situation: Situation, absence: Absence) -> str:
+    """ "rank 0 has waited 75 s in all_reduce(…) #42 of group default"."""
+    ranks = absence.waiting
+    if not ranks:
+        return "its peers wait"
+    longest = seconds(max(situation.waited_seconds(rank) for rank in ranks))
+    verb = "has waited" if len(ranks) == 1 else "have waited"
+    place = f" in {collective(situation, ranks[0], absence.group, absence.seq)}" if absence.group else ""
+    return f"{named(ranks, 4)} {verb} {longest}{place}"

@@ -1,0 +1,41 @@
+"""``gil-held``: native code holds a rank's Python lock, so nothing written in Python moves on that rank.
+
+Why it hurts: data loaders, hooks, watchdogs and signal handlers in Python all stop; tools that ask Python for a stack
+hang as well. The evidence is that native threads of the process answered while Python did not.
+
+What to do next: the stack names the call into native code. Release the lock there (ctypes.CDLL instead of PyDLL,
+``Py_BEGIN_ALLOW_THREADS``), or move the call to a process of its own.
+"""
+
+from __future__ import annotations
+
+from dtobs.detectors.base import named
+from dtobs.detectors.hangs.absent import alike
+from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
+from dtobs.detectors.hangs.situation import Situation
+from dtobs.findings import Confidence, Finding
+
+
+def find(situation: Situation) -> list[Finding]:
+    """One finding for each collective that ranks are missing in because their Python lock is held."""
+    found = []
+    for ranks, absence in alike(situation, "gil-held"):
+        line = line_of(situation, ranks[0])
+        peers = f"; {waiters(situation, absence)}" if absence.waiting else ""
+        found.append(
+            Finding(
+                "gil-held",
+                f"native code holds the Python lock of {named(ranks)}{f' {line}' if line else ''}: "
+                f"its native threads answered and Python did not{peers}",
+                ranks,
+                Confidence.CERTAIN,
+                step=int(situation.view.page(ranks[0])["step"]),
+                evidence=(
+                    {"what": "python lock", "rank": ranks[0], "state": "held"},
+                    *waiting_evidence(situation, absence),
+                    *stack_evidence(situation, ranks[0]),
+                ),
+                since_ns=int(situation.view.page(ranks[0])["heartbeat_ns"]),
+            )
+        )
+    return found

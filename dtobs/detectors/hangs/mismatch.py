@@ -1,0 +1,110 @@
+"""Collectives whose ranks do not agree on what they are doing: the one comparison behind four codes.
+
+Calls are compared by group and sequence number, and only where every rank concerned still holds the call. The
+majority's version counts as right; where there is none (two ranks), all are named. Legitimate differences: uneven
+all-to-all; the number of elements counts, not the shape; uneven gathers and scatters only where the run stopped there,
+since some backends allow them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.detectors.hangs.calls import Calls
+from dtobs.recording.meta import Op
+
+_SHAPELESS = ("all_to_all", "barrier", "monitored_barrier")
+_PERHAPS_UNEVEN = ("all_gather", "reduce_scatter", "gather", "scatter")
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first disagreement of one kind in a group.
+
+    `versions` lists what was called, each with its ranks, the most frequent first; `odd` are the ranks accused.
+    """
+
+    code: str
+    group: int
+    seq: int
+    versions: tuple[tuple[str, tuple[int, ...]], ...]
+    odd: tuple[int, ...]
+    majority: bool
+    step: int
+    t_ns: int
+    stopped: bool  #: whether a rank got no further than this in the group
+
+
+def mismatches(calls: Calls) -> list[Mismatch]:
+    """The first disagreement of each kind in each group; what follows a wrong order of calls is left out."""
+    found: list[Mismatch] = []
+    seen: set[tuple[int, str]] = set()
+    for rows in calls.differing():
+        group = int(rows["group"][0])
+        if (group, "collective-mismatch") in seen:
+            continue
+        one = _compare(calls, rows)
+        if one is not None and (group, one.code) not in seen:
+            seen.add((group, one.code))
+            found.append(one)
+    return found
+
+
+def _compare(calls: Calls, rows: npt.NDArray[np.void]) -> Mismatch | None:
+    ops = {int(row["rank"]): calls.op(int(row["rank"]), int(row["op"])) for row in rows}
+    group, seq = int(rows["group"][0]), int(rows["seq"][0])
+    stopped = any(calls.issued(rank, group) == seq for rank in ops)
+    for code, version, applies in _CHECKS:
+        if not all(applies(op, stopped) for op in ops.values()):
+            continue
+        kinds = {rank: version(op) for rank, op in ops.items()}
+        if len(set(kinds.values())) > 1:
+            return _mismatch(code, rows, ops, kinds, stopped)
+    return None
+
+
+def _mismatch(
+    code: str, rows: npt.NDArray[np.void], ops: dict[int, Op], kinds: dict[int, Hashable], stopped: bool
+) -> Mismatch:
+    counts = Counter(kinds.values()).most_common()
+    majority = counts[0][1] > counts[1][1]
+    versions = tuple(
+        (
+            str(next(op for r, op in ops.items() if kinds[r] == kind)),
+            tuple(r for r in ops if kinds[r] == kind),
+        )
+        for kind, _ in counts
+    )
+    odd = tuple(r for r in ops if kinds[r] != counts[0][0]) if majority else tuple(ops)
+    return Mismatch(
+        code,
+        int(rows["group"][0]),
+        int(rows["seq"][0]),
+        versions,
+        odd,
+        majority,
+        int(rows["step"].max()),
+        int(rows["t_ns"].min()),
+        stopped,
+    )
+
+
+def _has_shape(op: Op, stopped: bool) -> bool:
+    if op.op.startswith(_PERHAPS_UNEVEN):
+        return stopped and bool(op.shapes)
+    return not op.op.startswith(_SHAPELESS) and bool(op.shapes)
+
+
+_CHECKS: tuple[tuple[str, Callable[[Op], Hashable], Callable[[Op, bool], bool]], ...] = (
+    ("collective-mismatch", lambda op: (op.op, op.root), lambda op, stopped: True),
+    ("dtype-mismatch", lambda op: tuple(sorted(set(op.dtypes))), lambda op, stopped: bool(op.dtypes)),
+    ("reduce-op-mismatch", lambda op: op.reduce_op, lambda op, stopped: bool(op.reduce_op)),
+    ("shape-mismatch", lambda op: tuple(prod(shape) for shape in op.shapes), _has_shape),
+)
+"""Code, what ranks must agree on, and where that applies; the first that differs is the matter."""

@@ -1,0 +1,59 @@
+"""``rank-dead``: a rank's process is gone without a word: no exception, no normal end.
+
+Why it hurts: the peers see a broken connection at best, and wait forever at worst. The evidence is the kernel's word
+that the process is gone, and its exit status where somebody saw it end. Ranks that a launcher terminated after another
+one failed are not accused, nor is a process that ends badly after it closed its session.
+
+What to do next: look at the host's kernel log and at the scheduler for who killed it; restart from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+from dtobs.detectors.base import named
+from dtobs.detectors.hangs.absent import absent
+from dtobs.detectors.hangs.describe import stack_evidence, where
+from dtobs.detectors.hangs.endings import End, Ending
+from dtobs.detectors.hangs.situation import Situation
+from dtobs.findings import Confidence, Finding
+
+_SILENT = (End.DIED, End.TERMINATED)
+
+
+def find(situation: Situation) -> list[Finding]:
+    """One finding for each way in which ranks ended."""
+    dead = [e for e in situation.causes if e.kind in _SILENT and not (e.process and e.process.oom_killed)]
+    if situation.disagreed:  # backends end ranks that disagree, innocent ones included
+        dead = [e for e in dead if e.timed]
+    dead = dead or _aborted(situation)
+    ways: dict[str, list[Ending]] = {}
+    for ending in dead:
+        ways.setdefault(ending.process.ending if ending.process else "gone", []).append(ending)
+    return [_finding(situation, way, endings) for way, endings in ways.items()]
+
+
+def _aborted(situation: Situation) -> list[Ending]:
+    """Ranks that aborted, where nothing explains it: communication libraries abort ranks that did no wrong."""
+    if situation.causes or situation.disagreed or absent(situation):
+        return []
+    return [e for e in situation.endings.values() if e.kind is End.ABORTED]
+
+
+def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
+    first = endings[0]
+    ranks = tuple(e.rank for e in endings)
+    view = situation.view
+    everybody = len(ranks) == len(view.ranks) > 1
+    seen = first.timed and first.kind is not End.ABORTED
+    confidence = Confidence.CERTAIN if seen else Confidence.POSSIBLE if everybody else Confidence.LIKELY
+    verb = "is" if len(ranks) == 1 else "are"
+    pids = ", ".join(str(e.process.pid) for e in endings[:8] if e.process)
+    return Finding(
+        "rank-dead",
+        f"{named(ranks)} {verb} dead: {'every process' if everybody else f'pid {pids}'} {way}, "
+        f"last {where(situation, first.rank)} of step {int(view.page(first.rank)['step'])}",
+        ranks,
+        confidence,
+        step=int(view.page(first.rank)["step"]),
+        evidence=tuple(record for e in endings[:8] for record in stack_evidence(situation, e.rank)),
+        since_ns=first.t_ns - int(view.page(first.rank)["clock_offset_ns"]),
+    )

@@ -1,0 +1,48 @@
+"""``rank-exited-early``: a rank finished normally while its peers still train.
+
+Why it hurts: the peers wait for a collective that will never be joined, or lose the connection. The evidence: the rank
+closed its session or exited with code 0, and its last sequence number is behind what its peers wait in.
+
+What to do next: make every rank do the same number of steps; uneven data shards are the usual cause (``drop_last``,
+``Join``).
+"""
+
+from __future__ import annotations
+
+from dtobs.detectors.base import named
+from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence
+from dtobs.detectors.hangs.endings import End
+from dtobs.detectors.hangs.situation import Absence, Situation
+from dtobs.findings import Confidence, Finding
+
+
+def find(situation: Situation) -> list[Finding]:
+    """One finding for all ranks that left their peers waiting."""
+    lost = any(e.kind is End.PEER_LOST for e in situation.endings.values())
+    if situation.causes or situation.disagreed or not (situation.stuck or lost):
+        return []
+    gone = [a for a in situation.absences if situation.endings[a.rank].kind in (End.CLOSED, End.EXITED)]
+    return [_finding(situation, gone)] if gone else []
+
+
+def _finding(situation: Situation, gone: list[Absence]) -> Finding:
+    view = situation.view
+    ranks = tuple(a.rank for a in gone)
+    first = gone[0]
+    done, others = (int(view.page(r)["steps_done"]) for r in (first.rank, first.waiting[0]))
+    steps = (
+        f" after {done} steps, of which its peers did {others}" if done != others else f" after {done} steps"
+    )
+    return Finding(
+        "rank-exited-early",
+        f"{named(ranks)} ended normally{steps}, while {waiters(situation, first)}",
+        ranks,
+        Confidence.CERTAIN,
+        step=int(view.page(first.rank)["step"]),
+        group=group_name(situation, first.group) if first.group else None,
+        evidence=(
+            *({"what": "end", "rank": r, "how": situation.endings[r].kind.value} for r in ranks[:8]),
+            *waiting_evidence(situation, first),
+        ),
+        since_ns=first.since_ns,
+    )

@@ -1,0 +1,54 @@
+"""``rank-not-joined``: a rank lives and never issued the collective that its peers wait in.
+
+Why it hurts: the peers wait until their timeout, and their error messages name themselves, not the rank that is
+missing. The evidence is the issue frontier: the last sequence number of every rank in that group. Where the rank is
+instead comes from its stack at the capture, else from its phase and its last call.
+
+What to do next: look at the line this rank is at. Usually code that only some ranks run (``if rank == 0``), a branch
+that depends on data, or a host-side operation that takes very long there.
+"""
+
+from __future__ import annotations
+
+from dtobs.detectors.base import named
+from dtobs.detectors.hangs.absent import alike
+from dtobs.detectors.hangs.describe import (
+    group_name,
+    seconds,
+    stack_evidence,
+    waiters,
+    waiting_evidence,
+    where,
+)
+from dtobs.detectors.hangs.situation import Situation
+from dtobs.findings import Confidence, Finding
+
+
+def find(situation: Situation) -> list[Finding]:
+    """One finding for each collective that somebody is missing in, unless the ranks disagree on what to do."""
+    found: list[Finding] = []
+    if situation.disagreed:
+        return found
+    for ranks, absence in alike(situation, "rank-not-joined"):
+        verb = "is" if len(ranks) == 1 else "are, the first of them,"
+        seen = situation.main_stack(ranks[0]) is not None
+        found.append(
+            Finding(
+                "rank-not-joined",
+                f"{named(ranks)} never joined: {waiters(situation, absence)}, "
+                f"and {named(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}",
+                ranks,
+                Confidence.CERTAIN if seen and absence.group else Confidence.LIKELY,
+                step=int(situation.view.page(ranks[0])["step"]),
+                group=group_name(situation, absence.group) if absence.group else None,
+                evidence=(*waiting_evidence(situation, absence), *stack_evidence(situation, ranks[0])),
+                since_ns=absence.since_ns,
+            )
+        )
+    return found
+
+
+def _quiet(situation: Situation, rank: int) -> str:
+    page = situation.view.page(rank)
+    silent = (situation.view.now_ns - int(page["heartbeat_ns"])) / 1e9
+    return f" and has not been heard of for {seconds(silent)}" if silent > 1 else ""

@@ -1,0 +1,40 @@
+"""``rank-stopped``: the process of a rank is suspended (SIGSTOP, a debugger, job control).
+
+Why it hurts: nobody exits and nothing is logged; the peers wait until their timeout. The evidence is the kernel's
+state of the process, T or t.
+
+What to do next: resume it with ``kill -CONT PID``, and find out who stopped it.
+"""
+
+from __future__ import annotations
+
+from dtobs.detectors.base import named
+from dtobs.detectors.hangs.absent import alike
+from dtobs.detectors.hangs.describe import stack_evidence, waiters, waiting_evidence, where
+from dtobs.detectors.hangs.situation import Situation
+from dtobs.findings import Confidence, Finding
+
+
+def find(situation: Situation) -> list[Finding]:
+    """One finding for each collective that suspended ranks are missing in."""
+    found = []
+    for ranks, absence in alike(situation, "rank-stopped"):
+        processes = [p for rank in ranks if (p := situation.view.process(rank)) is not None]
+        traced = any(p.state == "t" for p in processes)
+        peers = f"; {waiters(situation, absence)}" if absence.waiting else ""
+        verb = "is" if len(ranks) == 1 else "are"
+        pids = " ".join(str(p.pid) for p in processes[:8])
+        found.append(
+            Finding(
+                "rank-stopped",
+                f"{named(ranks)} {verb} suspended{' by a debugger' if traced else ''} (pid {pids}), "
+                f"{where(situation, ranks[0])}{peers}",
+                ranks,
+                Confidence.CERTAIN,
+                step=int(situation.view.page(ranks[0])["step"]),
+                evidence=(*stack_evidence(situation, ranks[0]), *waiting_evidence(situation, absence)),
+                next_step="" if traced else f"Resume with `kill -CONT {pids}`, and find out who stopped it.",
+                since_ns=int(situation.view.page(ranks[0])["heartbeat_ns"]),
+            )
+        )
+    return found

@@ -1,0 +1,186 @@
+"""What all hang detectors start from: who ended, who is blocked on whom, and who is missing where its peers wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dtobs.detectors.hangs.calls import Blocked, Calls
+from dtobs.detectors.hangs.desync import Desync, desyncs
+from dtobs.detectors.hangs.endings import End, Ending, causes, endings
+from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
+from dtobs.detectors.hangs.stall import Stall, stall
+from dtobs.events import Phase
+from dtobs.recording.stacks import ThreadStack, main_thread
+from dtobs.recording.view import RunView
+
+_GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
+_COMMUNICATION = ("/torch/distributed/",)
+_NOT_COMMUNICATION = (
+    "/torch/distributed/checkpoint/",
+    "/torch/distributed/elastic/",
+    "/torch/distributed/run.py",
+)
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A rank that never issued what its peers are blocked in.
+
+    `group` and `seq` are 0 where the peers' wait could not be tied to a collective.
+    """
+
+    rank: int
+    group: int
+    seq: int
+    waiting: tuple[int, ...]  #: ranks blocked there
+    since_ns: int  #: when the first of them began to wait
+
+
+@dataclass
+class Situation:
+    """One look at a run, interpreted."""
+
+    view: RunView
+    stall: Stall | None
+    calls: Calls
+    endings: dict[int, Ending]
+    causes: list[Ending]
+    blocked: dict[int, Blocked]  #: by rank; those that gave up waiting included
+    mismatches: list[Mismatch] = field(default_factory=list)
+    desyncs: list[Desync] = field(default_factory=list)
+    absences: list[Absence] = field(default_factory=list)
+
+    @property
+    def disagreed(self) -> bool:
+        """Whether a disagreement is what stopped the run, so that what followed is its consequence."""
+        groups = {at.group for at in self.blocked.values()}
+        if self.broken and any(d.group in groups for d in self.desyncs):
+            return True  # the rank with a call too many waits in the end for one that never comes
+        return self.broken and any(
+            m.group in groups if m.code == "collective-mismatch" else m.stopped
+            for m in self.mismatches
+            if m.code != "reduce-op-mismatch"  # no backend stops there
+        )
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the run has stopped moving, or a rank gave up waiting, which says the same."""
+        return self.stall is not None or any(e.kind is End.TIMED_OUT for e in self.endings.values())
+
+    @property
+    def broken(self) -> bool:
+        """Whether the run does not go on: it is stuck or a rank ended by itself."""
+        return self.stuck or bool(self.causes) or any(e.kind in _GAVE_UP for e in self.endings.values())
+
+    def awaited(self, rank: int) -> list[int]:
+        """Ranks that have to act before `rank` can go on; [] for a rank that is not blocked."""
+        at = self.blocked.get(rank)
+        return _awaited(self, rank, at) if at is not None else []
+
+    def main_stack(self, rank: int) -> ThreadStack | None:
+        """The stack of the rank's main thread at the capture; None where there is none or the rank moved on."""
+        return _main_stack(self.view, rank)
+
+    def waited_seconds(self, rank: int) -> float:
+        """How long `rank` has been blocked, or had been when it ended; 0 when unknown."""
+        page = self.view.page(rank)
+        since = int(page["wait_since_ns"]) or int(page["collective_ns"])
+        ending = self.endings[rank]
+        until = ending.t_ns - int(page["clock_offset_ns"]) if ending.over else self.view.now_ns
+        return max(0.0, (until - since) / 1e9) if since else 0.0
+
+
+def interpret(view: RunView) -> Situation:
+    """Work out the situation of a run."""
+    stalled = stall(view)
+    ended = endings(view)
+    calls = Calls(view)
+    first = causes(ended, stalled=stalled is not None)
+    situation = Situation(
+        view, stalled, calls, ended, first, _blocked(view, calls, ended, stalled), mismatches(calls)
+    )
+    situation.desyncs = desyncs(calls)
+    situation.absences = _absences(situation)
+    return situation
+
+
+def _blocked(
+    view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Stall | None
+) -> dict[int, Blocked]:
+    found: dict[int, Blocked] = {}
+    for rank in view.ranks:
+        page = view.page(rank)
+        last = Blocked(int(page["collective_group"]), int(page["collective_seq"]))
+        if ended[rank].kind in _GAVE_UP:
+            found[rank] = last
+        elif not ended[rank].over and int(page["wait_since_ns"]):
+            opened = calls.open_waits.get(rank)
+            found[rank] = opened if opened is not None and opened.group else last
+        elif not ended[rank].over and _in_communication(_main_stack(view, rank)):
+            found[rank] = last
+    if stalled is not None and not any(rank in found for rank in stalled.ranks):
+        found |= _blocked_on_device(view, calls, stalled)
+    return found
+
+
+def _blocked_on_device(view: RunView, calls: Calls, stalled: Stall) -> dict[int, Blocked]:
+    """In a stall in which no host waits: ranks whose last collective has not been issued by all its members.
+
+    On a GPU the stream waits, and the host runs on until it needs a result; where it then stands says nothing.
+    """
+    found = {}
+    for rank in stalled.ranks:
+        page, process = view.page(rank), view.process(rank)
+        group, seq = int(page["collective_group"]), int(page["collective_seq"])
+        elsewhere = int(page["phase"]) in (Phase.DATA, Phase.CHECKPOINT) or (process and process.stopped)
+        if seq and not elsewhere and calls.behind(group, seq):
+            found[rank] = Blocked(group, seq)
+    return found
+
+
+def _absences(situation: Situation) -> list[Absence]:
+    """Ranks that blocked ranks wait for and that are not blocked themselves, each where most wait for it."""
+    waits: dict[int, dict[tuple[int, int], list[int]]] = {}
+    for rank, at in situation.blocked.items():
+        for missing in _awaited(situation, rank, at):
+            if missing not in situation.blocked:
+                waits.setdefault(missing, {}).setdefault((at.group, at.seq), []).append(rank)
+    found = []
+    for missing, places in sorted(waits.items()):
+        (group, seq), waiting = max(places.items(), key=lambda place: (len(place[1]), -place[0][1]))
+        since = min(_wait_begin_ns(situation.view, rank) for rank in waiting)
+        found.append(Absence(missing, group, seq, tuple(sorted(waiting)), since))
+    return found
+
+
+def _awaited(situation: Situation, rank: int, at: Blocked) -> list[int]:
+    """Ranks that have to act before `rank` can go on."""
+    calls, view = situation.calls, situation.view
+    if at.peer >= 0:
+        return [at.peer]
+    if not at.group:  # blocked, nobody knows where: anyone who is not blocked may be the reason
+        return [r for r in view.ranks if r != rank and not situation.endings[r].over]
+    return calls.behind(at.group, at.seq)
+
+
+def _wait_begin_ns(view: RunView, rank: int) -> int:
+    page = view.page(rank)
+    return int(page["wait_since_ns"]) or int(page["collective_ns"]) or int(page["heartbeat_ns"])
+
+
+def _main_stack(view: RunView, rank: int) -> ThreadStack | None:
+    capture = view.capture
+    if capture is None or rank not in capture.ranks:
+        return None
+    moved = int(view.page(rank)["heartbeat_ns"])
+    return main_thread(capture.ranks[rank].stacks) if moved <= capture.taken_ns else None
+
+
+def _in_communication(stack: ThreadStack | None) -> bool:
+    """Whether the innermost frame of a stack is torch's communication code."""
+    if stack is None or not stack.frames:
+        return False
+    file = stack.frames[0].file
+    return any(part in file for part in _COMMUNICATION) and not any(
+        part in file for part in _NOT_COMMUNICATION
+    )

@@ -1,0 +1,144 @@
+"""Whether a run is stalled: since when nothing moved on any rank, and how long that may last.
+
+The monitor's watchdog and the detectors of the hang family share this one judgement. A run moves when any rank
+publishes its page, which happens at every step, phase, collective and wait. Nothing having moved is a stall only
+beyond the largest of
+
+* the floor: the run's ``hang_timeout``, 60 s where none was given;
+* four times the run's own slow step (98th percentile of the last 128, the slowest left out: it is usually the first);
+* the allowance of the phase that any living rank is in: start-up, first step, compilation, validation and checkpoint
+  take long legitimately, and last longer where a longer floor was asked for;
+* what the program declared for the phase.
+
+A slow run is not stalled, and neither is one whose ranks have all ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.events import Phase, RankState
+from dtobs.recording.view import RunView
+
+DEFAULT_FLOOR_SECONDS = 60.0
+STEP_FACTOR = 4.0
+FIRST_STEP_FACTOR = 5.0
+"""A rank that has done no step yet may take this many floors: lazy initialisation, autotuning, compilation."""
+PHASE_FACTORS: dict[int, float] = {
+    Phase.STARTUP: 8.0,
+    Phase.COMPILE: 30.0,
+    Phase.VALIDATION: 5.0,
+    Phase.CHECKPOINT: 8.0,
+}
+"""How many floors each long phase may take. Start-up and checkpoint stay below NCCL's own timeout of 10 minutes."""
+_MOVEMENTS = (
+    "heartbeat_ns",
+    "attach_ns",
+    "step_begin_ns",
+    "phase_begin_ns",
+    "collective_ns",
+    "wait_since_ns",
+)
+_STEPS = 128
+_SAMPLED_RANKS = 16
+
+
+@dataclass(frozen=True)
+class Stall:
+    """How long nothing has moved, and how long it may. `ranks` are those that still should move."""
+
+    since_ns: int  #: monotonic time of the last movement of any rank
+    seconds: float
+    threshold_seconds: float
+    why: str  #: what set the threshold, in words
+    ranks: tuple[int, ...]
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether it is a stall rather than a pause."""
+        return self.seconds > self.threshold_seconds
+
+
+def stall(view: RunView) -> Stall | None:
+    """The stall that the run is in at the moment of `view`, None when it moves, has ended or may still take its time.
+
+    A run whose processes are gone is judged at the moment of its last capture, when nothing moved after it.
+    """
+    found = silence(view)
+    return found if found is not None and found.exceeded else None
+
+
+def silence(view: RunView) -> Stall | None:
+    """How long nothing has moved, whether or not that is too long; None when no rank is left that should move."""
+    moving = _should_move(view)
+    if not moving.any():
+        return None
+    pages = view.pages[moving]
+    since_ns = last_movement_ns(view)
+    seconds = max(0, _moment(view, since_ns) - since_ns) / 1e9
+    threshold, why = _fixed_threshold(pages)
+    if seconds > threshold:  # only now is it worth reading the step histories
+        slow = _slow_step_seconds(view, [int(rank) for rank in pages["rank"]])
+        if STEP_FACTOR * slow > threshold:
+            threshold, why = STEP_FACTOR * slow, f"its slow steps take {slow:.1f} s"
+    return Stall(since_ns, seconds, threshold, why, tuple(int(rank) for rank in pages["rank"]))
+
+
+def last_movement_ns(view: RunView) -> int:
+    """Monotonic time at which a rank last published anything; 0 for a run without ranks."""
+    return max(int(view.pages[name].max()) for name in _MOVEMENTS) if len(view.pages) else 0
+
+
+def _should_move(view: RunView) -> npt.NDArray[np.bool_]:
+    """bool[R]: ranks that have neither ended nor died, or that were alive in a capture taken after all movement."""
+    open_: npt.NDArray[np.bool_] = ~np.isin(view.pages["state"], (RankState.CLOSED, RankState.FAILED))
+    gone = np.array([(p := view.process(rank)) is not None and not p.alive for rank in view.ranks], bool)
+    living: npt.NDArray[np.bool_] = open_ & ~gone
+    capture = view.capture
+    if living.any() or capture is None or not len(view.pages):
+        return living
+    if capture.taken_ns < last_movement_ns(view):
+        return living
+    seen = np.array([rank in capture.ranks and capture.ranks[rank].process.alive for rank in view.ranks])
+    captured: npt.NDArray[np.bool_] = open_ & seen
+    return captured
+
+
+def _moment(view: RunView, since_ns: int) -> int:
+    """When to judge: now while a process lives; else when the last capture looked, as nobody knows what came after."""
+    lives = any(process.alive for process in view.processes.values())
+    if lives or view.capture is None or view.capture.taken_ns < since_ns:
+        return view.now_ns
+    return view.capture.taken_ns
+
+
+def _fixed_threshold(pages: npt.NDArray[np.void]) -> tuple[float, str]:
+    asked = int(pages["hang_timeout_ns"].max()) / 1e9
+    floor = asked or DEFAULT_FLOOR_SECONDS
+    choices = [(floor, "the hang timeout" if asked else "the default hang timeout")]
+    if (pages["steps_done"] == 0).any():
+        choices.append((FIRST_STEP_FACTOR * floor, "a rank has not finished its first step"))
+    phases = set(pages["phase"].tolist())
+    choices += [
+        (factor * floor, f"a rank is in {Phase(phase).name.lower()}")
+        for phase, factor in PHASE_FACTORS.items()
+        if phase in phases
+    ]
+    choices.append((int(pages["phase_allowance_ns"].max()) / 1e9, "the program declared a long phase"))
+    return max(choices, key=lambda choice: choice[0])
+
+
+def _slow_step_seconds(view: RunView, ranks: list[int]) -> float:
+    """The slow step of the slowest of up to 16 ranks, evenly chosen; 0 before the first step."""
+    chosen = ranks[:: max(1, len(ranks) // _SAMPLED_RANKS)]
+    slow = 0.0
+    for rank in chosen:
+        steps = view.rank_steps(rank)[-_STEPS:]
+        if len(steps):
+            # "lower": of few steps the slowest is left out, of one step it is that step.
+            taken = np.quantile(steps["end_ns"] - steps["begin_ns"], 0.98, method="lower")
+            slow = max(slow, float(taken) / 1e9)
+    return slow

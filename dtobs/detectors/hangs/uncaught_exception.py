@@ -1,0 +1,96 @@
+"""``uncaught-exception``: an exception of its own ended a rank.
+
+Why it hurts: every other rank then reports a broken connection or a timeout, and the log's last lines are theirs.
+Broken connections and timeouts are consequences and never accused, as long as anything else explains the end; where
+nothing does, the first of them is reported as a possible cause, so that no crash goes unmentioned.
+
+What to do next: fix the exception at the line shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dtobs.detectors.base import named
+from dtobs.detectors.hangs.absent import absent
+from dtobs.detectors.hangs.describe import Evidence, stack_evidence
+from dtobs.detectors.hangs.endings import End, Ending
+from dtobs.detectors.hangs.situation import Situation
+from dtobs.findings import Confidence, Finding
+
+_MAX_TRACEBACK = 40
+_MAX_MESSAGE = 300
+_UNEXPLAINED = (End.PEER_LOST, End.TIMED_OUT)
+
+
+def find(situation: Situation) -> list[Finding]:
+    """One finding for each different exception that is a cause; ranks with the same one together."""
+    causes = [e for e in situation.causes if e.kind is End.EXCEPTION]
+    if situation.disagreed:
+        causes = [e for e in causes if not e.about_communication]
+    found = [_finding(situation, same, Confidence.CERTAIN) for same in _alike(causes)]
+    return found or _unexplained(situation)
+
+
+def _unexplained(situation: Situation) -> list[Finding]:
+    """The first broken connection or timeout of a run that nothing else explains."""
+    gone = any(e.kind in (End.CLOSED, End.EXITED) for e in situation.endings.values())
+    if situation.causes or situation.disagreed or gone or absent(situation):
+        return []
+    ended = [e for e in situation.endings.values() if e.kind in _UNEXPLAINED]
+    first = sorted(ended, key=lambda e: (e.t_ns, e.rank))[:1]
+    return [_finding(situation, first, Confidence.POSSIBLE)] if first else []
+
+
+def _alike(endings: Sequence[Ending]) -> list[list[Ending]]:
+    groups: dict[tuple[str, str], list[Ending]] = {}
+    for ending in endings:
+        said = ending.exception or {}
+        groups.setdefault((str(said.get("type")), _place(ending) or _message(ending)), []).append(ending)
+    return list(groups.values())
+
+
+def _finding(situation: Situation, endings: Sequence[Ending], confidence: Confidence) -> Finding:
+    first = endings[0]
+    said = first.exception or {}
+    ranks = tuple(e.rank for e in endings)
+    place = _place(first)
+    name = str(said.get("type") or "an exception").rpartition(".")[2]
+    message = _message(first)
+    return Finding(
+        "uncaught-exception",
+        f"{named(ranks)} raised {name}{f': {message}' if message else ''}{f' at {place}' if place else ''}",
+        ranks,
+        confidence,
+        step=int(said.get("step") or situation.view.page(first.rank)["step"]),
+        evidence=(*_evidence(first), *stack_evidence(situation, first.rank)),
+        since_ns=first.t_ns - int(situation.view.page(first.rank)["clock_offset_ns"]),
+    )
+
+
+def _message(ending: Ending) -> str:
+    text = " ".join(str((ending.exception or {}).get("message", "")).split())
+    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…"
+
+
+def _place(ending: Ending) -> str:
+    frame = (ending.exception or {}).get("frame")
+    if not isinstance(frame, dict):
+        return ""
+    return f"{frame.get('file', '?')}:{frame.get('line', '?')} in {frame.get('function', '?')}"
+
+
+def _evidence(ending: Ending) -> list[Evidence]:
+    said = ending.exception or {}
+    trace = said.get("traceback") or []
+    lines = trace.splitlines() if isinstance(trace, str) else [str(line).rstrip() for line in trace]
+    return [
+        {
+            "what": "exception",
+            "rank": ending.rank,
+            "type": str(said.get("type", "")),
+            "message": _message(ending),
+            "at": _place(ending),
+            "traceback": lines[-_MAX_TRACEBACK:],
+        }
+    ]

@@ -1,0 +1,106 @@
+"""straggler: a rank works longer than its peers in nearly every step, and they wait for it.
+
+What it does: compares busy time (the step's wall time minus waiting, validation and checkpoints) of the ranks of a
+data-parallel group, step by step, each with the median of the others. A straggler is `RATIO` slower in the median,
+slower than `PAIRED` in `SHARE` of at least `LEAST_STEPS` steps, by more than `WASTE` of the step and
+`LEAST_SECONDS`, and the others wait at least half of the difference longer than it does. The smaller the difference
+is, the longer it must last: `SETTLED_SECONDS` at twice the time of its peers, four times as long at 1.25 times. Never
+step times: an all-reduce makes those equal on all ranks.
+
+Why it hurts: every rank of the job runs at the pace of the slowest one.
+
+What to do next: the summary names the part of the step that is longer. For data look at its storage and its share of
+the data; for forward and backward at clocks, temperature, other processes and uneven batches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dtobs.detectors.base import named
+from dtobs.detectors.peers import data_groups, rows_of
+from dtobs.detectors.performance.window import Floats, Times, step_times
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
+
+LEAST_STEPS, MOST_STEPS = 12, 512
+RATIO, PAIRED, SHARE = 1.25, 1.10, 0.8
+WASTE = 0.10
+SETTLED_SECONDS = 10.0
+"""Another process that takes a core for some seconds slows one rank down by about a half: that is no straggler."""
+JUDGED_SECONDS, JUDGED_STEPS = 60.0, 64
+"""Judged are the newest steps of that time, or that many, whichever are more."""
+LEAST_SECONDS = 0.01
+"""Below that, the operating system's time slices decide who is late on a machine with fewer cores than ranks."""
+
+
+def straggler(view: RunView) -> list[Finding]:
+    """One finding a slow rank."""
+    found = []
+    for group in data_groups(view):
+        times = step_times(view, rows_of(view, group), last=MOST_STEPS)
+        if times is None or len(times.steps) < LEAST_STEPS:
+            continue
+        times = _newest(times)
+        for member, rank in enumerate(group):
+            finding = _judge(view, times, member, rank)
+            if finding is not None:
+                found.append(finding)
+    return found
+
+
+def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | None:
+    own, others = times.busy[member], _median_of_others(times.busy, member)
+    excess = own - others
+    ratio = own / np.maximum(others, 1e-9)
+    waited = _median_of_others(times.parts["exposed"], member) - times.parts["exposed"][member]
+    typical = float(np.median(excess))
+    if (
+        np.median(ratio) < RATIO
+        or float(times.wall[member].sum()) < SETTLED_SECONDS / (float(np.median(ratio)) - 1)
+        or np.mean(ratio > PAIRED) < SHARE
+        or typical < max(LEAST_SECONDS, WASTE * float(np.median(times.wall[member])))
+        or float(np.median(waited)) < typical / 2
+    ):
+        return None
+    part, longer = max(
+        (
+            (p, float(np.median(v[member] - _median_of_others(v, member))))
+            for p, v in times.parts.items()
+            if p != "exposed"
+        ),
+        key=lambda item: item[1],
+    )
+    host = view.meta(rank).process.get("host")
+    where = f" on {host}" if host else ""
+    return Finding(
+        "straggler",
+        f"{named([rank])}{where} works {float(np.median(ratio)):.2f} times as long as its peers"
+        f" ({part} +{longer * 1e3:.0f} ms a step); they wait for it",
+        (rank,),
+        Confidence.LIKELY,
+        step=int(times.steps[0]),
+        evidence=(
+            {
+                "what": "busy time",
+                "steps": len(times.steps),
+                "seconds": float(np.median(own)),
+                "peers_seconds": float(np.median(others)),
+                "share_of_steps": float(np.mean(ratio > PAIRED)),
+                "peers_wait_longer_seconds": float(np.median(waited)),
+            },
+            {"what": "longest part", "part": part, "seconds_longer": longer},
+        ),
+        since_ns=int(times.end_ns[member, 0]),
+    )
+
+
+def _newest(times: Times) -> Times:
+    age = times.wall[0][::-1].cumsum()[::-1]  # seconds from the step's beginning to the end
+    keep = (age <= JUDGED_SECONDS) | (np.arange(len(age)) >= len(age) - JUDGED_STEPS)
+    return times.of(keep)
+
+
+def _median_of_others(values: Floats, member: int) -> Floats:
+    median: Floats = np.median(np.delete(values, member, axis=0), axis=0)
+    return median

@@ -1,0 +1,53 @@
+"""The steps that performance is judged on: recent, complete, and without the first ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.events import STEP_PARTS
+from dtobs.recording.view import RunView
+
+LAST = 64
+WARM_UP = 3
+"""Steps at the beginning of an attempt that do not count: allocation, compilation, the first files."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each step, float64[ranks, steps]: `wall` without validation and checkpoints, `busy` also without
+    waiting for other ranks, and the `parts`.
+    """
+
+    steps: npt.NDArray[np.int64]
+    wall: Floats
+    busy: Floats
+    parts: dict[str, Floats]
+    end_ns: npt.NDArray[np.int64]
+
+    def of(self, keep: npt.NDArray[np.bool_]) -> Times:
+        """Only the steps where `keep`, bool[steps], is true."""
+        parts = {part: seconds[:, keep] for part, seconds in self.parts.items()}
+        return Times(self.steps[keep], self.wall[:, keep], self.busy[:, keep], parts, self.end_ns[:, keep])
+
+
+def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None:
+    """The newest `last` steps that all of `rows` have recorded, past the warm-up; None when there are none."""
+    if not rows:
+        return None
+    window = view.steps(last + WARM_UP)
+    first = max((int(view.rank_steps(view.ranks[r])["step"][:1].sum()) for r in rows), default=0)
+    keep = window.valid[rows].all(axis=0) & (window.steps >= first + WARM_UP)
+    records = window.records[rows][:, keep]
+    if not records.shape[1]:
+        return None
+    parts = {part: records[f"{part}_ns"].astype(np.float64) / 1e9 for part in STEP_PARTS}
+    # A step with a validation or a checkpoint in it is one of rank 0's usual extras: only the rest is compared.
+    wall = sum(
+        (parts[p] for p in STEP_PARTS if p not in ("validation", "checkpoint")), np.zeros(records.shape)
+    )
+    return Times(window.steps[keep], wall, wall - parts["exposed"], parts, records["end_ns"])

@@ -1,0 +1,20 @@
+"""Errors that no exception reports: wrong numbers, wrong data, wrong randomness."""
+
+from __future__ import annotations
+
+from dtobs.detectors.base import Detector
+from dtobs.detectors.silent.data_overlap import data_overlap
+from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
+from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
+from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
+from dtobs.detectors.silent.replica_divergence import replica_divergence
+from dtobs.detectors.silent.seed_policy import seed_policy
+
+DETECTORS: tuple[Detector, ...] = (
+    replica_divergence,
+    seed_policy,
+    data_overlap,
+    local_gradient_outlier,
+    gradient_nonfinite,
+    loss_nonfinite,
+)

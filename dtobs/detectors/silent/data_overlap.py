@@ -1,0 +1,80 @@
+"""data-overlap: ranks that should read different data read the same.
+
+What it does: compares the digests of the inputs of the same step between the ranks of a data-parallel group. Ranks
+count as overlapping when at least `LEAST_STEPS` steps, and half of those that can be compared, are equal. A rank whose
+input never changes (a benchmark's constant batch) proves nothing.
+
+Why it hurts: the ranks compute the same gradient: twice the price for the progress of one.
+
+What to do next: give the sampler the data-parallel rank and size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.detectors.base import named
+from dtobs.detectors.peers import data_groups, rows_of
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
+
+WINDOW = 64
+LEAST_STEPS = 3
+LEAST_SHARE = 0.5
+
+
+def data_overlap(view: RunView) -> list[Finding]:
+    """One finding for each set of ranks that read the same."""
+    found = []
+    window = view.steps(WINDOW)
+    for group in data_groups(view):
+        rows = rows_of(view, group)
+        digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
+        varied = [len(np.unique(row[row != 0])) >= LEAST_STEPS for row in digests]
+        for members, equal, compared in _sets(digests, varied):
+            ranks = [group[m] for m in members]
+            steps = window.steps[equal]
+            found.append(
+                Finding(
+                    "data-overlap",
+                    f"{named(ranks)} read the same data in {int(equal.sum())} of {compared} steps",
+                    tuple(ranks),
+                    Confidence.CERTAIN if equal.sum() >= 2 * LEAST_STEPS else Confidence.LIKELY,
+                    step=int(steps[0]),
+                    evidence=(
+                        {
+                            "what": "input digests",
+                            "equal_steps": [int(s) for s in steps[:16]],
+                            "steps_compared": compared,
+                            "digest": f"{int(digests[members[0]][equal][0]):016x}",
+                        },
+                    ),
+                    since_ns=int(window.records["end_ns"][rows[members[0]]][equal][0]),
+                )
+            )
+    return found
+
+
+def _sets(
+    digests: npt.NDArray[np.uint64], varied: list[bool]
+) -> list[tuple[list[int], npt.NDArray[np.bool_], int]]:
+    """Rows that overlap with the first of their set: (rows, bool[steps] equal in all of them, steps compared)."""
+    found = []
+    taken: set[int] = set()
+    for first in range(len(digests)):
+        if first in taken or not varied[first]:
+            continue
+        both = (digests[first] != 0) & (digests != 0)
+        equal = both & (digests == digests[first])
+        like = [
+            row
+            for row in range(first + 1, len(digests))
+            if varied[row] and equal[row].sum() >= max(LEAST_STEPS, LEAST_SHARE * both[row].sum())
+        ]
+        if like:
+            members = [first, *like]
+            taken.update(members)
+            together = equal[like].all(axis=0) if equal[like].all(axis=0).any() else equal[like[0]]
+            found.append((members, together, int(both[like[0]].sum())))
+    return found

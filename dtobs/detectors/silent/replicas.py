@@ -1,0 +1,107 @@
+"""Digests of tensors that must be equal, brought together from all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.recording.view import RunView
+
+
+@dataclass(frozen=True)
+class ReplicaSet:
+    """`ranks` hold equal values of `names`. `digests` is u64[ranks, steps, names] on the common steps, ascending."""
+
+    ranks: list[int]
+    names: list[str]
+    steps: npt.NDArray[np.int64]
+    digests: npt.NDArray[np.uint64]
+    times_ns: npt.NDArray[np.int64]  #: [ranks, steps]
+
+    @property
+    def differs(self) -> npt.NDArray[np.bool_]:
+        """bool[steps, names]: whether any two ranks disagree."""
+        unequal: npt.NDArray[np.bool_] = (self.digests != self.digests[:1]).any(axis=0)
+        return unequal
+
+
+def replica_sets(view: RunView, *, always: bool = False) -> Iterator[ReplicaSet]:
+    """Every set of ranks with tensors that must be equal, and their digests.
+
+    Without `always`, a set is left out unread when the digest that each step record holds of all parameters says that
+    its ranks agree.
+    """
+    tables: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for rank in view.ranks:
+        table = tuple((p.name, p.replica) for p in view.meta(rank).params)
+        tables.setdefault(table, []).append(rank)
+    if not always:
+        tables = {t: r for t, r in tables.items() if len(tables) > 1 or not _agree(view, r)}
+    classes = list(tables.items())
+    holders: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for number, (table, _) in enumerate(classes):
+        for row, key in enumerate(table):
+            if key[1]:
+                holders.setdefault(key, []).append((number, row))
+    together: dict[tuple[int, ...], list[tuple[str, tuple[int, ...]]]] = {}
+    for (name, _), places in holders.items():
+        members = tuple(number for number, _ in places)
+        if sum(len(classes[number][1]) for number in members) > 1:
+            together.setdefault(members, []).append((name, tuple(row for _, row in places)))
+    for members, named in together.items():
+        ranks = [(rank, i) for i, number in enumerate(members) for rank in classes[number][1]]
+        found = _bring_together(view, ranks, named)
+        if found is not None:
+            yield found
+
+
+def from_the_beginning(view: RunView, copies: ReplicaSet) -> bool:
+    """Whether the oldest digests are from before the first optimizer step."""
+    recorded = [int(steps["step"].min()) for r in copies.ranks if len(steps := view.rank_steps(r))]
+    return bool(recorded) and int(copies.steps[0]) == min(recorded) - 1
+
+
+def _agree(view: RunView, ranks: list[int]) -> bool:
+    """Whether the folded digests of the step records agree wherever two ranks have one for the same step."""
+    known: dict[int, int] = {}
+    for rank in ranks:
+        steps = view.rank_steps(rank)
+        sampled = steps[steps["params_digest"] != 0]
+        if not len(sampled):
+            return False
+        for step, digest in zip(sampled["step"].tolist(), sampled["params_digest"].tolist(), strict=True):
+            if known.setdefault(step, digest) != digest:
+                return False
+    return True
+
+
+def _bring_together(
+    view: RunView, ranks: list[tuple[int, int]], named: list[tuple[str, tuple[int, ...]]]
+) -> ReplicaSet | None:
+    histories = {rank: view.digests(rank) for rank, _ in ranks}
+    if any(len(h) == 0 or "digest" not in (h.dtype.names or ()) for h in histories.values()):
+        return None
+    common: npt.NDArray[np.int64] | None = None
+    for history in histories.values():
+        steps = np.unique(history["step"])
+        common = steps if common is None else np.intersect1d(common, steps)
+    if common is None or not len(common):
+        return None
+    digests, times = [], []
+    for rank, place in ranks:
+        history = histories[rank]
+        newest = {
+            int(step): row for row, step in enumerate(history["step"])
+        }  # a step done again: the later one
+        rows = [newest[int(step)] for step in common]
+        columns = [rows_by_class[place] for _, rows_by_class in named]
+        if max(columns) >= history["digest"].shape[1]:
+            return None  # the table was written anew since
+        digests.append(history["digest"][rows][:, columns])
+        times.append(history["t_ns"][rows])
+    return ReplicaSet(
+        [rank for rank, _ in ranks], [n for n, _ in named], common, np.stack(digests), np.stack(times)
+    )

@@ -1,0 +1,209 @@
+"""seed-policy: random numbers that must be equal between ranks differ, or the other way round.
+
+What it does: four comparisons.
+ * Copies of the model that began with different parameters, seen in the digests from before the first optimizer step.
+ * What the job declared by ``session.policy(equal={"seed": 1}, differ={"dropout seed": 7})``: values that must be
+   equal on all ranks, and values that must differ between ranks that read different data.
+ * ``session.policy(generators="differ")`` or ``"equal"``: the states of torch's generators between ranks that read
+   different data, at the end of the same steps.
+ * Without a declaration: a model with active dropout, whose generators move in every step and are equal on ranks
+   that read different data: those ranks drop the same units.
+
+Why it hurts: a different seed gives a rank another model or another order of the data; equal dropout makes the
+data-parallel gradient noisier than it need be.
+
+What to do next: seed the model's initialisation and the order of the data equally on all ranks, and everything drawn
+while training by the data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.detectors.base import named
+from dtobs.detectors.peers import data_groups, odd_ones, rows_of
+from dtobs.detectors.silent.replicas import from_the_beginning, replica_sets
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView, StepWindow
+
+WINDOW = 64
+LEAST_STEPS = 3
+
+
+def seed_policy(view: RunView) -> list[Finding]:
+    """One finding for each rule that is broken (for each group of ranks)."""
+    return [*_initial(view), *_declared(view), *_generators(view)]
+
+
+def _initial(view: RunView) -> list[Finding]:
+    found = []
+    for copies in replica_sets(view):
+        if not from_the_beginning(view, copies) or not copies.differs[0].any():
+            continue
+        which = int(copies.differs[0].argmax())
+        values = {r: int(d) for r, d in zip(copies.ranks, copies.digests[:, 0, which], strict=True)}
+        odd, majority = odd_ones(values)
+        than = "than the others " if majority else ""
+        found.append(
+            Finding(
+                "seed-policy",
+                f"{named(odd)} began with other parameters {than}(first {copies.names[which]}): the model was"
+                " initialised with different seeds and nothing copied it to the others",
+                tuple(odd),
+                Confidence.CERTAIN,
+                step=int(copies.steps[0]) + 1,
+                group="initial parameters",
+                evidence=(
+                    {
+                        "what": "parameter digests before the first optimizer step",
+                        "parameter": copies.names[which],
+                        "parameters_that_differ": int(copies.differs[0].sum()),
+                        "digests": {str(r): f"{v:016x}" for r, v in list(values.items())[:16]},
+                    },
+                ),
+                since_ns=int(copies.times_ns[:, 0].max()),
+            )
+        )
+    return found
+
+
+def _declared(view: RunView) -> list[Finding]:
+    found = []
+    for name, values in _values(view, "equal").items():
+        if len(set(values.values())) > 1:
+            odd, majority = odd_ones(values)
+            others = sorted(set(values) - set(odd))
+            against = f", the others {values[others[0]]}" if majority else ""
+            said = ", ".join(f"rank {r} {values[r]}" for r in odd[:8])
+            found.append(_broken(odd, f"{name} must be equal on all ranks: {said}{against}", name, values))
+    for name, values in _values(view, "differ").items():
+        for group in data_groups(view):
+            same: dict[str, list[int]] = {}
+            for rank in group:
+                if rank in values:
+                    same.setdefault(values[rank], []).append(rank)
+            for value, ranks in same.items():
+                if len(ranks) > 1:
+                    text = f"{name} must differ between ranks that read different data: {named(ranks)} have {value}"
+                    found.append(_broken(ranks, text, name, values))
+    return found
+
+
+def _values(view: RunView, rule: str) -> dict[str, dict[int, str]]:
+    """name → rank → declared value (as JSON text)."""
+    found: dict[str, dict[int, str]] = {}
+    for rank in view.ranks:
+        declared = view.meta(rank).policy.get(rule)
+        if isinstance(declared, dict):
+            for name, value in declared.items():
+                found.setdefault(str(name), {})[rank] = json.dumps(value, sort_keys=True)
+    return found
+
+
+def _broken(ranks: list[int], summary: str, name: str, values: Mapping[int, str]) -> Finding:
+    shown = {str(r): values[r] for r in sorted(values)[:16]}
+    return Finding(
+        "seed-policy",
+        summary,
+        tuple(ranks),
+        Confidence.CERTAIN,
+        group=name,
+        evidence=({"what": "declared values", "name": name, "values": shown},),
+    )
+
+
+def _generators(view: RunView) -> list[Finding]:
+    found = []
+    window = view.steps(WINDOW)
+    for group in data_groups(view):
+        rule = {view.meta(r).policy.get("generators") for r in group}
+        states = _states(window, rows_of(view, group))
+        if rule == {"equal"}:
+            found += _must_be_equal(window, group, states)
+        elif rule == {"differ"} or (rule == {None} and _drops_units(view, group) and _moves(states)):
+            found += _must_differ(window, group, states, declared=rule == {"differ"})
+    return found
+
+
+def _states(window: StepWindow, rows: list[int]) -> npt.NDArray[np.uint64]:
+    """u64[ranks, steps]: torch's generators, host and device, as one number; 0 where not known."""
+    records = window.records[rows]
+    both: npt.NDArray[np.uint64] = (
+        records["rng_torch"] * np.uint64(0x9E3779B97F4A7C15) + records["rng_device"]
+    )
+    both[(records["rng_torch"] == 0) | ~window.valid[rows]] = 0
+    return both
+
+
+def _drops_units(view: RunView, group: list[int]) -> bool:
+    return all(int(view.meta(r).layout.get("dropout", 0) or 0) > 0 for r in group)
+
+
+def _moves(states: npt.NDArray[np.uint64]) -> bool:
+    """Whether every rank draws numbers in every step it recorded."""
+    for row in states:
+        known = row[row != 0]
+        if len(known) <= LEAST_STEPS or (known[1:] == known[:-1]).any():
+            return False
+    return True
+
+
+def _must_be_equal(window: StepWindow, group: list[int], states: npt.NDArray[np.uint64]) -> list[Finding]:
+    known = (states != 0).all(axis=0)
+    unequal = known & (states != states[:1]).any(axis=0)
+    if unequal.sum() < LEAST_STEPS:
+        return []
+    last = int(np.flatnonzero(unequal)[-1])
+    odd, majority = odd_ones({r: int(s) for r, s in zip(group, states[:, last], strict=True)})
+    first = int(window.steps[int(unequal.argmax())])
+    whom = "from the other ranks'" if majority else "from each other's"
+    return [
+        Finding(
+            "seed-policy",
+            f"the generators of {named(odd)} differ {whom} since step {first}; they were declared equal",
+            tuple(odd),
+            Confidence.CERTAIN,
+            step=first,
+            group="generators",
+            evidence=(
+                {"what": "generator digests", "steps_unequal": int(unequal.sum()), "steps": int(known.sum())},
+            ),
+        )
+    ]
+
+
+def _must_differ(
+    window: StepWindow, group: list[int], states: npt.NDArray[np.uint64], *, declared: bool
+) -> list[Finding]:
+    known = (states != 0).all(axis=0)
+    if known.sum() < LEAST_STEPS:
+        return []
+    columns = states[:, known]
+    same: dict[bytes, list[int]] = {}
+    for rank, row in zip(group, columns, strict=True):
+        same.setdefault(row.tobytes(), []).append(rank)
+    first = int(window.steps[known][0])
+    why = "they were declared different" if declared else "they drop the same units on different data"
+    evidence: dict[str, Any] = {
+        "what": "generator digests",
+        "steps_equal": int(known.sum()),
+        "declared": declared,
+    }
+    return [
+        Finding(
+            "seed-policy",
+            f"{named(ranks)} draw the same random numbers in every step; {why}",
+            tuple(ranks),
+            Confidence.CERTAIN if declared else Confidence.LIKELY,
+            step=first,
+            group="generators",
+            evidence=(evidence,),
+        )
+        for ranks in same.values()
+        if len(ranks) > 1
+    ]

@@ -1,0 +1,27 @@
+"""From a target to a verdict: gathers the evidence, runs all detectors, and ranks the causes.
+
+::
+
+    evidence = gather(Path("runs/20261120T120000Z-run"))
+    diagnosis = diagnose(evidence)
+    print(diagnosis.verdict)
+"""
+
+from __future__ import annotations
+
+from dtobs.diagnose.analyse import diagnose
+from dtobs.diagnose.dumps import diagnose_dumps, holds_dumps
+from dtobs.diagnose.gather import Evidence, gather
+from dtobs.diagnose.model import Diagnosis, RankStatus
+from dtobs.diagnose.monitors import gather_monitors
+
+__all__ = [
+    "Diagnosis",
+    "Evidence",
+    "RankStatus",
+    "diagnose",
+    "diagnose_dumps",
+    "gather",
+    "gather_monitors",
+    "holds_dumps",
+]

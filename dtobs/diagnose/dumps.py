@@ -1,0 +1,46 @@
+"""A diagnosis of a folder of Flight Recorder dumps, from a job that need never have heard of dtobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dtobs.diagnose.model import Diagnosis, RankStatus
+from dtobs.flight_recorder import DumpAnalysis, analyse_dumps, load_dumps
+from dtobs.flight_recorder.names import find_dumps
+
+_OURS = ("run.json", "capture.json", "nodes", "monitor.json")
+
+
+def holds_dumps(path: Path) -> bool:
+    """Whether `path` is a folder that is neither a run directory nor a capture and has files named like dumps."""
+    if not path.is_dir() or any((path / name).exists() for name in _OURS):
+        return False
+    return bool(find_dumps(path)[0])
+
+
+def diagnose_dumps(folder: Path) -> Diagnosis:
+    """The diagnosis of the dumps in `folder`. Raises TargetError when none of them can be used."""
+    analysis = analyse_dumps(load_dumps(folder))
+    return Diagnosis(
+        target=str(folder),
+        world_size=analysis.world_size,
+        verdict=analysis.findings[0] if analysis.findings else None,
+        findings=analysis.findings,
+        ranks={status.rank: status for status in _statuses(analysis)},
+        missing_ranks=analysis.missing_ranks,
+        notes=(*(f"not used: {problem}" for problem in analysis.problems), *analysis.notes),
+    )
+
+
+def _statuses(analysis: DumpAnalysis) -> list[RankStatus]:
+    return [
+        RankStatus(
+            row.rank,
+            "waiting" if row.waits_in else "unknown",
+            None,
+            "",
+            last_collective=row.waits_in or row.last_call,
+            site=row.waits_site or row.last_site,
+        )
+        for row in analysis.ranks
+    ]

@@ -1,0 +1,101 @@
+"""Finds out what a target is and collects what there is to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dtobs.detectors.hangs.stall import last_movement_ns, silence
+from dtobs.errors import TargetError
+from dtobs.recording.capture import Capture, RankCapture, load_capture
+from dtobs.recording.journal import Entry, open_entries, read_journal
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.view import RunView, load_run
+
+TakeCapture = Callable[[RunView, str], Capture]
+"""Looks at the living ranks of this host (`dtobs.monitor.capture.capture_ranks`)."""
+_STILL_SECONDS = 1.0
+"""A run that moved this recently is not disturbed for stacks."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything a diagnosis rests on: one look at the run, and what its monitor had found and not cleared."""
+
+    target: str
+    view: RunView
+    journal: tuple[Entry, ...] = ()
+    judged: bool = False  #: the journal says all that the detectors could: the view lacks what they need
+
+
+def gather(target: str | Path, take_capture: TakeCapture | None = None) -> Evidence:
+    """Collect the evidence of a run directory or of a capture inside one.
+
+    With `take_capture`, a run that lives on this host and does not move is looked at afresh. Raises TargetError when
+    the target is neither, and says what it is.
+    """
+    text, path = str(target), Path(target)
+    if (path / "capture.json").is_file():
+        return _from_capture(path)
+    if not path.exists():
+        raise TargetError(
+            f"there is no {path}: give a run directory (runs/<UTC time>-<name>) or a capture in it"
+        )
+    if not path.is_dir():
+        raise TargetError(f"{path} is a file: give the run directory that it belongs to")
+    view = load_run(path)
+    if take_capture is not None:
+        _look_afresh(view, take_capture)
+    return Evidence(text, view, _journal(view))
+
+
+def _from_capture(folder: Path) -> Evidence:
+    root = folder.resolve().parent.parent
+    capture = load_capture(folder)
+    try:
+        view = load_run(root)
+    except TargetError as error:
+        raise TargetError(
+            f"{folder} is a capture outside of its run directory: put it back under RUN_DIR/captures"
+        ) from error
+    view.capture = capture
+    if capture.taken_ns >= last_movement_ns(view):
+        # The run has not moved since: judge it as it stood then, whatever became of its processes later.
+        view.now_ns = capture.taken_ns
+        view.processes = {rank: seen.process for rank, seen in capture.ranks.items()}
+    else:
+        view.damaged.append(f"the run moved on after {folder.name}: its stacks are not of the present state")
+    return Evidence(str(folder), view, _journal(view))
+
+
+def _journal(view: RunView) -> tuple[Entry, ...]:
+    entries = read_journal(RunDirectory(view.root).findings)
+    return tuple(open_entries(entries, view.attempt if len(view.pages) else None))
+
+
+def _look_afresh(view: RunView, take_capture: TakeCapture) -> None:
+    quiet = silence(view)
+    if quiet is None or quiet.seconds < _STILL_SECONDS or not any(p.alive for p in view.processes.values()):
+        return
+    fresh = take_capture(view, "dtobs diagnose")
+    known = view.capture
+    if known is not None and known.taken_ns >= quiet.since_ns:
+        fresh = replace(fresh, ranks=_merge(known.ranks, fresh.ranks))
+    if fresh.ranks:
+        view.capture = fresh
+        view.processes |= {rank: seen.process for rank, seen in fresh.ranks.items()}
+
+
+def _merge(before: dict[int, RankCapture], after: dict[int, RankCapture]) -> dict[int, RankCapture]:
+    """The later look, with what only the earlier one of the same stillness saw."""
+    merged = before | after
+    for rank in before.keys() & after.keys():
+        old, new = before[rank], after[rank]
+        merged[rank] = replace(
+            new,
+            stacks_text=new.stacks_text or old.stacks_text,
+            gil=old.gil if new.gil == "unknown" else new.gil,
+            flight_recorder=new.flight_recorder or old.flight_recorder,
+        )
+    return merged

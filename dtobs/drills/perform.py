@@ -1,0 +1,163 @@
+"""Performs a drill on this machine: a small real job with a fault in it, watched as any job is, and then diagnosed."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from dtobs.diagnose import Diagnosis, diagnose, gather
+from dtobs.diagnose.gather import TakeCapture
+from dtobs.drills import worker
+from dtobs.drills.hangs import FAULTS
+from dtobs.drills.silent import TROUBLES
+from dtobs.recording.journal import read_journal
+from dtobs.recording.process import read_process
+from dtobs.recording.rundir import RunDirectory, read_json
+
+_WORLD = 2
+_POLL_SECONDS = 0.1
+_GOODBYE_SECONDS = 1.0
+_SETTLE_SECONDS = 1.0  # for the second thing that a fault shows, once the first was found
+_MONITOR_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A fault to inject: its family decides the job, `expected` is the code that must be found (None: nothing)."""
+
+    family: str
+    name: str
+    wrapper: str
+    expected: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a drill. `seconds` from the strike to the finding; None where nobody saw the moment."""
+
+    drill: Drill
+    diagnosis: Diagnosis
+    seconds: float | None
+
+    @property
+    def found(self) -> str | None:
+        """The expected code where it was found, else that of the verdict; None without a finding.
+
+        A silent fault may be true under two codes: a rank that is starved of data is slow as well.
+        """
+        codes = [finding.code for finding in self.diagnosis.findings]
+        if self.drill.family == "silent" and self.drill.expected in codes:
+            return self.drill.expected
+        return codes[0] if codes else None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the expected was found; of the healthy twin, that there is no finding at all."""
+        return self.found == self.drill.expected
+
+
+def known() -> list[Drill]:
+    """Every drill, hangs first; the healthy twins are named "none"."""
+    hangs = [Drill("hangs", f.name, wrapper, f.code) for f in FAULTS.values() for wrapper in f.wrappers]
+    silent = [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
+    return [*hangs, *silent]
+
+
+def perform(
+    drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_seconds: float = 90.0
+) -> Outcome:
+    """Run the drill on two ranks below `folder` (which it creates) and diagnose it; nothing is left running."""
+    folder.mkdir(parents=True)
+    run_dir, mark = folder / "run", folder / "struck"
+    ranks = _start(drill, folder, run_dir, mark)
+    try:
+        found_at = _until_found(drill, run_dir, folder, ranks, deadline_seconds)
+        diagnosis = diagnose(gather(run_dir, take_capture))
+    finally:
+        _end(ranks, run_dir)
+    seconds = None
+    if drill.expected is not None and mark.exists() and found_at is not None:
+        seconds = max(0.0, found_at - mark.stat().st_mtime)
+    return Outcome(drill, diagnosis, seconds)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    process: ForkServerProcess
+    stay: Connection
+
+    @property
+    def over(self) -> bool:
+        return not self.process.is_alive()
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    """Ranks are forked from a process that has imported torch once: a drill begins in a moment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dtobs.drills.worker", "torch.distributed.fsdp", "torch._dynamo"])
+    return context
+
+
+def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path) -> list[_Rank]:
+    fields: dict[str, Any] = {"run_dir": run_dir, "wrapper": drill.wrapper, "monitor": True}
+    if drill.family == "hangs":
+        fields |= {"fault": drill.name, "mark": mark}
+    else:
+        fields |= {"trouble": drill.name}
+    ranks = []
+    for rank in range(_WORLD):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(_WORLD),
+            "LOCAL_WORLD_SIZE": str(_WORLD),
+            "GROUP_RANK": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        ours, theirs = _context().Pipe()
+        process = _context().Process(
+            target=worker.main, args=(drill.family, fields, environment, folder, theirs)
+        )
+        process.start()
+        theirs.close()
+        ranks.append(_Rank(process, ours))
+    return ranks
+
+
+def _until_found(
+    drill: Drill, run_dir: Path, folder: Path, ranks: Sequence[_Rank], seconds: float
+) -> float | None:
+    """Wait until the monitor has found something (and a moment more), or the job is over; when, in UTC seconds."""
+    deadline = time.monotonic() + seconds
+    found_at: float | None = None
+    while time.monotonic() < deadline:
+        if found_at is None and read_journal(RunDirectory(run_dir).findings):
+            found_at = time.time()
+            deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+        if all(rank.over or (folder / f"done-{n}").exists() for n, rank in enumerate(ranks)):
+            return found_at or time.time()
+        time.sleep(_POLL_SECONDS)
+    return found_at
+
+
+def _end(ranks: Sequence[_Rank], run_dir: Path) -> None:
+    for rank in ranks:
+        rank.stay.close()
+    for rank in ranks:
+        rank.process.join(_GOODBYE_SECONDS)
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+    monitors = read_json(RunDirectory(run_dir).monitor_json)
+    pids = [int(m["pid"]) for m in monitors.values() if isinstance(m, dict) and "pid" in m]
+    deadline = time.monotonic() + _MONITOR_SECONDS
+    while any(read_process(pid).alive for pid in pids) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

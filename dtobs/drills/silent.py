@@ -1,0 +1,195 @@
+"""Injectors of silent errors and lost time, and the small real job they strike.
+
+A `Trouble` changes one thing in an ordinary data-parallel loop. Nothing raises and nothing hangs: only what the
+detectors read can tell. The healthy twin of all of them is the trouble "none".
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import dtobs
+
+Wrapper = Literal["ddp", "fsdp", "hsdp", "by-hand"]
+_WIDTH, _BATCH = 32, 8
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One silent error: the code that names it, and which ranks that code must name ("odd", "all")."""
+
+    name: str
+    code: str | None
+    names: Literal["odd", "all"] = "odd"
+    wrappers: tuple[Wrapper, ...] = ("ddp", "fsdp")
+
+
+_ROWS = (
+    Trouble("none", None, wrappers=("ddp", "fsdp", "hsdp", "by-hand")),
+    Trouble("declared-seed", "seed-policy"),
+    Trouble("initial-parameters", "seed-policy", wrappers=("by-hand", "hsdp")),
+    Trouble("equal-dropout", "seed-policy", "all"),
+    Trouble("nan", "gradient-nonfinite"),
+    Trouble("nan-loss", "loss-nonfinite"),
+    Trouble("loud", "local-gradient-outlier"),
+    Trouble("flipped-bit", "replica-divergence", wrappers=("ddp", "hsdp", "by-hand")),
+    Trouble("same-data", "data-overlap", "all"),
+    Trouble("slow", "straggler"),
+    Trouble("starved", "data-starved"),
+)
+TROUBLES: dict[str, Trouble] = {trouble.name: trouble for trouble in _ROWS}
+"""Every trouble of the family by name."""
+
+
+@dataclass(frozen=True)
+class SilentJob:
+    """What to train and what to spoil; picklable. `accumulate` micro-batches a step, synchronised once."""
+
+    run_dir: Path
+    trouble: str = "none"
+    wrapper: Wrapper = "ddp"
+    odd: int = 1
+    at_step: int = 12
+    steps: int = 30
+    accumulate: int = 1
+    seconds: float = 0.05  #: how much a slow rank or a slow loader takes longer
+    monitor: bool = False
+
+
+def flip_bit(parameter: torch.Tensor, bit: int = 20) -> None:
+    """Invert one bit of the first element that this rank holds: what a bad memory cell does."""
+    held = parameter.detach()
+    local = held._local_tensor if isinstance(held, DTensor) else held
+    local.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
+
+
+def nan_in_backward(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+    """Let the gradient of the module's output be NaN: its own gradients, and those of all before it, are."""
+
+    def spoil(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * float("nan"))  # type: ignore[no-untyped-call]
+
+    return module.register_forward_hook(spoil)
+
+
+class Samples:
+    """An endless loader of random samples that depend on rank and step; `seconds` is how long each batch takes."""
+
+    def __init__(self, rank: int, seconds: float = 0.0) -> None:
+        self._rank, self._seconds, self._next = rank, seconds, 0
+
+    def __iter__(self) -> Samples:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._seconds:
+            time.sleep(self._seconds)
+        generator = torch.Generator().manual_seed(self._rank * 1_000_003 + self._next)
+        self._next += 1
+        inputs = torch.randn(_BATCH, _WIDTH, generator=generator)
+        return inputs, inputs.roll(1, dims=1)
+
+
+def train(job: SilentJob) -> None:
+    """Train in the process group that exists, observed by dtobs."""
+    rank = dist.get_rank()
+    mine = rank == job.odd
+    is_now = job.trouble
+    seed = 8 if mine and is_now in ("declared-seed", "initial-parameters") else 7
+    torch.manual_seed(seed)
+    layers = [nn.Linear(_WIDTH, 64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, _WIDTH)]
+    plain = nn.Sequential(*layers)
+    model = wrap(plain, job.wrapper)
+    torch.manual_seed(1234 if is_now == "equal-dropout" else 1234 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    samples = Samples(
+        0 if is_now == "same-data" else rank, job.seconds if is_now == "starved" and mine else 0.0
+    )
+    group = dist.group.WORLD if job.wrapper == "by-hand" else "auto"
+    with dtobs.attach(
+        model,
+        optimizer,
+        run_dir=job.run_dir,
+        replicas=group,
+        mesh=data_mesh(job.wrapper),
+        monitor=job.monitor,
+    ) as session:
+        if is_now in ("none", "declared-seed"):
+            session.policy(equal={"seed": seed})
+        for step in range(job.steps):
+            struck = mine and step >= job.at_step
+            for micro in range(job.accumulate):
+                with session.phase("data"):
+                    inputs, wanted = next(samples)
+                synchronise(model, job.wrapper, now=micro == job.accumulate - 1)
+                spoiled = (
+                    nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
+                )
+                predicted = model(inputs)
+                if mine and is_now == "slow":
+                    time.sleep(job.seconds)
+                loss = (predicted - wanted).square().mean() / job.accumulate
+                if struck and is_now == "loud":
+                    loss = loss * 50
+                loss.backward()
+                if spoiled is not None:
+                    spoiled.remove()
+            if job.wrapper == "by-hand":
+                average_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            said = float("nan") if struck and is_now == "nan-loss" else loss.item()
+            session.report(loss=said)
+            if mine and is_now == "flipped-bit" and step == job.at_step:
+                flip_bit(next(iter(model.parameters())))
+
+
+def wrap(model: nn.Sequential, wrapper: Wrapper) -> nn.Module:
+    """Spread `model` over all ranks; "hsdp" replicates over all of them and shards over one, "by-hand" does nothing."""
+    if wrapper == "by-hand":
+        return model
+    if wrapper == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = data_mesh(wrapper)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def data_mesh(wrapper: Wrapper) -> DeviceMesh | None:
+    """The mesh that `wrapper` spreads the model over; a mesh of the world that only names it for "by-hand"."""
+    world = dist.get_world_size()
+    if wrapper == "ddp":
+        return None
+    if wrapper == "hsdp":
+        return init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("shard" if wrapper == "fsdp" else "replicate",))
+
+
+def synchronise(model: nn.Module, wrapper: Wrapper, *, now: bool) -> None:
+    """Reduce gradients in the next backward, or only accumulate them."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = now
+    elif wrapper in ("fsdp", "hsdp"):
+        model.set_requires_gradient_sync(now)  # type: ignore[operator]
+
+
+def average_gradients(model: nn.Module) -> None:
+    """What DDP does, without it."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()

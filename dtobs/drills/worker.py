@@ -1,0 +1,41 @@
+"""One rank of a drill, in a process forked from one that has torch already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtobs.drills import job, silent
+
+
+def main(
+    family: str, fields: Mapping[str, Any], environment: Mapping[str, str], folder: Path, stay: Connection
+) -> None:
+    """Train what `fields`, those of the family's job, describe. Raises what the fault raises.
+
+    `environment` are the variables of a torchrun worker; ranks meet through a file in `folder`. A rank that is done
+    stays until `stay` closes, so that no peer sees a connection close only because it was slower.
+    """
+    os.environ.update(environment)
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    meet, limit = f"file://{folder / 'store'}", timedelta(minutes=5)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=limit)
+    if family == "hangs":
+        job.train(job.Job(**fields))
+    else:
+        silent.train(silent.SilentJob(**fields))
+    (folder / f"done-{rank}").touch()
+    stay.poll(None)
+    # Gloo's threads outlive destroy_process_group() for a moment and would abort an ordinary exit.
+    os._exit(0)

@@ -1,0 +1,200 @@
+"""The vocabulary of a recording: what an event, a step and a current value are, with their schema version.
+
+Every time is ``time.monotonic_ns()`` of the host that wrote it; the page carries the offset to UTC.
+Identifiers of groups, operations and call sites are 32-bit hashes of their canonical text (``identify``), so
+two ranks that did the same thing wrote the same number; ``meta`` entries say what a number stands for.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import xxhash
+
+SCHEMA = 2
+"""Version of everything below. A reader accepts its own and older ones. 2 added the pipeline fields of a step."""
+
+
+class Kind(IntEnum):
+    """What an event records."""
+
+    PHASE_BEGIN = 1
+    PHASE_END = 2
+    STEP_BEGIN = 3
+    STEP_END = 4
+    COLLECTIVE = 5  #: issued; `seq` counts per group, `value` is bytes
+    WAIT_BEGIN = 6  #: the host blocks on a collective (its group and seq when known)
+    WAIT_END = 7  #: `value` is the seconds blocked
+    P2P = (
+        8  #: a send or a receive was issued; `seq` counts per group, direction and peer, `value` is the peer
+    )
+    MARK = 9
+    ERROR = 10  #: `site` identifies the meta entry of the exception
+    ATTACH = 11
+    CLOSE = 12
+
+
+class Phase(IntEnum):
+    """Parts of a step and of a run. Names given by a user start at ``FIRST_CUSTOM_PHASE``."""
+
+    NONE = 0
+    STARTUP = 1
+    DATA = 2
+    FORWARD = 3
+    BACKWARD = 4
+    OPTIMIZER = 5
+    CHECKPOINT = 6
+    VALIDATION = 7
+    COMPILE = 8
+    SHUTDOWN = 9
+
+
+FIRST_CUSTOM_PHASE = 32
+PHASE_BY_NAME: dict[str, Phase] = {phase.name.lower(): phase for phase in Phase}
+
+
+class RankState(IntEnum):
+    """What a rank last said of itself. Whether its process lives is another question."""
+
+    UNKNOWN = 0
+    STARTING = 1  #: attached, no step seen yet
+    RUNNING = 2
+    FAILED = 3  #: an exception left the training code
+    CLOSED = 4  #: ``close()`` or a normal interpreter exit
+
+
+class PipelineOp(IntEnum):
+    """What a record of a pipeline schedule is about."""
+
+    FORWARD = 1
+    BACKWARD = 2  #: input and weight gradients together
+    BACKWARD_INPUT = 3
+    BACKWARD_WEIGHT = 4
+    LOSS = 5  #: of the last stage, between its forward and its backward
+    SEND_FORWARD = 6  #: issued, until a wait for it returned
+    RECV_FORWARD = 7
+    SEND_BACKWARD = 8
+    RECV_BACKWARD = 9
+    WAIT = 10  #: the host blocked; stage and micro-batch are those of the first receive waited for, else send
+
+
+PIPELINE_COMPUTE = (
+    PipelineOp.FORWARD,
+    PipelineOp.BACKWARD,
+    PipelineOp.BACKWARD_INPUT,
+    PipelineOp.BACKWARD_WEIGHT,
+    PipelineOp.LOSS,
+)
+"""Operations that keep a rank busy; the others are communication or waiting for it."""
+
+PIPELINE_DTYPE = np.dtype(
+    [
+        ("stamp", "<u8"),
+        ("begin_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("step", "<u4"),
+        ("micro_batch", "<u4"),  # counted over all calls of the schedule in the step
+        ("op", "<u2"),
+        ("stage", "<u2"),  # of the whole pipeline
+        ("chunk", "<u2"),  # virtual stage: which of this rank's stages, in the order of their numbers
+        ("peer", "<i2"),  # rank in the pipeline's group that is sent to or received from; -1 none
+        ("bytes", "<f8"),
+        ("stamp_end", "<u8"),
+    ]
+)
+PIPELINE_FORMAT = "<QqqIIHHHhdQ"
+
+
+EVENT_DTYPE = np.dtype(
+    [
+        ("stamp", "<u8"),  # 1-based index of the event, written first
+        ("t_ns", "<i8"),
+        ("kind", "<u2"),
+        ("phase", "<u2"),
+        ("step", "<u4"),
+        ("group", "<u4"),
+        ("op", "<u4"),
+        ("site", "<u4"),
+        ("thread", "<u4"),
+        ("seq", "<u8"),
+        ("value", "<f8"),
+        ("stamp_end", "<u8"),  # equal to `stamp` when the record is whole
+    ]
+)
+EVENT_FORMAT = "<QqHHIIIIIQdQ"
+
+STEP_PARTS = ("data", "forward", "backward", "exposed", "optimizer", "checkpoint", "validation", "other")
+"""A step's partition: ``<part>_ns`` sum to ``end_ns - begin_ns``. `exposed` is communication the host waited for."""
+
+STEP_DTYPE = np.dtype(
+    [
+        ("stamp", "<u8"),
+        ("step", "<i8"),
+        ("begin_ns", "<i8"),
+        ("end_ns", "<i8"),
+        *[(f"{part}_ns", "<i8") for part in STEP_PARTS],
+        ("cpu_ns", "<i8"),  # process CPU time spent in the step
+        ("probe_ns", "<i8"),  # of it, spent by dtobs itself
+        ("micro_batches", "<i8"),
+        ("tokens", "<f8"),  # this rank, this step; NaN when nobody said
+        ("loss", "<f8"),
+        ("losses", "<i8"),  # how often a loss was reported in this step: tells a loss of NaN from no report
+        ("learning_rate", "<f8"),
+        ("local_norm", "<f8"),  # gradient norm before reduction; NaN when not measured
+        ("sample_norm", "<f8"),  # the same of a fixed sample of its elements, in every step
+        ("reduced_norm", "<f8"),  # after reduction, over the whole model
+        # this rank's share of the squared reduced norm: the shares of all ranks add up to it; NaN when not sampled
+        ("reduced_square", "<f8"),
+        ("nonfinite", "<i8"),  # parameters with a non-finite local gradient; -1 when not measured
+        ("nonfinite_param", "<i8"),  # index of the first of them in the parameter table; -1 none
+        ("loss_scale", "<f8"),
+        ("model_flops", "<f8"),  # of this rank in this step, by the runtime's stated convention
+        ("collectives", "<i8"),
+        ("collective_bytes", "<f8"),
+        ("sync_group", "<u8"),  # the first collective of the step's backward: its group, seq and issue time
+        ("sync_seq", "<u8"),
+        ("sync_ns", "<i8"),
+        ("input_digest", "<u8"),  # of the step's input batches; 0 when not measured
+        ("rng_python", "<u8"),
+        ("rng_numpy", "<u8"),
+        ("rng_torch", "<u8"),
+        ("rng_device", "<u8"),
+        ("params_digest", "<u8"),  # of all parameters after the step; 0 when not sampled in this step
+        ("rss_bytes", "<f8"),
+        ("device_bytes", "<f8"),
+        ("device_peak_bytes", "<f8"),
+        # a pipeline schedule on this rank: begin of its first computation, end of its last, sum of all; 0 without one
+        ("pipeline_begin_ns", "<i8"),
+        ("pipeline_end_ns", "<i8"),
+        ("pipeline_compute_ns", "<i8"),
+        ("stamp_end", "<u8"),
+    ]
+)
+
+
+def identify(text: str) -> int:
+    """The number that stands for `text` in every rank's recording: 32 bits, never 0 (0 says "nothing")."""
+    return xxhash.xxh32_intdigest(text.encode()) or 1
+
+
+NONFINITE_MARK = identify("nonfinite gradient")
+"""`op` of the MARK that says when a gradient was found not to be finite; `seq` is its row in the parameter table."""
+
+
+def group_id(name: str, ranks: tuple[int, ...]) -> int:
+    """Identify a process group by its name and its global ranks, the same number on each of its ranks."""
+    return identify(f"{name}|{','.join(map(str, ranks))}")
+
+
+def digest_dtype(parameters: int) -> np.dtype[np.void]:
+    """One record of per-parameter digests: ``digest`` is u64[parameters], in the order of the parameter table."""
+    return np.dtype(
+        [
+            ("stamp", "<u8"),
+            ("step", "<i8"),
+            ("t_ns", "<i8"),
+            ("digest", "<u8", (parameters,)),
+            ("stamp_end", "<u8"),
+        ]
+    )

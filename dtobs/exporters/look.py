@@ -1,0 +1,71 @@
+"""What the metrics are computed from: one look at a run by one node's monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.exporters.totals import StepTotals
+from dtobs.findings import Finding
+from dtobs.recording.view import RunView
+from dtobs.timeline.bubble import Bubble, latest
+
+
+class OwnCost(Protocol):
+    """The cost and the failures of the process that exports."""
+
+    @property
+    def cpu_seconds(self) -> float: ...
+    @property
+    def rss_bytes(self) -> float: ...
+    @property
+    def ticks(self) -> int: ...
+    @property
+    def passes(self) -> int: ...
+    @property
+    def pass_seconds(self) -> float: ...
+    @property
+    def captures(self) -> int: ...
+    @property
+    def errors(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look. Values a rank are of the ranks of `node` only; values of the run come from the node that `leads`."""
+
+    view: RunView
+    node: int = 0
+    leads: bool = True
+    findings: Sequence[Finding] = ()
+    totals: StepTotals = field(default_factory=StepTotals)
+    own: OwnCost | None = None
+    stalled_seconds: float = 0.0  #: how long the present stall lasts; 0 without one
+
+    @property
+    def run(self) -> str:
+        """The name of the run, as its directory is called."""
+        return self.view.root.name
+
+    @cached_property
+    def pages(self) -> npt.NDArray[np.void]:
+        """PAGE_DTYPE[local ranks]: the pages of this node."""
+        local: npt.NDArray[np.void] = self.view.pages[self.view.pages["node"] == self.node]
+        return local
+
+    @cached_property
+    def bubble(self) -> Bubble | None:
+        """The last step of the run's pipeline with the widest bubble; None without pipelines."""
+        return latest(self.view)
+
+    @cached_property
+    def utc_seconds(self) -> float:
+        """The moment of the look as UTC seconds, by the clock of the ranks."""
+        if not len(self.view.pages):
+            return 0.0
+        return (self.view.now_ns + int(self.view.pages["clock_offset_ns"][0])) / 1e9

@@ -1,0 +1,257 @@
+"""Where each metric's values come from: small functions from a Look to samples.
+
+A sample is (label values without the run, value). A value that nobody reported is left out, not exported as zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from dtobs.events import STEP_PARTS, RankState
+from dtobs.exporters.look import Look
+from dtobs.findings import CATALOGUE
+
+Sample = tuple[tuple[str, ...], float]
+Source = Callable[[Look], Iterator[Sample]]
+
+RANK_STATES = ("starting", "running", "stopped", "failed", "closed", "dead", "missing")
+
+
+def page(field: str, scale: float = 1.0) -> Source:
+    """One value a rank from a field of its page."""
+
+    def source(look: Look) -> Iterator[Sample]:
+        for row in look.pages:
+            value = float(row[field]) * scale
+            if not math.isnan(value):
+                yield (str(int(row["rank"])),), value
+
+    return source
+
+
+def run_max(field: str) -> Source:
+    """One value of the run: the largest that any rank reported."""
+
+    def source(look: Look) -> Iterator[Sample]:
+        values = look.view.pages[field].astype(np.float64)
+        values = values[~np.isnan(values)]
+        if look.leads and len(values):
+            yield (), float(values.max())
+
+    return source
+
+
+def run_sum(field: str) -> Source:
+    """One value of the run: the sum over the ranks that reported it."""
+
+    def source(look: Look) -> Iterator[Sample]:
+        values = look.view.pages[field].astype(np.float64)
+        values = values[~np.isnan(values)]
+        if look.leads and len(values):
+            yield (), float(values.sum())
+
+    return source
+
+
+def run_info(look: Look) -> Iterator[Sample]:
+    """The value 1, labelled with what the run is."""
+    if look.leads:
+        versions: Any = look.view.info.get("versions")
+        versions = versions if isinstance(versions, dict) else {}
+        yield (
+            (str(look.view.world_size), str(versions.get("torch", "")), str(versions.get("dtobs", ""))),
+            1.0,
+        )
+
+
+def attempt(look: Look) -> Iterator[Sample]:
+    if look.leads:
+        yield (), float(look.view.attempt)
+
+
+def ranks_by_state(look: Look) -> Iterator[Sample]:
+    """How many ranks are in each state; a process that is gone without having closed is dead."""
+    if not look.leads:
+        return
+    counts = dict.fromkeys(RANK_STATES, 0)
+    for row, rank in zip(look.view.pages, look.view.ranks, strict=True):
+        process = look.view.process(rank)
+        said = int(row["state"])
+        if said == RankState.CLOSED:
+            counts["closed"] += 1
+        elif process is not None and not process.alive:
+            counts["failed" if said == RankState.FAILED else "dead"] += 1
+        elif process is not None and process.stopped:
+            counts["stopped"] += 1
+        elif said == RankState.FAILED:
+            counts["failed"] += 1
+        else:
+            counts["running" if said == RankState.RUNNING else "starting"] += 1
+    counts["missing"] = len(look.view.missing_ranks)
+    for state, count in counts.items():
+        yield (state,), float(count)
+
+
+def rank_up(look: Look) -> Iterator[Sample]:
+    for row in look.pages:
+        process = look.view.process(int(row["rank"]))
+        if process is not None:
+            yield (str(int(row["rank"])),), float(process.alive)
+
+
+def heartbeat_age(look: Look) -> Iterator[Sample]:
+    """Only of ranks that are still to move: a closed rank's silence means nothing."""
+    for row in look.pages:
+        if int(row["state"]) != RankState.CLOSED:
+            age = max(0, look.view.now_ns - int(row["heartbeat_ns"])) / 1e9
+            yield (str(int(row["rank"])),), age
+
+
+def phase_seconds(look: Look) -> Iterator[Sample]:
+    for rank, totals in sorted(look.totals.ranks.items()):
+        for part in STEP_PARTS:
+            yield (str(rank), part), totals.parts[part]
+
+
+def collective_wait(look: Look) -> Iterator[Sample]:
+    for rank, totals in sorted(look.totals.ranks.items()):
+        yield (str(rank),), totals.parts["exposed"]
+
+
+def arrival_skew(look: Look) -> Iterator[Sample]:
+    """How much later than the first each rank reached the first collective of the last step that all have."""
+    window = look.view.steps(8).complete()
+    if not len(window.steps):
+        return
+    last = window.records[:, -1]
+    if len(np.unique(last["sync_seq"])) > 1 or not last["sync_ns"].all():
+        return  # not one and the same collective on all ranks
+    # Clocks are compared on one host only.
+    here = look.view.pages["node"] == look.node
+    first = int(last["sync_ns"][here].min()) if here.any() else 0
+    for rank, record, local in zip(look.view.ranks, last, here, strict=True):
+        if local:
+            yield (str(rank),), (int(record["sync_ns"]) - first) / 1e9
+
+
+def noise_scale(look: Look) -> Iterator[Sample]:
+    """B_simple of McCandlish et al. (2018) from local and reduced gradient norms over the last steps, in tokens."""
+    if not look.leads:
+        return
+    window = look.view.steps(64).complete()
+    local, reduced, tokens = window.field("local_norm"), window.field("reduced_norm"), window.field("tokens")
+    ranks = len(look.view.ranks)
+    good = np.isfinite(local).all(0) & np.isfinite(reduced).all(0) & (tokens > 0).all(0)
+    if ranks < 2 or good.sum() < 16:
+        return
+    small_batch = float(tokens[:, good].mean())
+    big_batch = small_batch * ranks
+    small, big = float((local[:, good] ** 2).mean()), float((reduced[0, good] ** 2).mean())
+    signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
+    noise = (small - big) / (1 / small_batch - 1 / big_batch)
+    if signal > 0 and noise > 0:
+        yield (), noise / signal
+
+
+def model_flops_rate(look: Look) -> Iterator[Sample]:
+    for row in look.pages:
+        rate = float(row["model_flops"]) / (int(row["step_ns"]) / 1e9) if int(row["step_ns"]) else math.nan
+        if not math.isnan(rate):
+            yield (str(int(row["rank"])),), rate
+
+
+def mfu(look: Look) -> Iterator[Sample]:
+    """Model FLOPs utilisation, where the run says what a device could do (``config.run.peak_flops``)."""
+    config: Any = look.view.info.get("config")
+    section: Any = config.get("run") if isinstance(config, dict) else None
+    peak = section.get("peak_flops") if isinstance(section, dict) else None
+    rates = [value for _, value in model_flops_rate(look)]
+    if look.leads and isinstance(peak, int | float) and peak > 0 and rates:
+        yield (), sum(rates) / len(rates) / peak
+
+
+def goodput(look: Look) -> Iterator[Sample]:
+    """Productive share of the time since the ranks attached, mean over this node's ranks."""
+    shares = []
+    for row in look.pages:
+        totals = look.totals.ranks.get(int(row["rank"]))
+        elapsed = (look.view.now_ns - totals.first_attach_ns) / 1e9 if totals else 0.0
+        if totals and elapsed > 0:
+            shares.append(min(1.0, totals.productive / elapsed))
+    if shares:
+        yield (), sum(shares) / len(shares)
+
+
+def badput(look: Look) -> Iterator[Sample]:
+    """Seconds by what they were spent on instead, mean over this node's ranks, up to each rank's last step."""
+    ranks = list(look.totals.ranks.values())
+    if not ranks:
+        return
+    reasons = {
+        "startup": [r.startup for r in ranks],
+        "data": [r.parts["data"] for r in ranks],
+        "communication": [r.parts["exposed"] for r in ranks],
+        "checkpoint": [r.parts["checkpoint"] for r in ranks],
+        "validation": [r.parts["validation"] for r in ranks],
+        "other": [r.parts["other"] for r in ranks],
+        "between-steps": [r.between for r in ranks],
+    }
+    for reason, seconds in reasons.items():
+        yield (reason,), sum(seconds) / len(seconds)
+
+
+def checkpoint_age(look: Look) -> Iterator[Sample]:
+    for _, written in run_max("checkpoint_utc")(look):
+        yield (), max(0.0, look.utc_seconds - written)
+
+
+def findings(look: Look) -> Iterator[Sample]:
+    """Every code is exported, 0 when it is not there: a panel and an alert always have data."""
+    if look.leads:
+        for code in CATALOGUE.values():
+            count = sum(1 for f in look.findings if f.code == code.name)
+            yield (code.name, code.severity.value), float(count)
+
+
+def finding_ranks(look: Look) -> Iterator[Sample]:
+    if look.leads:
+        for code, rank in sorted({(f.code, r) for f in look.findings for r in f.ranks}):
+            yield (code, str(rank)), 1.0
+
+
+def mismatched_replicas(look: Look) -> Iterator[Sample]:
+    if look.leads:
+        named = {r for f in look.findings if f.code == "replica-divergence" for r in f.ranks}
+        yield (), float(len(named))
+
+
+def stalled(look: Look) -> Iterator[Sample]:
+    if look.leads:
+        yield (), look.stalled_seconds
+
+
+def damaged(look: Look) -> Iterator[Sample]:
+    yield (), float(len(look.view.damaged))
+
+
+def own(field: str) -> Source:
+    """A value of the monitor itself."""
+
+    def source(look: Look) -> Iterator[Sample]:
+        if look.own is not None:
+            yield (), float(getattr(look.own, field))
+
+    return source
+
+
+ERROR_PARTS = ("recording", "detectors", "watchdog", "capture", "journal", "exits", "http")
+
+
+def own_errors(look: Look) -> Iterator[Sample]:
+    if look.own is not None:
+        for part in sorted({*ERROR_PARTS, *look.own.errors}):
+            yield (part,), float(look.own.errors.get(part, 0))

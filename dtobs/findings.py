@@ -1,0 +1,304 @@
+"""Findings and the catalogue of their codes.
+
+A finding says which ranks, since which step, on what evidence, how sure we are and what to do next. A healthy run
+has none. The catalogue is the single list of codes that exist: detectors, alerts, runbooks and tests are checked
+against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Family = Literal["hangs", "silent", "performance"]
+
+
+class Severity(StrEnum):
+    """`critical`: the run is lost or its result is wrong. `warning`: it wastes time or looks suspicious."""
+
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+class Confidence(StrEnum):
+    """How far the evidence goes."""
+
+    POSSIBLE = "possible"
+    LIKELY = "likely"
+    CERTAIN = "certain"
+
+    @property
+    def order(self) -> int:
+        """2 for certain, 0 for possible."""
+        return ("possible", "likely", "certain").index(self.value)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A row of the catalogue."""
+
+    name: str
+    family: Family
+    severity: Severity
+    title: str
+    next_step: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    `evidence` are the records it rests on, JSON-ready, each with at least ``what``; `since_ns` is monotonic.
+    """
+
+    code: str
+    summary: str
+    ranks: tuple[int, ...] = ()
+    confidence: Confidence = Confidence.LIKELY
+    step: int | None = None
+    group: str | None = None
+    evidence: tuple[dict[str, Any], ...] = ()
+    next_step: str = ""
+    since_ns: int = 0
+    severity: Severity = field(default=Severity.WARNING)
+
+    def __post_init__(self) -> None:
+        known = CATALOGUE[self.code]
+        object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in self.ranks)))
+        object.__setattr__(self, "severity", known.severity)
+        if not self.next_step:
+            object.__setattr__(self, "next_step", known.next_step)
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], str | None]:
+        """Findings with equal keys are the same matter seen again."""
+        return (self.code, self.ranks, self.group)
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as in the diagnosis JSON (``dtobs.diagnosis/1``)."""
+        return {
+            "code": self.code,
+            "severity": self.severity.value,
+            "confidence": self.confidence.value,
+            "ranks": list(self.ranks),
+            "step": self.step,
+            "group": self.group,
+            "summary": self.summary,
+            "evidence": list(self.evidence),
+            "next_step": self.next_step,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Finding:
+        """Read a finding back. Raises KeyError, TypeError or ValueError when `value` is not one of ours."""
+        return cls(
+            code=str(value["code"]),
+            summary=str(value["summary"]),
+            ranks=tuple(int(r) for r in value["ranks"]),
+            confidence=Confidence(value["confidence"]),
+            step=None if value["step"] is None else int(value["step"]),
+            group=value["group"],
+            evidence=tuple(value["evidence"]),
+            next_step=str(value["next_step"]),
+            since_ns=int(value.get("since_ns", 0)),
+        )
+
+
+_ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
+    # hangs and crashes
+    (
+        "rank-not-joined",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank never issued the collective that its peers wait in",
+        "Look at the line this rank is at: code that only some ranks run, or that takes very long there.",
+    ),
+    (
+        "stuck-in-dataloader",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank waits for its data while its peers wait for it",
+        "Check the storage and the data-loader workers of this rank's host; give the loader a timeout.",
+    ),
+    (
+        "stuck-in-checkpoint",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank does not come back from writing or reading a checkpoint",
+        "Check the checkpoint storage from this rank's host; write a small file there and time it.",
+    ),
+    (
+        "gil-held",
+        "hangs",
+        Severity.CRITICAL,
+        "Native code holds a rank's Python lock",
+        "The stack names the call into native code. Release the GIL there, or move the call to a process of its own.",
+    ),
+    (
+        "rank-stopped",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank's process is suspended",
+        "Resume it with `kill -CONT PID`, and find who stopped it (a debugger, a job-control key, a scheduler).",
+    ),
+    (
+        "rank-dead",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank's process is gone without a word",
+        "Look at the host's kernel log and at the scheduler for who killed it; restart from the last checkpoint.",
+    ),
+    (
+        "rank-oom-killed",
+        "hangs",
+        Severity.CRITICAL,
+        "The kernel killed a rank for its memory",
+        "Lower host memory: fewer loader workers, smaller buffers, or a larger limit for the container.",
+    ),
+    (
+        "rank-exited-early",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank finished while its peers still train",
+        "Make every rank do the same number of steps: uneven shards are the usual cause (drop_last, Join).",
+    ),
+    (
+        "uncaught-exception",
+        "hangs",
+        Severity.CRITICAL,
+        "An exception ended a rank",
+        "Fix the exception at the line shown; what the other ranks report is its consequence.",
+    ),
+    (
+        "collective-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call different collectives at the same place of a group's sequence",
+        "Make the order of collectives equal on all ranks: look for a branch that depends on rank or data.",
+    ),
+    (
+        "shape-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call the same collective with different shapes",
+        "Print the tensor's shape at this line; usually a last batch of another size or a rank-dependent padding.",
+    ),
+    (
+        "dtype-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call the same collective with different element types",
+        "Cast to one type before this call; look for autocast or a buffer created on some ranks only.",
+    ),
+    (
+        "reduce-op-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks reduce with different operations",
+        "Nothing raises here and the result is wrong: use one ReduceOp on all ranks.",
+    ),
+    (
+        "network-stalled",
+        "hangs",
+        Severity.CRITICAL,
+        "All ranks issued the collective and none completes it",
+        "Check the links between the hosts of this group; run `dtobs preflight`.",
+    ),
+    (
+        "call-site-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank makes a call more or fewer than its peers, and nothing notices",
+        "Look at the call site named: it runs on one rank only, or once too often. Results since then are mixed up.",
+    ),
+    (
+        "p2p-unmatched",
+        "hangs",
+        Severity.CRITICAL,
+        "A send or a receive has no other half",
+        "Compare the peers and the order of sends and receives on the ranks named (schedule, batch_isend_irecv).",
+    ),
+    (
+        "group-deadlock",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks wait for each other in a circle across process groups",
+        "Issue the collectives of different groups in one order on all ranks.",
+    ),
+    (
+        "device-stopped",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank issued a collective and its device does not get to it",
+        "Look at this rank's device (nvidia-smi, Xid lines in the kernel log) and at the kernels queued before.",
+    ),
+    (
+        "dumps-missing",
+        "hangs",
+        Severity.WARNING,
+        "Ranks wait, and the dumps that would say for what are missing",
+        "Collect the dumps of the ranks named, or look at these ranks' own logs: nothing accuses them yet.",
+    ),
+    # silent errors
+    (
+        "replica-divergence",
+        "silent",
+        Severity.CRITICAL,
+        "Parameters that must be equal on all replicas are not",
+        "Restart from a checkpoint before the first step named; where one rank is odd, suspect its memory or device.",
+    ),
+    (
+        "seed-policy",
+        "silent",
+        Severity.WARNING,
+        "Random generators are not seeded as the policy says",
+        "Seed model initialisation equally on all replicas and data order and dropout by the data rank.",
+    ),
+    (
+        "data-overlap",
+        "silent",
+        Severity.WARNING,
+        "Ranks train on the same data",
+        "Shard the data by data-parallel rank (DistributedSampler with rank and num_replicas).",
+    ),
+    (
+        "local-gradient-outlier",
+        "silent",
+        Severity.WARNING,
+        "One rank's gradient is far larger or smaller than its peers'",
+        "Look at this rank's batch and its loss scaling; if data is fine, suspect its device.",
+    ),
+    (
+        "gradient-nonfinite",
+        "silent",
+        Severity.CRITICAL,
+        "A gradient holds NaN or infinity",
+        "Look at the module named, on the rank named, with this step's batch; skip the step until it is fixed.",
+    ),
+    (
+        "loss-nonfinite",
+        "silent",
+        Severity.CRITICAL,
+        "The loss is NaN or infinity",
+        "Look at this rank's batch of this step; lower the learning rate or clip if gradients grew before.",
+    ),
+    # performance
+    (
+        "straggler",
+        "performance",
+        Severity.WARNING,
+        "A rank works longer than its peers in every step",
+        "Compare this rank's host: CPU or GPU clocks, other processes, its share of the data.",
+    ),
+    (
+        "data-starved",
+        "performance",
+        Severity.WARNING,
+        "Steps wait for data",
+        "More loader workers, prefetching, or pre-processed data; check the storage's throughput.",
+    ),
+)
+
+CATALOGUE: dict[str, Code] = {row[0]: Code(*row) for row in _ROWS}
+"""Every code that exists, by name."""

@@ -1,0 +1,141 @@
+"""From dumps to findings and a table of frontiers. Pure: no files, no torch, no printing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dtobs.findings import Confidence, Finding
+from dtobs.flight_recorder.align import align
+from dtobs.flight_recorder.callsites import RECENT, Desync, find_desyncs
+from dtobs.flight_recorder.disagreements import desync_finding, mismatch_findings
+from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier, frontiers
+from dtobs.flight_recorder.mismatch import find_mismatches
+from dtobs.flight_recorder.model import DumpProblem, Dumps
+from dtobs.flight_recorder.p2p import PendingPair, pending_pairs
+from dtobs.flight_recorder.snapshot import judge
+from dtobs.flight_recorder.verdicts import Verdicts
+from dtobs.flight_recorder.waits import Root, build, calls_held_up, roots
+from dtobs.flight_recorder.wording import Words
+
+_FIRST = (
+    "call-site-mismatch",
+    "collective-mismatch",
+    "dtype-mismatch",
+    "shape-mismatch",
+    "p2p-unmatched",
+    "group-deadlock",
+    "rank-not-joined",
+    "device-stopped",
+    "network-stalled",
+    "dumps-missing",
+)
+
+
+@dataclass(frozen=True)
+class RankFrontier:
+    """How far a rank came: its last call, and the first it waits in (None when it waits in none)."""
+
+    rank: int
+    last_call: str
+    last_site: str
+    waits_in: str | None
+    waits_site: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A row of the frontier table."""
+        return {
+            "state": "waiting" if self.waits_in else "idle",
+            "last_collective": self.last_call or None,
+            "site": self.last_site or None,
+            "waits_in": self.waits_in,
+        }
+
+
+@dataclass(frozen=True)
+class DumpAnalysis:
+    """What the dumps say. `findings`: the root cause first; empty for a healthy job."""
+
+    findings: tuple[Finding, ...]
+    ranks: tuple[RankFrontier, ...]
+    world_size: int
+    missing_ranks: tuple[int, ...]
+    problems: tuple[DumpProblem, ...]
+    notes: tuple[str, ...]
+
+
+def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
+    """Match the dumps' collectives and pairs and say what is wrong. Raises nothing for any `Dumps`."""
+    aligned = align(dumps)
+    desyncs = find_desyncs(dumps, aligned)
+    findings, explained = mismatch_findings(dumps, find_mismatches(dumps, aligned), desyncs)
+    states = frontiers(dumps, aligned)
+    pairs = pending_pairs(dumps)
+    notes = [*dumps.notes, *aligned.notes]
+    if pairs or any(state.waits for state in states.values()):
+        snapshot = judge(dumps, aligned, states)
+        if snapshot.moving:
+            notes.append(snapshot.moving)
+        else:
+            calls = calls_held_up(dumps, states, explained, snapshot.stale)
+            verdicts = Verdicts(dumps, states)
+            odd_calls = [d for d in desyncs if not d.proved and d.group not in explained]
+            for root in roots(build(dumps, states, calls, pairs)):
+                odd = next((d for d in odd_calls if _leads_to(d, root, states)), None)
+                finding = verdicts.of(root) if odd is None else desync_finding(Words(dumps), odd)
+                if finding is not None:
+                    findings.append(finding)
+    findings.sort(key=_order)
+    return DumpAnalysis(
+        findings=tuple(findings),
+        ranks=_table(dumps, states, pairs),
+        world_size=dumps.world_size,
+        missing_ranks=dumps.missing_ranks,
+        problems=dumps.problems,
+        notes=tuple(notes),
+    )
+
+
+def _leads_to(desync: Desync, root: Root, states: dict[int, Frontier]) -> bool:
+    """Whether a rank's odd call, of just before, explains a circle it is in, or that it waits alone."""
+    rows = root.rows if root.kind == "cycle" else root.calls[0].waiting if root.calls else ()
+    if desync.row not in rows or (root.kind != "cycle" and len(rows) > 1):
+        return False
+    state = states[desync.group]
+    issued = state.issued[state.rows == desync.row]
+    return bool((issued - desync.seq <= RECENT).all())
+
+
+def _order(finding: Finding) -> tuple[bool, int, int, tuple[int, ...]]:
+    weak = finding.confidence is Confidence.POSSIBLE
+    return (weak, _FIRST.index(finding.code), -finding.confidence.order, finding.ranks)
+
+
+def _table(dumps: Dumps, states: dict[int, Frontier], pairs: list[PendingPair]) -> tuple[RankFrontier, ...]:
+    """A row a rank: what it called last, and the oldest call it waits in."""
+    words = Words(dumps)
+    records = dumps.entries["record"]
+    waits: dict[int, int] = {}
+    for state in states.values():
+        for row, seq, entry in zip(
+            state.rows.tolist(), state.pending, state.pending_entry.tolist(), strict=True
+        ):
+            if seq != NOTHING_PENDING and (row not in waits or records[entry] < records[waits[row]]):
+                waits[row] = entry
+    for pair in pairs:
+        if pair.row not in waits or records[pair.entry] < records[waits[pair.row]]:
+            waits[pair.row] = pair.entry
+    table = []
+    for row, dump in enumerate(dumps.ranks):
+        last = next(iter(words.last_entries([row])), -1)
+        wait = waits.get(row)
+        table.append(
+            RankFrontier(
+                rank=dump.rank,
+                last_call=words.call(last) if last >= 0 else "",
+                last_site=words.site(last).removeprefix(" at ") if last >= 0 else "",
+                waits_in=words.call(wait) if wait is not None else None,
+                waits_site=words.site(wait).removeprefix(" at ") if wait is not None else "",
+            )
+        )
+    return tuple(table)

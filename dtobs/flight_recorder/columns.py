@@ -1,0 +1,324 @@
+"""One rank's dump as columns: a record array of its entries and small tables of what recurs in them.
+
+Everything a hostile dump could hold is checked here; what does not fit raises DumpError.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.errors import DumpError
+from dtobs.flight_recorder.operations import Kind, Name, parse_name
+
+SCHEDULED, STARTED, COMPLETED, UNKNOWN = range(4)
+"""States of an entry. An unknown state (of a newer schema) accuses nobody."""
+
+ENTRY_DTYPE = np.dtype(
+    [
+        ("record", "<i8"),  # position in the rank's whole history; the ring keeps the last ones
+        ("seq", "<i8"),  # collective sequence number in the group
+        ("created_ns", "<i8"),  # wall clock of the rank's host; 0 when not recorded
+        ("group", "<i4"),
+        ("signature", "<i4"),
+        ("site", "<i4"),  # call site, −1 when the dump has no stacks
+        ("source", "<i4"),  # group ranks of a send or a receive, else −1
+        ("target", "<i4"),
+        ("sub", "<i4"),  # position inside a coalesced call that shares one sequence number
+        ("kind", "u1"),
+        ("state", "u1"),
+    ]
+)
+
+MAX_ENTRIES = 2_000_000
+MAX_TENSORS = 65_536
+_STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
+# Frames that every call passes through on its way into PyTorch.
+_NOT_THE_USER = ("/torch/", "/typing_extensions.py", "/contextlib.py", "<string>")
+_FIELDS = (
+    "record_id",
+    "collective_seq_id",
+    "time_created_ns",
+    "process_group",
+    "profiling_name",
+    "input_sizes",
+    "input_dtypes",
+    "output_sizes",
+    "output_dtypes",
+    "state",
+    "retired",
+    "is_p2p",
+)
+_DEFAULTS: dict[str, Any] = {
+    "time_created_ns": 0,
+    "process_group": ("", ""),
+    "input_sizes": [],
+    "input_dtypes": [],
+    "output_sizes": [],
+    "output_dtypes": [],
+    "retired": False,
+    "is_p2p": False,
+}
+
+
+@dataclass
+class RankColumns:
+    """What one dump holds. `entries` index the three tables."""
+
+    version: str
+    entries: npt.NDArray[np.void]
+    signatures: list[list[Any]]  #: [name, input sizes, input dtypes, output sizes, output dtypes]
+    sites: list[str]
+    groups: list[tuple[str, str]]  #: (name, description)
+    memberships: dict[str, str] = field(default_factory=dict)  #: group name → its ranks as the dump's text
+    untracked: dict[int, int] = field(default_factory=dict)  #: group → operations after its last entry
+    backends: list[str] = field(default_factory=list)
+
+
+def columns_of(dump: object) -> RankColumns:
+    """Turn a decoded dump into columns. Raises DumpError when it is not a Flight Recorder dump."""
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
+        raise DumpError("it holds no list of entries: not a Flight Recorder dump")
+    entries: list[Any] = dump["entries"]
+    if len(entries) > MAX_ENTRIES:
+        raise DumpError(f"it holds {len(entries)} entries, more than {MAX_ENTRIES}")
+    try:
+        return _columns(dump, entries)
+    except DumpError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, IndexError) as error:
+        raise DumpError(
+            f"its entries are not as PyTorch writes them ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
+    columns = _fields(entries)
+    table = np.zeros(len(entries), ENTRY_DTYPE)
+    table["site"] = table["source"] = table["target"] = -1
+    names, name_index = _intern(columns["profiling_name"])
+    groups, group_index = _intern_groups(columns["process_group"])
+    signatures, signature_index = _signatures(columns)
+    parsed = [parse_name(_text(name)) for name in names]
+    if entries:
+        table["record"] = np.array(columns["record_id"], np.int64)
+        table["seq"] = np.array(columns["collective_seq_id"], np.int64)
+        table["created_ns"] = np.array(columns["time_created_ns"], np.int64)
+        table["group"], table["signature"] = group_index, signature_index
+        table["state"] = _states(columns)
+        _apply_names(table, parsed, name_index, np.array(columns["is_p2p"], bool))
+        sites, table["site"] = _sites(entries)
+        if not (np.diff(table["record"]) > 0).all():
+            table = table[np.argsort(table["record"], kind="stable")]
+        _settle_batches(table)
+        _settle_coalesced(table)
+    else:
+        sites = []
+    labels = [(_text(g[0]), _text(g[1]) if len(g) > 1 else "") for g in groups]
+    return RankColumns(
+        version=str(dump.get("version", ""))[:40],
+        entries=table,
+        signatures=signatures,
+        sites=sites,
+        groups=labels,
+        memberships=_memberships(dump.get("pg_config")),
+        untracked=_untracked(dump, entries, labels, parsed),
+        backends=sorted({p.backend for p in parsed}),
+    )
+
+
+def _fields(entries: list[Any]) -> dict[str, Sequence[Any]]:
+    if not entries:
+        return dict.fromkeys(_FIELDS, ())
+    try:
+        rows = list(map(itemgetter(*_FIELDS), entries))
+    except KeyError:  # an older or a newer schema: only the first four are indispensable
+        needed = [n for n in _FIELDS if n not in _DEFAULTS]
+        absent = [n for n in needed if any(n not in e for e in entries)]
+        if absent:
+            raise DumpError(
+                f"its entries have no {', '.join(absent)}: schema 2.0 or later is needed"
+            ) from None
+        rows = [tuple(e.get(n, _DEFAULTS.get(n)) for n in _FIELDS) for e in entries]
+    columns: dict[str, Sequence[Any]] = dict(zip(_FIELDS, zip(*rows, strict=True), strict=True))
+    if None in columns["time_created_ns"]:
+        columns["time_created_ns"] = [t or 0 for t in columns["time_created_ns"]]
+    return columns
+
+
+def _intern(values: Iterable[Any]) -> tuple[list[Any], npt.NDArray[np.int32]]:
+    listed = list(values)
+    index = {value: i for i, value in enumerate(dict.fromkeys(listed))}
+    return list(index), np.fromiter(map(index.__getitem__, listed), np.int32, len(listed))
+
+
+def _intern_groups(values: Sequence[Any]) -> tuple[list[Any], npt.NDArray[np.int32]]:
+    """Groups are tuples in a pickle and lists in JSON."""
+    return _intern(values if values and isinstance(values[0], tuple) else map(tuple, values))
+
+
+def _signatures(columns: dict[str, Sequence[Any]]) -> tuple[list[list[Any]], npt.NDArray[np.int32]]:
+    rows = zip(*(columns[n] for n in _FIELDS[4:9]), strict=True)
+    # marshal version 2 gives equal bytes for equal plain data: a hashable stand-in for nested lists
+    keys, index = _intern([marshal.dumps(row, 2) for row in rows])
+    decoded = [marshal.loads(key) for key in keys]
+    return [
+        [
+            parse_name(_text(name)).operation,
+            _sizes(sizes_in),
+            _texts(types_in),
+            _sizes(sizes_out),
+            _texts(types_out),
+        ]
+        for name, sizes_in, types_in, sizes_out, types_out in decoded
+    ], index
+
+
+def _states(columns: dict[str, Sequence[Any]]) -> npt.NDArray[np.uint8]:
+    texts, index = _intern(columns["state"])
+    codes = np.array([_STATES.get(text, UNKNOWN) for text in texts], np.uint8)[index]
+    # Gloo never leaves "scheduled"; the recorder only retires the entry when the work is done.
+    codes[(codes == SCHEDULED) & np.array(columns["retired"], bool)] = COMPLETED
+    return codes
+
+
+def _apply_names(
+    table: npt.NDArray[np.void], parsed: list[Name], index: npt.NDArray[np.int32], p2p: npt.NDArray[np.bool_]
+) -> None:
+    table["kind"] = np.array([p.kind for p in parsed], np.uint8)[index]
+    table["source"] = np.array([p.source for p in parsed], np.int32)[index]
+    table["target"] = np.array([p.target for p in parsed], np.int32)[index]
+    table["kind"][p2p & (table["kind"] == Kind.COLLECTIVE)] = Kind.MARKER
+    # Older PyTorch does not flag the entry that closes a batch of sends and receives.
+    closing = np.array([p.operation == "coalesced" for p in parsed], bool)[index]
+    previous = np.roll(table["kind"], 1)
+    after_p2p = ((previous == Kind.SEND) | (previous == Kind.RECV)) & (
+        np.roll(table["group"], 1) == table["group"]
+    )
+    after_p2p[:1] = False
+    table["kind"][closing & after_p2p] = Kind.MARKER
+
+
+def _settle_batches(table: npt.NDArray[np.void]) -> None:
+    """Give the sends and receives of a batch the state of the entry that closes it; their own never moves."""
+    for at in np.flatnonzero(table["kind"] == Kind.MARKER):
+        back = at - 1
+        while back >= 0 and table["group"][back] == table["group"][at] and table["kind"][back] in (1, 2):
+            if table["state"][back] == SCHEDULED:
+                table["state"][back] = table["state"][at]
+            back -= 1
+
+
+def _settle_coalesced(table: npt.NDArray[np.void]) -> None:
+    """Number the parts of coalesced collectives, and give them the state of the call that closes them."""
+    rows = np.flatnonzero(table["kind"] == Kind.COLLECTIVE)
+    order = rows[np.lexsort((rows, table["seq"][rows], table["group"][rows]))]
+    group, seq = table["group"][order], table["seq"][order]
+    same = np.zeros(len(order), bool)
+    same[1:] = (group[1:] == group[:-1]) & (seq[1:] == seq[:-1])
+    if not same.any():
+        return
+    starts = np.flatnonzero(~same)
+    segment = np.cumsum(~same) - 1
+    table["sub"][order] = np.arange(len(order)) - starts[segment]
+    last = np.append(starts[1:], len(order)) - 1
+    table["state"][order] = table["state"][order[last]][segment]
+
+
+def _sites(entries: list[Any]) -> tuple[list[str], npt.NDArray[np.int32]]:
+    """Call sites; entries of one stack share its frame objects in a dump, so identity is a cheap key."""
+    stacks = [entry.get("frames") or None for entry in entries]
+    if not any(stacks):
+        return [], np.full(len(entries), -1, np.int32)
+    by_identity: dict[int, list[Any] | None] = dict(zip(map(id, stacks), stacks, strict=True))
+    numbers: dict[int, int] = {}
+    by_frames: dict[tuple[int, ...], int] = {}
+    sites: dict[str, int] = {}
+    for identity, frames in by_identity.items():
+        if frames is None:
+            numbers[identity] = -1
+            continue
+        key = tuple(map(id, frames))
+        if key not in by_frames:
+            by_frames[key] = sites.setdefault(_site(frames), len(sites))
+        numbers[identity] = by_frames[key]
+    return list(sites), np.fromiter(map(numbers.__getitem__, map(id, stacks)), np.int32, len(stacks))
+
+
+def _site(frames: list[Any]) -> str:
+    """The innermost frame outside PyTorch, as ``file.py:12 in function``."""
+    chosen = frames[0]
+    for frame in frames:
+        if not any(part in frame["filename"] for part in _NOT_THE_USER):
+            chosen = frame
+            break
+    return f"{_text(chosen['filename'])}:{int(chosen['line'])} in {_text(chosen['name'])}"
+
+
+def _memberships(config: object) -> dict[str, str]:
+    if not isinstance(config, dict):
+        return {}
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        ranks = value.get("ranks") if isinstance(value, dict) else None
+        if isinstance(ranks, list):
+            ranks = str([int(r) for r in ranks])
+        if isinstance(key, str) and isinstance(ranks, str) and len(ranks) > 2:
+            found[key] = ranks
+    return found
+
+
+def _untracked(
+    dump: dict[Any, Any], entries: list[Any], groups: list[tuple[str, str]], parsed: list[Name]
+) -> dict[int, int]:
+    """Gloo counts point-to-point operations without recording them: how many came after a group's last entry."""
+    status = dump.get("pg_status")
+    if not isinstance(status, dict) or not any(p.backend == "gloo" for p in parsed):
+        return {}
+    by_label = {label: i for i, label in enumerate(groups)}
+    found: dict[int, int] = {}
+    seen: set[Any] = set()
+    for entry in reversed(entries):
+        pg = entry.get("pg_id")
+        if pg in seen or "op_id" not in entry:
+            continue
+        seen.add(pg)
+        counters = status.get(str(pg))
+        if isinstance(counters, dict):
+            extra = int(counters.get("last_enqueued_collective", -1)) - int(entry["op_id"])
+            label = (str(entry["process_group"][0]), str(entry["process_group"][1]))
+            if extra > 0 and label in by_label:
+                found[by_label[label]] = extra
+        if len(seen) >= len(status):
+            break
+    return found
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise DumpError(f"a name in it is of type {type(value).__name__}, not text")
+    return value[:1000]
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list | tuple) or len(value) > MAX_TENSORS:
+        raise DumpError("element types in it are not a list")
+    return [_text(v) for v in value]
+
+
+def _sizes(value: Any) -> list[list[int]]:
+    """Sizes as PyTorch writes them, of bounded extent: tensors × dimensions. Raises DumpError otherwise."""
+    if not isinstance(value, list | tuple) or len(value) > MAX_TENSORS:
+        raise DumpError("tensor sizes in it are not a list of lists")
+    for size in value:
+        if not isinstance(size, list | tuple) or len(size) > 64 or not all(type(n) is int for n in size):
+            raise DumpError("tensor sizes in it are not lists of whole numbers")
+        if any(n < -1 or n >= 1 << 62 for n in size):
+            raise DumpError("a tensor size in it is out of range")
+    return [list(size) for size in value]

@@ -1,0 +1,111 @@
+"""How far every rank came in every group: the last call it issued, and the first that it has not completed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.flight_recorder.align import Aligned
+from dtobs.flight_recorder.columns import COMPLETED, SCHEDULED, STARTED
+from dtobs.flight_recorder.model import Dumps
+
+NOTHING_PENDING = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """One group. Arrays are per member rank with a usable dump, in the order of `rows`.
+
+    `issued`: last sequence number, 0 when the dump holds no call of this group; `pending`: the first not completed,
+    NOTHING_PENDING when there is none; `last_entry`, `pending_entry`: their entries, −1 for none. `absent`: ranks of
+    the group without a usable dump; `unknown`: how many more must exist beyond those known.
+    """
+
+    group: int
+    rows: npt.NDArray[np.int64]
+    issued: npt.NDArray[np.int64]
+    pending: npt.NDArray[np.int64]
+    last_entry: npt.NDArray[np.int64]
+    pending_entry: npt.NDArray[np.int64]
+    absent: npt.NDArray[np.int64]
+    unknown: int
+
+    @property
+    def waits(self) -> bool:
+        """Whether a rank has issued a call of this group that is not completed."""
+        return bool((self.pending != NOTHING_PENDING).any())
+
+    @property
+    def seq(self) -> int:
+        """The first call that a rank has issued and not completed."""
+        return int(self.pending.min())
+
+
+def frontiers(dumps: Dumps, aligned: Aligned) -> dict[int, Frontier]:
+    """The frontier of every group that was used, by group. Pure."""
+    order = aligned.by_rank
+    if not len(order):
+        return {}
+    group, row = aligned.group[order], aligned.row[order]
+    seq, entry = aligned.seq[order], aligned.entry[order]
+    new = np.ones(len(order), bool)
+    new[1:] = (group[1:] != group[:-1]) | (row[1:] != row[:-1])
+    start = np.flatnonzero(new)
+    state = dumps.entries["state"][entry]
+    is_open = (state == SCHEDULED) | (state == STARTED)
+    is_open &= ~_late_to_say(dumps, group, row, seq, entry)
+    open_seq = np.where(is_open, seq, NOTHING_PENDING)
+    pending = np.minimum.reduceat(open_seq, start)
+    last = np.append(start[1:], len(order)) - 1
+    pair_of = np.cumsum(new) - 1
+    pending_entry = np.full(len(start), -1, np.int64)
+    at = np.flatnonzero((open_seq == pending[pair_of]) & (open_seq != NOTHING_PENDING))[::-1]
+    pending_entry[pair_of[at]] = entry[at]  # reversed: of the parts of one call, the first wins
+    pair_group = group[start]
+    bounds = np.append(np.flatnonzero(np.append(True, pair_group[1:] != pair_group[:-1])), len(start))
+    row_of = np.full(dumps.world_size + 1, -1, np.int64)
+    row_of[dumps.rank_numbers] = np.arange(len(dumps.ranks))
+    result = {}
+    for begin, end in pairwise(bounds):
+        index = int(pair_group[begin])
+        info = dumps.groups[index]
+        rows = row[start[begin:end]].astype(np.int64)
+        member_rows = row_of[info.members]
+        silent = np.setdiff1d(member_rows[member_rows >= 0], rows)
+        pad = len(silent)
+        absent = info.members[member_rows < 0].astype(np.int64)
+        result[index] = Frontier(
+            group=index,
+            rows=np.concatenate([rows, silent]),
+            issued=np.append(seq[last[begin:end]], np.zeros(pad, np.int64)),
+            pending=np.append(pending[begin:end], np.full(pad, NOTHING_PENDING)),
+            last_entry=np.append(entry[last[begin:end]], np.full(pad, -1)),
+            pending_entry=np.append(pending_entry[begin:end], np.full(pad, -1)),
+            absent=absent,
+            unknown=max(0, info.size - len(info.members)),
+        )
+    return result
+
+
+def _late_to_say(
+    dumps: Dumps,
+    group: npt.NDArray[np.int32],
+    row: npt.NDArray[np.int32],
+    seq: npt.NDArray[np.int64],
+    entry: npt.NDArray[np.int64],
+) -> npt.NDArray[np.bool_]:
+    """bool[entries]: calls of Gloo that a peer has completed, which this rank's recorder has yet to note.
+
+    Gloo has no device that could lag behind: what one rank completed, all have taken part in.
+    """
+    gloo = np.array(["gloo" in dump.backends for dump in dumps.ranks])[row]
+    if not gloo.any():
+        return np.zeros(len(entry), bool)
+    together = np.array([op.synchronising for op in dumps.operations])[dumps.entries["signature"][entry]]
+    done = gloo & together & (dumps.entries["state"][entry] == COMPLETED)
+    reached = np.zeros(len(dumps.groups), np.int64)
+    np.maximum.at(reached, group[done], seq[done])
+    return np.asarray(gloo & (seq <= reached[group]))

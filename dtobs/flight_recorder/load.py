@@ -1,0 +1,161 @@
+"""Loading: a folder of dumps, or dumps already decoded, into one `Dumps`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.errors import DumpError, TargetError
+from dtobs.flight_recorder.columns import RankColumns, columns_of
+from dtobs.flight_recorder.decode import MAX_BYTES
+from dtobs.flight_recorder.groups import GroupTable
+from dtobs.flight_recorder.model import DumpProblem, Dumps, RankDump, empty_entries
+from dtobs.flight_recorder.names import find_dumps
+from dtobs.flight_recorder.operations import Operation
+from dtobs.flight_recorder.reader import read_all
+
+
+def load_dumps(folder: Path, *, children: int | None = None, max_bytes: int = MAX_BYTES) -> Dumps:
+    """Load every dump of `folder`, by child processes with bounded memory and time.
+
+    A file that cannot be used becomes a `DumpProblem` and the others are used. Raises TargetError when the folder
+    holds no file named like a dump, or when none of them can be used.
+    """
+    files, notes = find_dumps(folder)
+    if not files:
+        raise TargetError(
+            f"{folder} holds no Flight Recorder dump: no file whose name ends in a rank, as nccl_trace_rank_3 does"
+        )
+    builder = _Builder(notes=notes)
+    for index, result in read_all([f.path for f in files], children, max_bytes):
+        file = files[index]
+        if isinstance(result, DumpError):
+            builder.problems.append(DumpProblem(str(file.path), file.rank, str(result)))
+        else:
+            builder.add(file.rank, result, str(file.path), file.taken_ns)
+    if not builder.parts:
+        first = min(builder.problems, key=lambda p: p.rank or 0)
+        raise TargetError(f"none of the {len(files)} dumps in {folder} can be used. The first: {first}")
+    return builder.build()
+
+
+def dumps_from_objects(objects: Mapping[int, Any], taken_ns: Mapping[int, int] | None = None) -> Dumps:
+    """Dumps already decoded, by rank: a capture's, or synthetic ones. Raises DumpError naming the rank."""
+    builder = _Builder()
+    for rank, value in objects.items():
+        try:
+            builder.add(rank, columns_of(value), f"rank {rank}", (taken_ns or {}).get(rank))
+        except DumpError as error:
+            raise DumpError(f"the dump of rank {rank}: {error}") from error
+    return builder.build()
+
+
+@dataclass
+class _Builder:
+    """Interns what the dumps share, as they come in any order."""
+
+    parts: dict[int, tuple[RankDump, npt.NDArray[np.void]]] = field(default_factory=dict)
+    problems: list[DumpProblem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _operations: dict[Operation, int] = field(default_factory=dict)
+    _sites: dict[str, int] = field(default_factory=dict)
+    _groups: GroupTable = field(default_factory=GroupTable)
+
+    def add(self, rank: int, columns: RankColumns, source: str, taken_ns: int | None) -> None:
+        entries = columns.entries.copy()
+        operations = [_operation(row) for row in columns.signatures]
+        entries["signature"] = _number(self._operations, operations)[entries["signature"]]
+        # the last place stands for −1: an entry without a call site
+        entries["site"] = np.append(_number(self._sites, columns.sites), np.int32(-1))[entries["site"]]
+        groups = np.array(
+            [
+                self._groups.add(name, text, columns.memberships.get(name, ""))
+                for name, text in columns.groups
+            ],
+            np.int32,
+        )
+        entries["group"] = groups[entries["group"]] if len(groups) else 0
+        for name, ranks_text in columns.memberships.items():
+            self._groups.add(name, "", ranks_text)  # a group this rank belongs to and never used
+        self.parts[rank] = (
+            RankDump(
+                rank,
+                source,
+                columns.version,
+                taken_ns,
+                int(entries["record"][0]) if len(entries) else 0,
+                {int(groups[g]): count for g, count in columns.untracked.items()},
+                tuple(columns.backends),
+            ),
+            entries,
+        )
+
+    def build(self) -> Dumps:
+        ordered = [self.parts[rank] for rank in sorted(self.parts)]
+        lengths = [len(entries) for _, entries in ordered]
+        entries = np.concatenate([e for _, e in ordered]) if ordered else empty_entries()
+        row = np.repeat(np.arange(len(ordered), dtype=np.int32), lengths)
+        target = self._groups.renumbering()
+        if len(entries):
+            entries["group"] = target[entries["group"]]
+        ranks = np.array([dump.rank for dump, _ in ordered], np.int32)
+        # Numbers in an order of their own, not in that of the files: ties must not depend on it.
+        operations = tuple(sorted(self._operations, key=astuple))
+        sites = tuple(sorted(self._sites))
+        entries["signature"] = _renumber(self._operations, operations)[entries["signature"]]
+        entries["site"] = np.append(_renumber(self._sites, sites), np.int32(-1))[entries["site"]]
+        issued, sizes = _evidence(entries, row, ranks, operations, len(target))
+        everyone = {*map(int, ranks), *(p.rank for p in self.problems if p.rank is not None)}
+        return Dumps(
+            ranks=tuple(
+                replace(dump, untracked={int(target[g]): n for g, n in dump.untracked.items()})
+                for dump, _ in ordered
+            ),
+            entries=entries,
+            row=row,
+            groups=self._groups.resolve(issued, sizes, everyone),
+            operations=operations,
+            sites=sites,
+            problems=tuple(sorted(self.problems, key=lambda p: (p.rank or 0, p.source))),
+            notes=tuple(self.notes),
+        )
+
+
+def _number(table: dict[Any, int], values: Iterable[Any]) -> npt.NDArray[np.int32]:
+    return np.array([table.setdefault(value, len(table)) for value in values], np.int32)
+
+
+def _renumber(table: dict[Any, int], ordered: Sequence[Any]) -> npt.NDArray[np.int32]:
+    """i32[values]: from the numbers of `table` to positions in `ordered`."""
+    position = {value: i for i, value in enumerate(ordered)}
+    return np.array([position[value] for value in table], np.int32)
+
+
+def _operation(row: list[Any]) -> Operation:
+    name, sizes_in, types_in, sizes_out, types_out = row
+    return Operation(
+        name, tuple(map(tuple, sizes_in)), tuple(types_in), tuple(map(tuple, sizes_out)), tuple(types_out)
+    )
+
+
+def _evidence(
+    entries: npt.NDArray[np.void],
+    row: npt.NDArray[np.int32],
+    ranks: npt.NDArray[np.int32],
+    operations: tuple[Operation, ...],
+    groups: int,
+) -> tuple[list[npt.NDArray[np.int32]], list[int]]:
+    """Per group: the ranks that issued in it, and its size as its operations betray it (0: they do not)."""
+    pairs = np.unique(entries["group"].astype(np.int64) * max(len(ranks), 1) + row)
+    group_of, row_of = pairs // max(len(ranks), 1), pairs % max(len(ranks), 1)
+    issued = np.split(ranks[row_of], np.searchsorted(group_of, np.arange(1, groups)))
+    betrayed = np.array([op.group_size or 0 for op in operations] or [0], np.int64)
+    sizes = np.zeros(groups, np.int64)
+    if len(entries):
+        np.maximum.at(sizes, entries["group"], betrayed[entries["signature"]])
+    return issued, [int(s) for s in sizes]

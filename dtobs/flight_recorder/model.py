@@ -1,0 +1,117 @@
+"""Dumps of a job as arrays: all ranks' entries in one table, with shared numbers for groups, operations and sites."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.flight_recorder.columns import ENTRY_DTYPE
+from dtobs.flight_recorder.operations import Operation
+
+DEFAULT_GROUP = "default_pg"
+"""PyTorch's description of the group of all ranks."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group. `inferred`: no dump lists its ranks, so they are those seen to issue in it.
+
+    `members`: global ranks, ascending, i32[n]. `size` is larger than their number when an all-gather showed that
+    ranks exist of which no dump is there.
+    """
+
+    index: int
+    name: str
+    description: str
+    members: npt.NDArray[np.int32]
+    inferred: bool
+    size: int
+
+    @property
+    def label(self) -> str:
+        """As a person knows it: its name, and its description where it has one."""
+        if self.description in ("", "undefined", self.name):
+            return self.name
+        return f"{self.name} ({self.description})"
+
+
+@dataclass(frozen=True)
+class RankDump:
+    """One usable dump. `taken_ns`: the file's modification time, wall clock; None for a dump from memory."""
+
+    rank: int
+    source: str
+    version: str
+    taken_ns: int | None
+    first_record: int  #: above 0 the ring has wrapped and earlier entries are gone
+    untracked: dict[int, int] = field(
+        default_factory=dict
+    )  #: group → operations that the recorder only counted
+    backends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DumpProblem:
+    """A file that looked like a dump and could not be used."""
+
+    source: str
+    rank: int | None
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """Everything that was loaded.
+
+    `entries`: ENTRY_DTYPE[n], by rank and record, their group, signature and site indexing `groups`, `operations`
+    and `sites`; `row`: i32[n], the position of the entry's rank in `ranks`.
+    """
+
+    ranks: tuple[RankDump, ...]
+    entries: npt.NDArray[np.void]
+    row: npt.NDArray[np.int32]
+    groups: tuple[Group, ...]
+    operations: tuple[Operation, ...]
+    sites: tuple[str, ...]
+    problems: tuple[DumpProblem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rank_numbers(self) -> npt.NDArray[np.int32]:
+        """i32[ranks], ascending."""
+        return np.array([dump.rank for dump in self.ranks], np.int32)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks known to exist: by the groups, and by the largest rank seen."""
+        known = [dump.rank + 1 for dump in self.ranks]
+        known += [int(g.members[-1]) + 1 for g in self.groups if len(g.members)]
+        known += [g.size for g in self.groups]
+        known += [p.rank + 1 for p in self.problems if p.rank is not None]
+        return max(known, default=0)
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks known to exist of which there is no usable dump."""
+        here = {dump.rank for dump in self.ranks}
+        return tuple(r for r in range(self.world_size) if r not in here)
+
+
+def empty_entries() -> npt.NDArray[np.void]:
+    """A table without rows."""
+    return np.zeros(0, ENTRY_DTYPE)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file chosen to be loaded."""
+
+    path: Path
+    rank: int
+    taken_ns: int

@@ -1,0 +1,92 @@
+"""Sends and receives that did not complete, and whether the other side ever issued its half."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.flight_recorder.columns import SCHEDULED, STARTED
+from dtobs.flight_recorder.model import Dumps
+from dtobs.flight_recorder.operations import Kind
+
+
+@dataclass(frozen=True)
+class PendingPair:
+    """An uncompleted send or receive of rank `row`.
+
+    `peer_row`: the other side, −1 when there is no dump of rank `peer_rank`. `partner`: the entry of the other half,
+    −1 when the other side never issued it. `misfit`: both halves are there and their sizes differ.
+    """
+
+    entry: int
+    row: int
+    peer_rank: int
+    peer_row: int
+    partner: int
+    misfit: bool = False
+
+
+def pending_pairs(dumps: Dumps) -> list[PendingPair]:
+    """Every send and receive that is not completed. Pure.
+
+    Halves are paired by their order between two ranks, from the beginning where both rings hold it, else among
+    those not completed.
+    """
+    entries = dumps.entries
+    halves = np.flatnonzero((entries["kind"] == Kind.SEND) | (entries["kind"] == Kind.RECV))
+    if not len(halves):
+        return []
+    is_open = (entries["state"][halves] == SCHEDULED) | (entries["state"][halves] == STARTED)
+    ranks = dumps.rank_numbers
+    channels = _channels(entries, halves)
+    order = np.argsort(channels, kind="stable")
+    halves, sorted_channels = halves[order], channels[order]
+    result = []
+    for channel in np.unique(channels[is_open]):
+        inside = halves[slice(*np.searchsorted(sorted_channels, [channel, channel + 1]))]
+        first = entries[inside[0]]
+        members = dumps.groups[int(first["group"])].members
+        source, target = int(first["source"]), int(first["target"])
+        if max(source, target) >= len(members):
+            continue  # the group is not known well enough to say who is meant
+        pair = (int(members[source]), int(members[target]))
+        sends = inside[(entries["kind"][inside] == Kind.SEND) & (ranks[dumps.row[inside]] == pair[0])]
+        recvs = inside[(entries["kind"][inside] == Kind.RECV) & (ranks[dumps.row[inside]] == pair[1])]
+        result += _pair(dumps, sends, recvs, pair)
+    return result
+
+
+def _channels(entries: npt.NDArray[np.void], halves: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """i64[halves]: one number for each (group, source, target)."""
+    group, source, target = (entries[name][halves].astype(np.int64) for name in ("group", "source", "target"))
+    width = int(max(source.max(), target.max())) + 1
+    return np.asarray((group * width + source) * width + target)
+
+
+def _pair(
+    dumps: Dumps, sends: npt.NDArray[np.int64], recvs: npt.NDArray[np.int64], pair: tuple[int, int]
+) -> list[PendingPair]:
+    entries = dumps.entries
+    rows = {dump.rank: row for row, dump in enumerate(dumps.ranks) if dump.rank in pair}
+    whole = all(dumps.ranks[row].first_record == 0 for row in rows.values())
+    open_sends = [int(i) for i in sends if entries["state"][i] in (SCHEDULED, STARTED)]
+    open_recvs = [int(i) for i in recvs if entries["state"][i] in (SCHEDULED, STARTED)]
+    all_sends, all_recvs = list(map(int, sends)), list(map(int, recvs))
+    result = []
+    for mine, theirs, own, other, me, peer in (
+        (open_sends, open_recvs, all_sends, all_recvs, pair[0], pair[1]),
+        (open_recvs, open_sends, all_recvs, all_sends, pair[1], pair[0]),
+    ):
+        for order, entry in enumerate(mine):
+            at = own.index(entry) if whole else order
+            candidates = other if whole else theirs
+            partner = candidates[at] if at < len(candidates) else -1
+            misfit = partner >= 0 and _elements(dumps, entry) != _elements(dumps, partner)
+            result.append(PendingPair(entry, rows[me], peer, rows.get(peer, -1), partner, misfit))
+    return result
+
+
+def _elements(dumps: Dumps, entry: int) -> int:
+    return max(dumps.operations[int(dumps.entries["signature"][entry])].elements)

@@ -1,0 +1,216 @@
+"""A call-by-call simulation of a job's last steps, with one fault: which calls were issued, and how far each came.
+
+Hosts block in each call until it completes. A collective completes when every member has issued its n-th call of the
+group with the same shape; a send with its receive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from dtobs.flight_recorder.layout import DATA, PIPE, TENSOR, WORLD, Call, Layout, step_of
+
+FaultName = Literal[
+    "rank-not-joined",
+    "device-stopped",
+    "network-stalled",
+    "shape-mismatch",
+    "dtype-mismatch",
+    "collective-mismatch",
+    "call-site-mismatch",
+    "group-deadlock",
+    "p2p-unmatched",
+]
+State = Literal["scheduled", "started", "completed"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of one rank. `axis`: the group in which it shows, where there is a choice."""
+
+    name: FaultName
+    rank: int
+    axis: str = WORLD
+
+    def expected(self, layout: Layout) -> tuple[str, tuple[int, ...]]:
+        """The right verdict: code and ranks."""
+        if self.name == "network-stalled":
+            return self.name, ()
+        if self.name == "p2p-unmatched":
+            peer = self.rank + layout.tp
+            return self.name, (self.rank, peer)
+        return self.name, (self.rank,)
+
+    def check(self, layout: Layout) -> None:
+        """Raises ValueError when the layout has no room for the fault."""
+        if not 0 <= self.rank < layout.world_size:
+            raise ValueError(f"there is no rank {self.rank} among {layout.world_size}")
+        if self.name == "p2p-unmatched" and layout.stage(self.rank) == layout.pp - 1:
+            raise ValueError("p2p-unmatched needs a rank that is not on the last pipeline stage")
+        if self.name == "group-deadlock" and DATA not in layout.axes:
+            raise ValueError("group-deadlock needs a data-parallel group beside the world")
+        if self.name not in ("p2p-unmatched", "group-deadlock") and self.axis not in layout.axes:
+            raise ValueError(f"the layout has no group along {self.axis}")
+
+
+@dataclass
+class Issued:
+    """A call that a rank issued. `step` counts from the first simulated one."""
+
+    call: Call
+    state: State
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What every rank issued in the simulated steps, in order."""
+
+    issued: list[list[Issued]]
+
+
+def simulate(layout: Layout, fault: Fault | None, steps: int) -> Outcome:
+    """Run `steps` steps. Raises ValueError for a fault that the layout has no room for."""
+    if fault is not None:
+        fault.check(layout)
+    return _Simulation(layout, fault, steps).run()
+
+
+@dataclass
+class _Meeting:
+    """A collective that is filling up, or a half of a pair that waits for the other."""
+
+    arrived: list[tuple[int, Issued]] = field(default_factory=list)
+
+
+class _Simulation:
+    def __init__(self, layout: Layout, fault: Fault | None, steps: int) -> None:
+        self.layout, self.fault = layout, fault
+        self.programs = [_program(layout, fault, rank, steps) for rank in range(layout.world_size)]
+        self.position = [0] * layout.world_size
+        self.issued: list[list[Issued]] = [[] for _ in range(layout.world_size)]
+        self.calls_made: dict[tuple[int, str], int] = {}
+        self.meetings: dict[tuple[str, int], _Meeting] = {}
+        self.halves: dict[tuple[int, int, str], deque[tuple[int, Issued]]] = {}
+
+    def run(self) -> Outcome:
+        ready = deque(range(self.layout.world_size))
+        while ready:
+            rank = ready.popleft()
+            program = self.programs[rank]
+            while self.position[rank] < len(program):
+                made = program[self.position[rank]]
+                self.position[rank] += 1
+                self.issued[rank].append(made)
+                woken = self._issue(rank, made)
+                if not woken:
+                    break
+                ready.extend(r for r in woken if r != rank)
+        return Outcome(self.issued)
+
+    def _issue(self, rank: int, made: Issued) -> list[int]:
+        """The ranks that may go on because of this call, `rank` among them; none when it has to wait."""
+        return self._pair(rank, made) if made.call.peer_offset else self._join(rank, made)
+
+    def _join(self, rank: int, made: Issued) -> list[int]:
+        axis = made.call.axis
+        number = self.calls_made[rank, axis] = self.calls_made.get((rank, axis), 0) + 1
+        meeting = self.meetings.setdefault((self.layout.group_name(rank, axis), number), _Meeting())
+        meeting.arrived.append((rank, made))
+        if self._stuck(rank, made):
+            return []
+        made.state = "started"
+        members = self.layout.members(rank, axis)
+        if len(meeting.arrived) < len(members) or not self._fits(meeting):
+            return []
+        if any(self._stuck(r, m) for r, m in meeting.arrived) or self._dead(axis, members, made.step):
+            return []
+        for _, other in meeting.arrived:
+            other.state = "completed"
+        return [r for r, _ in meeting.arrived]
+
+    def _pair(self, rank: int, made: Issued) -> list[int]:
+        members = self.layout.members(rank, made.call.axis)
+        peer = members[members.index(rank) + made.call.peer_offset]
+        source, target = (rank, peer) if made.call.operation == "send" else (peer, rank)
+        other = "recv" if made.call.operation == "send" else "send"
+        made.state = "started"
+        waiting = self.halves.setdefault((source, target, other), deque())
+        if not waiting:
+            self.halves.setdefault((source, target, made.call.operation), deque()).append((rank, made))
+            return []
+        peer_rank, half = waiting.popleft()
+        half.state = made.state = "completed"
+        return [rank, peer_rank]
+
+    @staticmethod
+    def _fits(meeting: _Meeting) -> bool:
+        first = meeting.arrived[0][1].call
+        return all(
+            (m.call.operation, m.call.size, m.call.dtype) == (first.operation, first.size, first.dtype)
+            for _, m in meeting.arrived
+        )
+
+    def _stuck(self, rank: int, made: Issued) -> bool:
+        """Whether this rank's device never gets to the call."""
+        fault = self.fault
+        return (
+            fault is not None
+            and fault.name == "device-stopped"
+            and rank == fault.rank
+            and made.call.axis == fault.axis
+            and made.step > 0
+        )
+
+    def _dead(self, axis: str, members: list[int], step: int) -> bool:
+        """Whether the network of this group carries nothing any more."""
+        fault = self.fault
+        stalled = fault is not None and fault.name == "network-stalled" and axis == fault.axis
+        return stalled and fault is not None and fault.rank in members and step > 0
+
+
+def _program(layout: Layout, fault: Fault | None, rank: int, steps: int) -> list[Issued]:
+    """The calls that a rank would make if none of them had to wait."""
+    calls = step_of(layout, layout.stage(rank)).calls
+    program = [Issued(call, "scheduled", step) for step in range(steps) for call in calls]
+    if fault is not None and rank == fault.rank:
+        _spoil(program, fault, len(calls))
+    return program
+
+
+def _spoil(program: list[Issued], fault: Fault, per_step: int) -> None:
+    """Change one rank's program in the second simulated step."""
+    later = range(per_step, len(program))
+    at = next(
+        (i for i in later if program[i].call.axis == fault.axis and not program[i].call.peer_offset), None
+    )
+    if fault.name == "rank-not-joined" and at is not None:
+        del program[at:]
+    elif fault.name == "shape-mismatch" and at is not None:
+        program[at].call = replace(
+            program[at].call, size=(*program[at].call.size[:-1], program[at].call.size[-1] + 7)
+        )
+    elif fault.name == "dtype-mismatch" and at is not None:
+        program[at].call = replace(program[at].call, dtype="Double")
+    elif fault.name == "collective-mismatch" and at is not None:
+        program[at].call = replace(program[at].call, operation="broadcast", site="train.py:99:on_rank_zero")
+    elif fault.name == "call-site-mismatch":
+        early = next(i for i, m in enumerate(program) if m.call.axis == fault.axis and not m.call.peer_offset)
+        extra = replace(program[early].call, site="metrics.py:14:average")
+        program.insert(early, Issued(extra, "scheduled", 0))
+    elif fault.name == "group-deadlock":
+        world = next(i for i in later if program[i].call.axis == WORLD)
+        data = next(i for i in later if program[i].call.axis == DATA)
+        program.insert(data, program.pop(world))
+    elif fault.name == "p2p-unmatched":
+        send = next(
+            i
+            for i in later
+            if (m := program[i].call).axis == PIPE and m.operation == "send" and m.peer_offset > 0
+        )
+        del program[send]
+
+
+__all__ = ["DATA", "PIPE", "TENSOR", "WORLD", "Fault", "FaultName", "Issued", "Outcome", "simulate"]

@@ -1,0 +1,83 @@
+"""Were the dumps taken of a job that stood still? A dump of a moving job shows waiting ranks as well.
+
+Two signs of motion: nothing has waited for long, by the file's time against the entry's, both of one host; and a rank
+has completed a call that another had not yet issued when *its* dump was taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtobs.flight_recorder.align import Aligned
+from dtobs.flight_recorder.columns import COMPLETED, SCHEDULED, STARTED
+from dtobs.flight_recorder.frontier import Frontier
+from dtobs.flight_recorder.model import Dumps
+
+MIN_WAIT_SECONDS = 5.0
+MAX_USUAL_SECONDS = 60.0
+USUAL_FACTOR = 3.0
+MOVING_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """`moving` says why nothing may be concluded from waits, "" when it may; `stale`: rows of older dumps."""
+
+    moving: str = ""
+    stale: frozenset[int] = frozenset()
+    waited_seconds: float | None = None
+
+
+def judge(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> Snapshot:
+    """Look for signs of motion. Pure."""
+    stale = _overtaken(dumps, aligned, states)
+    waited = _longest_wait(dumps)
+    if len(stale) > MOVING_SHARE * len(dumps.ranks):
+        text = f"{len(stale)} of {len(dumps.ranks)} dumps are older than what the other ranks had completed by then"
+        return Snapshot(
+            f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited
+        )
+    if waited is not None and waited < MAX_USUAL_SECONDS * USUAL_FACTOR and waited < _patience(dumps):
+        text = f"nothing in them had waited longer than {waited:.1f} s when they were taken"
+        return Snapshot(
+            f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited
+        )
+    return Snapshot("", stale, waited)
+
+
+def _overtaken(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> frozenset[int]:
+    """Rows of ranks that had not issued what others had completed, though nobody can complete it alone."""
+    entries = dumps.entries
+    alone = np.array([not op.synchronising for op in dumps.operations] or [True])
+    # Gloo counts a failed call as done, so only a recorded completion proves something.
+    proves = np.array(["gloo" not in dump.backends for dump in dumps.ranks] or [False])
+    done = (entries["state"][aligned.entry] == COMPLETED) & proves[aligned.row]
+    done &= ~alone[entries["signature"][aligned.entry]]
+    reached = np.zeros(len(dumps.groups), np.int64)
+    np.maximum.at(reached, aligned.group[done], aligned.seq[done])
+    stale: set[int] = set()
+    for group, state in states.items():
+        behind = (state.issued < reached[group]) & (state.last_entry >= 0)
+        stale |= set(map(int, state.rows[behind]))
+    return frozenset(stale)
+
+
+def _longest_wait(dumps: Dumps) -> float | None:
+    """Seconds that the oldest uncompleted entry had waited when its dump was taken; None when nothing tells."""
+    entries = dumps.entries
+    waiting = np.flatnonzero((entries["state"] == SCHEDULED) | (entries["state"] == STARTED))
+    taken = np.array([dump.taken_ns or 0 for dump in dumps.ranks] or [0], np.int64)[dumps.row[waiting]]
+    created = entries["created_ns"][waiting]
+    ages = (taken - created)[(taken > 0) & (created > 0) & (taken >= created)]
+    return float(ages.max()) / 1e9 if len(ages) else None
+
+
+def _patience(dumps: Dumps) -> float:
+    """Seconds beyond which a wait is longer than what this job does between its calls."""
+    created = dumps.entries["created_ns"]
+    gaps = np.diff(created)[(np.diff(dumps.row) == 0) & (created[1:] > 0) & (created[:-1] > 0)]
+    gaps = gaps[gaps > 0]
+    usual = float(np.quantile(gaps, 0.999)) / 1e9 if len(gaps) >= 16 else 0.0
+    return max(MIN_WAIT_SECONDS, USUAL_FACTOR * min(usual, MAX_USUAL_SECONDS))

@@ -1,0 +1,177 @@
+"""Synthetic dumps of any number of ranks: a 3-D job (data × tensor × pipeline parallel) with one fault, or none.
+
+The public fake of the real recorder, at the same seam: what it yields is what ``pickle.load`` of a real NCCL dump
+yields. The last steps are simulated call by call (``simulate``), everything older is filled in as completed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtobs.flight_recorder.layout import Layout, Step, step_of
+from dtobs.flight_recorder.simulate import Fault, Issued, Outcome, simulate
+
+VERSION = "2.10"
+START_NS = 1_790_000_000_000_000_000
+STEP_NS = 1_000_000_000
+CALL_NS = 1_000_000
+TIMEOUT_MS = 600_000
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to make dumps of. `entries`: the ring's size; `steps`: how many the job did before the dump."""
+
+    layout: Layout
+    fault: Fault | None = None
+    entries: int = 2000
+    steps: int = 40
+    simulated_steps: int = 3
+    stacks: bool = True
+    clock_skew_ns: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> tuple[str, tuple[int, ...]] | None:
+        """The verdict that is right: code and ranks; None for a healthy job."""
+        return None if self.fault is None else self.fault.expected(self.layout)
+
+
+def dumps_of(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (rank, dump) of every rank, one at a time."""
+    if job.steps < job.simulated_steps:
+        raise ValueError(f"a job of {job.steps} steps cannot have {job.simulated_steps} simulated ones")
+    layout = job.layout
+    outcome = simulate(layout, job.fault, job.simulated_steps)
+    writers = [_Writer(job, step_of(layout, stage)) for stage in range(layout.pp)]
+    for rank in range(layout.world_size):
+        yield rank, writers[layout.stage(rank)].dump(rank, outcome)
+
+
+def write_dumps(job: Job, folder: Path, prefix: str = "nccl_trace_rank_") -> None:
+    """Write every rank's dump as a pickle, as PyTorch names them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, dump in dumps_of(job):
+        (folder / f"{prefix}{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+
+
+class _Writer:
+    """Writes the dumps of one pipeline stage's ranks; what they share is built once."""
+
+    def __init__(self, job: Job, step: Step) -> None:
+        self.job = job
+        self.step = step
+        self.frames: dict[str, list[dict[str, Any]]] = {}
+        self.before = job.steps - job.simulated_steps
+        # How often each group is used in a step, collectives and pairs apart.
+        self.per_step: dict[tuple[str, bool], int] = {}
+        for call in step.calls:
+            key = (call.axis, call.peer_offset != 0)
+            self.per_step[key] = self.per_step.get(key, 0) + 1
+
+    def dump(self, rank: int, outcome: Outcome) -> dict[str, Any]:
+        """The dump of one rank."""
+        layout, job = self.job.layout, self.job
+        issued = outcome.issued[rank]
+        total = self.before * len(self.step.calls) + len(issued)
+        first = max(0, total - job.entries)
+        counters: dict[tuple[str, bool], int] = {}
+        entries: list[dict[str, Any]] = []
+        step_length = len(self.step.calls)
+        start_step = min(first // step_length, self.before) if step_length else 0
+        for key, uses in self.per_step.items():
+            counters[key] = uses * start_step
+        record = start_step * step_length
+        for step in range(start_step, self.before):
+            for call in self.step.calls:
+                made = Issued(call, "completed")
+                self._append(entries, rank, made, record, first, counters, step)
+                record += 1
+        for made in issued:
+            self._append(entries, rank, made, record, first, counters, self.before + made.step)
+            record += 1
+        return {
+            "version": VERSION,
+            "comm_lib_version": "2.27.5",
+            "pg_config": {
+                layout.group_name(rank, axis): {
+                    "name": layout.group_name(rank, axis),
+                    "desc": layout.description(axis),
+                    "ranks": str(layout.members(rank, axis)),
+                }
+                for axis in layout.axes
+            },
+            "pg_status": {},
+            "entries": entries,
+        }
+
+    def _append(
+        self,
+        entries: list[dict[str, Any]],
+        rank: int,
+        made: Issued,
+        record: int,
+        first: int,
+        counters: dict[tuple[str, bool], int],
+        step: int,
+    ) -> None:
+        call, layout = made.call, self.job.layout
+        pair = call.peer_offset != 0
+        key = (call.axis, pair)
+        counters[key] = counters.get(key, 0) + 1
+        if record < first:
+            return
+        name = call.operation
+        if pair:
+            me = layout.members(rank, call.axis).index(rank)
+            arrow = "->" if name == "send" else "<-"
+            name = f"{name} {me}{arrow}{me + call.peer_offset}"
+        created = START_NS + step * STEP_NS + record * CALL_NS + self.job.clock_skew_ns.get(rank, 0)
+        state = made.state
+        entry: dict[str, Any] = {
+            "record_id": record,
+            "pg_id": layout.axes.index(call.axis),
+            "process_group": (layout.group_name(rank, call.axis), layout.description(call.axis)),
+            "collective_seq_id": counters.get((call.axis, False), 0),
+            "p2p_seq_id": counters.get((call.axis, True), 0),
+            "op_id": record + 1,
+            "profiling_name": f"nccl:{name}",
+            "time_created_ns": created,
+            "input_sizes": [list(call.size)],
+            "input_dtypes": [call.dtype],
+            "output_sizes": [list(call.size)],
+            "output_dtypes": [call.dtype],
+            "state": state,
+            "time_discovered_started_ns": None if state == "scheduled" else created + CALL_NS // 4,
+            "time_discovered_completed_ns": created + CALL_NS // 2 if state == "completed" else None,
+            "retired": state == "completed",
+            "timeout_ms": TIMEOUT_MS,
+            "is_p2p": pair,
+        }
+        if self.job.stacks:
+            entry["frames"] = self._stack(call.site)
+        entries.append(entry)
+
+    def _stack(self, site: str) -> list[dict[str, Any]]:
+        if site not in self.frames:
+            file, line, name = site.split(":")
+            self.frames[site] = [
+                {
+                    "name": "all_reduce",
+                    "filename": "/env/site-packages/torch/distributed/distributed_c10d.py",
+                    "line": 3245,
+                },
+                {
+                    "name": "wrapper",
+                    "filename": "/env/site-packages/torch/distributed/c10d_logger.py",
+                    "line": 83,
+                },
+                {"name": name, "filename": f"/app/{file}", "line": int(line)},
+                {"name": "train_step", "filename": "/app/train.py", "line": 120},
+                {"name": "main", "filename": "/app/train.py", "line": 310},
+                {"name": "<module>", "filename": "/app/train.py", "line": 344},
+            ]
+        return self.frames[site]

@@ -1,0 +1,273 @@
+"""Who waits for whom, across groups and between pairs, and where the waiting begins.
+
+Nodes are ranks, calls (one a group: its first uncompleted one) and a place that stands for dumps we do not have. A
+rank points to the call it waits in, a call to the ranks that hold it up. Where the arrows end is the cause; where
+they go round in a circle, it is a deadlock; everybody else merely waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from dtobs.flight_recorder.columns import STARTED
+from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier
+from dtobs.flight_recorder.model import Dumps
+from dtobs.flight_recorder.p2p import PendingPair
+
+Held = Literal["not-issued", "device", "absent", "stalled", "explained"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The first uncompleted call of a group. `held_by`: rows of ranks, empty for "absent", "stalled", "explained".
+
+    `waiting`: rows that have issued it, or later ones, and are not done; `finished`: rows that completed it.
+    """
+
+    group: int
+    seq: int
+    held: Held
+    held_by: tuple[int, ...]
+    waiting: tuple[int, ...]
+    finished: tuple[int, ...]
+    absent: int
+    entry: int
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where waiting begins: ranks that hold up others and wait for nobody (or for each other, in a `cycle`)."""
+
+    kind: Held | Literal["cycle", "link"]
+    rows: tuple[int, ...]
+    calls: tuple[Call, ...] = ()
+    pairs: tuple[PendingPair, ...] = ()
+
+
+@dataclass
+class WaitGraph:
+    """Built by `build`; `roots` reads it."""
+
+    dumps: Dumps
+    calls: dict[int, Call]
+    pairs: list[PendingPair]
+    edges: dict[int, set[int]] = field(default_factory=dict)
+    pair_of: dict[int, PendingPair] = field(default_factory=dict)  #: node of a pair in flight
+
+    def node_of_call(self, group: int) -> int:
+        return len(self.dumps.ranks) + group
+
+    @property
+    def absent(self) -> int:
+        """The node that stands for ranks without a dump."""
+        return len(self.dumps.ranks) + len(self.dumps.groups)
+
+    def link(self, source: int, targets: Iterable[int]) -> None:
+        self.edges.setdefault(source, set()).update(targets)
+
+
+def calls_held_up(
+    dumps: Dumps, states: dict[int, Frontier], explained: dict[int, int], stale: frozenset[int]
+) -> dict[int, Call]:
+    """For each group somebody waits in: what holds its first uncompleted call up.
+
+    `explained`: group → sequence number from which a mismatch explains everything; `stale`: rows whose dump is older
+    than the wait.
+    """
+    return {g: _call(dumps, s, explained.get(g), stale) for g, s in states.items() if s.waits}
+
+
+def _call(dumps: Dumps, state: Frontier, explained: int | None, stale: frozenset[int]) -> Call:
+    seq = state.seq
+    old = np.isin(state.rows, list(stale)) if stale else np.zeros(len(state.rows), bool)
+    inside = state.pending == seq
+    missing = (state.issued < seq) & ~old
+    finished = (state.issued >= seq) & (state.pending > seq)
+    absent = len(state.absent) + state.unknown + int((old & (state.issued < seq)).sum())
+    entry = int(state.pending_entry[int(np.argmax(inside))])
+    started = np.zeros(len(state.rows), bool)
+    started[inside] = dumps.entries["state"][state.pending_entry[inside]] == STARTED
+    held: Held = "stalled"
+    held_by = np.zeros(len(state.rows), bool)
+    operation = dumps.operations[int(dumps.entries["signature"][entry])]
+    if explained is not None and explained <= seq:
+        held = "explained"
+    elif missing.any():
+        held, held_by = "not-issued", missing
+    elif operation.synchronising and finished.any() and inside.sum() <= finished.sum():
+        held, held_by = "device", inside
+    elif started.any() and not started[inside].all():
+        held, held_by = "device", inside & ~started
+    elif absent:
+        held = "absent"
+    return Call(
+        group=state.group,
+        seq=seq,
+        held=held,
+        held_by=tuple(map(int, state.rows[held_by])),
+        waiting=tuple(map(int, state.rows[state.pending != NOTHING_PENDING])),
+        finished=tuple(map(int, state.rows[finished])),
+        absent=absent,
+        entry=entry,
+    )
+
+
+def build(
+    dumps: Dumps, states: dict[int, Frontier], calls: dict[int, Call], pairs: list[PendingPair]
+) -> WaitGraph:
+    """Draw the arrows."""
+    graph = WaitGraph(dumps, calls, pairs)
+    # row → [(record, started, target node)]
+    waits: dict[int, list[tuple[int, bool, int]]] = {}
+    for group, call in calls.items():
+        node = graph.node_of_call(group)
+        graph.link(node, call.held_by)
+        if call.held == "absent" or (call.absent and call.held_by):
+            graph.link(node, [graph.absent])
+        held_by = set(call.held_by)
+        state = states[group]
+        for row, entry in zip(state.rows.tolist(), state.pending_entry.tolist(), strict=True):
+            if entry >= 0 and row not in held_by:
+                _wait(dumps, waits, row, entry, node)
+            elif entry >= 0:
+                _wait(dumps, waits, row, entry, -1)
+    for pair in pairs:
+        _wait(dumps, waits, pair.row, pair.entry, _target(graph, pair))
+    # With a device's own word on what has started, a rank waits in its first call and in those started; a call
+    # queued behind them waits for them, not for other ranks. Gloo has no such word.
+    devices = any(started for entries in waits.values() for _, started, _ in entries)
+    for row, entries in waits.items():
+        first = min(entries)
+        for wait in entries:
+            if wait[2] >= 0 and (wait is first or wait[1] or not devices):
+                graph.link(row, [wait[2]])
+    return graph
+
+
+def _wait(
+    dumps: Dumps, waits: dict[int, list[tuple[int, bool, int]]], row: int, entry: int, node: int
+) -> None:
+    record = dumps.entries[entry]
+    waits.setdefault(row, []).append((int(record["record"]), bool(record["state"] == STARTED), node))
+
+
+def _target(graph: WaitGraph, pair: PendingPair) -> int:
+    if pair.peer_row < 0:
+        return graph.absent
+    if pair.partner < 0:
+        return pair.peer_row
+    node = graph.absent + 1 + min(pair.entry, pair.partner)
+    graph.pair_of[node] = pair
+    return node
+
+
+def roots(graph: WaitGraph) -> list[Root]:
+    """Where the waiting begins. Pure."""
+    found: list[Root] = []
+    sinks: dict[tuple[str, int], set[int]] = {}
+    reached = set().union(*graph.edges.values()) if graph.edges else set()
+    for component in _components(graph.edges):
+        if any(t not in component for n in component for t in graph.edges.get(n, ())):
+            continue
+        if len(component) > 1:
+            found.append(_cycle(graph, component))
+            continue
+        node = next(iter(component))
+        if node not in reached:
+            continue
+        if node < len(graph.dumps.ranks):
+            _assign(graph, node, sinks)
+        elif node == graph.absent:
+            found.append(Root("absent", (), tuple(c for c in graph.calls.values() if c.absent)))
+        elif node in graph.pair_of:
+            found.append(Root("link", (), pairs=(graph.pair_of[node],)))
+        else:
+            call = graph.calls[node - len(graph.dumps.ranks)]
+            if call.held == "stalled":
+                found.append(Root("stalled", (), (call,)))
+    for (kind, group), rows in sorted(_joined(graph, sinks).items()):
+        pairs = tuple(p for p in graph.pairs if p.peer_row in rows and p.partner < 0)
+        if kind == "pair":
+            found.append(Root("not-issued", tuple(sorted(rows)), pairs=pairs))
+        else:
+            held: Held = "device" if kind == "device" else "not-issued"
+            found.append(Root(held, tuple(sorted(rows)), (graph.calls[group],), pairs))
+    return found
+
+
+def _joined(graph: WaitGraph, sinks: dict[tuple[str, int], set[int]]) -> dict[tuple[str, int], set[int]]:
+    """Several ranks that all hold up one call, as those of a lost host do, are one matter."""
+    several = {key: rows for key, rows in sinks.items() if key[0] == "not-issued"}
+    together = set().union(*several.values()) if several else set()
+    common = [c for c in graph.calls.values() if c.held == "not-issued" and together <= set(c.held_by)]
+    if len(several) < 2 or not common:
+        return sinks
+    call = max(common, key=lambda c: (-len(c.held_by), len(c.waiting), -c.group))
+    rest = {key: rows for key, rows in sinks.items() if key[0] != "not-issued"}
+    return rest | {("not-issued", call.group): together}
+
+
+def _assign(graph: WaitGraph, row: int, sinks: dict[tuple[str, int], set[int]]) -> None:
+    """File a rank that holds others up under the call that most wait in."""
+    holding = [c for c in graph.calls.values() if row in c.held_by]
+    if holding:
+        # A call that the rank sits in says more of it than one it has not reached, and the fewer ranks hold a call
+        # up, the nearer it is to the cause.
+        call = max(holding, key=lambda c: (c.held == "device", -len(c.held_by), len(c.waiting), -c.group))
+        sinks.setdefault((call.held, call.group), set()).add(row)
+    else:
+        sinks.setdefault(("pair", -1 - row), set()).add(row)
+
+
+def _cycle(graph: WaitGraph, component: set[int]) -> Root:
+    ranks = len(graph.dumps.ranks)
+    rows = tuple(sorted(n for n in component if n < ranks))
+    calls = tuple(graph.calls[n - ranks] for n in sorted(component) if ranks <= n < graph.absent)
+    pairs = tuple(p for p in graph.pairs if p.row in rows and p.peer_row in rows and p.partner < 0)
+    return Root("cycle", rows, calls, pairs)
+
+
+def _components(edges: dict[int, set[int]]) -> list[set[int]]:
+    """Strongly connected components (Tarjan's algorithm, without recursion)."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    result: list[set[int]] = []
+    every = list(dict.fromkeys([*edges, *(t for targets in edges.values() for t in targets)]))
+    for origin in every:
+        if origin in index:
+            continue
+        index[origin] = low[origin] = len(index)
+        stack.append(origin)
+        on_stack.add(origin)
+        work = [(origin, iter(sorted(edges.get(origin, ()))))]
+        while work:
+            node, targets = work[-1]
+            for target in targets:
+                if target not in index:
+                    index[target] = low[target] = len(index)
+                    stack.append(target)
+                    on_stack.add(target)
+                    work.append((target, iter(sorted(edges.get(target, ())))))
+                    break
+                if target in on_stack:
+                    low[node] = min(low[node], index[target])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component = set()
+                    while True:
+                        member = stack.pop()
+                        on_stack.discard(member)
+                        component.add(member)
+                        if member == node:
+                            break
+                    result.append(component)
+    return result

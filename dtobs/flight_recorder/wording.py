@@ -1,0 +1,106 @@
+"""Findings' words: ranks, calls and call sites as a person reads them, and the records they rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dtobs.flight_recorder.model import Dumps
+
+MAX_LISTED = 16
+_STATE = ("scheduled", "started", "completed", "unknown")
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 1, 4-7``, ``ranks 0-63`` …, at most eight runs."""
+    ordered = sorted(set(ranks))
+    if not ordered:
+        return "no rank"
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:8]]
+    more = len(ordered) - sum(b - a + 1 for a, b in runs[:8])
+    return (
+        ("rank " if len(ordered) == 1 else "ranks ")
+        + ", ".join(texts)
+        + (f" and {more} more" if more else "")
+    )
+
+
+class Words:
+    """Texts about the entries of one `Dumps`."""
+
+    def __init__(self, dumps: Dumps) -> None:
+        self.dumps = dumps
+
+    def ranks(self, rows: Iterable[int]) -> tuple[int, ...]:
+        """Global ranks of rows."""
+        return tuple(sorted(self.dumps.ranks[row].rank for row in rows))
+
+    def named(self, rows: Iterable[int]) -> str:
+        """``ranks 1, 4-7`` of rows, or only how many where that would be long."""
+        ranks = self.ranks(rows)
+        text = ranks_text(ranks)
+        return text if len(text) <= 40 else f"{len(ranks)} ranks"
+
+    def call(self, entry: int) -> str:
+        """``all_reduce [4, 3] Float #12 of group 0 (default_pg)``."""
+        record = self.dumps.entries[entry]
+        group = self.dumps.groups[int(record["group"])]
+        number = f" #{int(record['seq'])}" if int(record["source"]) < 0 else ""
+        return f"{self.operation(entry)}{number} of group {group.label}"
+
+    def operation(self, entry: int) -> str:
+        """``all_reduce [4, 3] Float``; sends and receives with their peer."""
+        record = self.dumps.entries[entry]
+        text = str(self.dumps.operations[int(record["signature"])])
+        if int(record["source"]) < 0:
+            return text
+        members = self.dumps.groups[int(record["group"])].members
+        source, target = int(record["source"]), int(record["target"])
+        if max(source, target) >= len(members):
+            return text
+        return f"{text} (rank {members[source]} to rank {members[target]})"
+
+    def site(self, entry: int) -> str:
+        """`` at train.py:12 in step``, "" when the dump has no stacks."""
+        site = int(self.dumps.entries["site"][entry])
+        return f" at {self.dumps.sites[site]}" if site >= 0 else ""
+
+    def doing(self, row: int) -> str:
+        """What a rank's dump says it called last."""
+        rows = self.dumps.row
+        low, high = rows.searchsorted(row), rows.searchsorted(row, side="right")
+        if low == high:
+            return "its dump holds no call at all"
+        last = int(high) - 1
+        return f"the last it called was {self.call(last)}{self.site(last)}"
+
+    def evidence(self, what: str, entries: Sequence[int], **more: Any) -> dict[str, Any]:
+        """A record of evidence: the entries, at most MAX_LISTED, as the dumps have them."""
+        listed = []
+        for entry in entries[:MAX_LISTED]:
+            record = self.dumps.entries[entry]
+            site = int(record["site"])
+            listed.append(
+                {
+                    "rank": self.dumps.ranks[int(self.dumps.row[entry])].rank,
+                    "call": self.operation(entry),
+                    "group": self.dumps.groups[int(record["group"])].label,
+                    "seq": int(record["seq"]),
+                    "record_id": int(record["record"]),
+                    "state": _STATE[int(record["state"])],
+                    "site": self.dumps.sites[site] if site >= 0 else None,
+                }
+            )
+        return {"what": what, **more, "entries": listed}
+
+    def last_entries(self, rows: Iterable[int]) -> list[int]:
+        """The last entry of each of some ranks."""
+        table = self.dumps.row
+        ends = [(int(table.searchsorted(r)), int(table.searchsorted(r, side="right"))) for r in rows]
+        return [high - 1 for low, high in ends if high > low]

@@ -1,0 +1,124 @@
+"""Attaches to a training process that has no line of dtobs in it, for ``dtobs run``.
+
+The first optimizer begins it; the model is the outermost module whose forward runs first with parameters of that
+optimizer: a DDP or FSDP wrapper, a plain module, a pipeline stage. Only public hooks of torch are used, and they are
+taken out as soon as both are known. A program that attaches for itself is left to it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from multiprocessing import parent_process
+from typing import Any
+from weakref import ref
+
+from dtobs.session.start import attach, current
+
+
+class Finder:
+    """Looks for the model and the optimizers of this process, and attaches."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._optimizers: list[ref[Any]] = []
+        self._handles: list[Any] = []
+        self._outermost: ref[Any] | None = None
+        self._over = False
+
+    def saw(self, optimizer: Any) -> None:
+        """An optimizer was built."""
+        if self._over or os.getpid() != self._pid or not _is_a_rank():
+            return
+        if not self._handles:
+            if current() is not None:  # the program attached for itself
+                self._over = True
+                return
+            self._begin()
+        self._optimizers.append(ref(optimizer))
+        if _group_is_there() or "RANK" not in os.environ:
+            _attach()
+
+    def _begin(self) -> None:
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._handles = [
+            register_module_forward_pre_hook(self._guarded(self._forward)),
+            register_optimizer_step_pre_hook(self._guarded(self._step)),
+        ]
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """The hook as the training may call it: what it raises ends the search, not the training."""
+
+        def guarded(*arguments: Any) -> None:
+            if self._over or os.getpid() != self._pid:
+                return
+            try:
+                hook(*arguments)
+            except Exception as error:  # noqa: BLE001 - the host contract
+                self._over = True
+                sys.stderr.write(f"dtobs: the model was not found: {type(error).__name__}: {error}\n")
+
+        return guarded
+
+    def _forward(self, module: Any, _inputs: Any) -> None:
+        """Before the forward of any module: is it the model?"""
+        parameters = {id(p) for p in module.parameters()}
+        if parameters and self._outermost is None:
+            self._outermost = ref(module)
+        living = [optimizer for seen in self._optimizers if (optimizer := seen()) is not None]
+        mine = [o for o in living if any(id(p) in parameters for p in _parameters_of(o))]
+        if mine:
+            self._over = True
+            for handle in self._handles:
+                handle.remove()
+            _attach(module, mine)
+
+    def _step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+        """Before the first step: from here on steps are seen, also where the parameters are of no module we saw."""
+        self._over = True
+        self._handles[0].remove()  # this hook itself stays: torch is iterating over its kind
+        _attach(self._outermost() if self._outermost is not None else None, [optimizer])
+
+
+_finder: Finder | None = None
+
+
+def saw(optimizer: Any) -> None:
+    """An optimizer was built in this process."""
+    global _finder
+    if _finder is None:
+        _finder = Finder()
+    _finder.saw(optimizer)
+
+
+def _attach(module: Any = None, optimizers: list[Any] | None = None) -> None:
+    os.environ.pop("DTOBS_AUTO_ATTACH", None)  # what this rank starts is not this rank
+    timeout = os.environ.get("DTOBS_HANG_TIMEOUT")
+    attach(
+        module,
+        optimizers,
+        name=os.environ.get("DTOBS_RUN_NAME", "run"),
+        hang_timeout=float(timeout) if timeout else None,
+    )
+
+
+def _parameters_of(optimizer: Any) -> Iterable[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_a_rank() -> bool:
+    """Whether this process trains: no data-loader worker, and no child of one that trains."""
+    from torch.utils.data import get_worker_info
+
+    if get_worker_info() is not None:
+        return False
+    return parent_process() is None or _group_is_there()
+
+
+def _group_is_there() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,93 @@
+"""What Python runs first in every process below ``dtobs run``: waits for torch, then for the first optimizer.
+
+This folder is put first on PYTHONPATH. Nothing but the standard library is imported here, since every Python process
+below the command runs this: launchers, data-loader workers and pip as well. A process that never builds an optimizer
+is left alone. A ``sitecustomize`` that this one hides is run as it would have been.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+_OPTIMIZERS = "torch.optim.optimizer"
+_asked = bool(os.environ.get("DTOBS_AUTO_ATTACH"))
+
+
+class _WhenOptimizersAreThere(MetaPathFinder):
+    """Lets the module with ``Optimizer`` be found as ever, and has it changed once it has been imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _OPTIMIZERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        # The loader itself stays: inspect, linecache and torch.compile ask it for the source.
+        loader: Any = spec.loader
+        execute: Callable[[ModuleType], None] = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            _tell_of_optimizers(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _tell_of_optimizers(module: Any) -> None:
+    original = module.Optimizer.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _saw(self)
+
+    module.Optimizer.__init__ = init
+
+
+def _saw(optimizer: Any) -> None:
+    global _asked
+    if not _asked:
+        return
+    try:
+        try:
+            from dtobs.integrations import auto
+        except (
+            ModuleNotFoundError
+        ):  # another environment than that of `dtobs run`: ours comes after its packages
+            sys.path.append(str(_HERE.parents[2]))
+            from dtobs.integrations import auto
+        auto.saw(optimizer)
+    except Exception as error:  # noqa: BLE001 - the host contract: said, and the command goes on
+        _asked = False
+        sys.stderr.write(f"dtobs: not recording this process: {type(error).__name__}: {error}\n")
+
+
+def _run_hidden() -> None:
+    """Run the ``sitecustomize`` that would have been found without this folder. What it raises is its own."""
+    paths = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", paths)
+    if spec is None or spec.loader is None:
+        return
+    hidden = module_from_spec(spec)
+    sys.modules["sitecustomize"] = hidden
+    spec.loader.exec_module(hidden)
+
+
+if _asked:
+    sys.meta_path.insert(0, _WhenOptimizersAreThere())
+_run_hidden()

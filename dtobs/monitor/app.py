@@ -1,0 +1,168 @@
+"""The monitor as a program: its arguments, its log, its lock, its signals."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dtobs.errors import DtobsError, RecordingDisabled, UsageError
+from dtobs.exporters.otlp import OtlpPush, wanted
+from dtobs.exporters.prometheus import exposition
+from dtobs.monitor.address import announce, withdraw
+from dtobs.monitor.http import MonitorServer, Pages, parse_address
+from dtobs.monitor.lock import NodeLock
+from dtobs.monitor.loop import Monitor, Timing
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.wire import encode_view
+
+_PATIENCE_SECONDS = 5.0
+"""A monitor that is about to end may still hold the lock when a restarted rank starts the next one."""
+
+log = logging.getLogger("dtobs.monitor")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments, shared by ``dtobs monitor`` and ``python -m dtobs.monitor``."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory")
+    parser.add_argument(
+        "--node", type=int, default=0, metavar="N", help="which node of the run this is (default 0)"
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default="127.0.0.1:0",
+        help="where /metrics and /api are served; port 0 is any free one (default 127.0.0.1:0); 'off' for nowhere",
+    )
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)"
+    )
+
+
+def start(args: argparse.Namespace) -> int:
+    """Watch until the ranks are gone; returns the exit code. Raises DtobsError before the watch has begun."""
+    run = RunDirectory(args.run_dir)
+    if not run.root.is_dir():
+        raise UsageError(f"there is no run directory {run.root}")
+    if args.node < 0 or args.interval <= 0:
+        raise UsageError("--node must not be negative, --interval must be positive")
+    if args.listen != "off":
+        parse_address(args.listen)  # a mistake is said before anything starts
+    lock = NodeLock(run.node(args.node) / "monitor.lock")
+    if not lock.acquire(_PATIENCE_SECONDS):
+        log.info("node %d is watched by another monitor already", args.node)
+        return 0
+    try:
+        monitor = Monitor(run, args.node, timing=Timing(tick=args.interval))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: monitor.stop())
+        _watch(monitor, run, args)
+    finally:
+        lock.release()
+    return 0
+
+
+def _watch(monitor: Monitor, run: RunDirectory, args: argparse.Namespace) -> None:
+    server = _serve(monitor, args.listen)
+    push = _push(monitor)
+    try:
+        announce(run, args.node, server.address if server is not None else None)
+    except (RecordingDisabled, OSError) as error:
+        log.warning("%s", error)
+    try:
+        monitor.run()
+    finally:
+        if push is not None:
+            push.close()
+        if server is not None:
+            server.close()
+        try:
+            withdraw(run, args.node)
+        except (RecordingDisabled, OSError) as error:
+            log.warning("%s", error)
+
+
+def _serve(monitor: Monitor, listen: str) -> MonitorServer | None:
+    if listen == "off":
+        return None
+    host, port = parse_address(listen)
+    pages = Pages(
+        metrics=lambda: exposition(monitor.scrape()),
+        view=lambda: _view(monitor),
+        health=lambda: _health(monitor),
+        failed=lambda text: monitor.fail("http", text),
+    )
+    try:
+        server = MonitorServer(host, port, pages)
+    except OSError as error:
+        log.warning("cannot serve on %s: %s; going on without HTTP", listen, error.strerror or error)
+        return None
+    log.info("serving on %s", server.address)
+    return server
+
+
+def _push(monitor: Monitor) -> OtlpPush | None:
+    if not wanted(os.environ):
+        return None
+    try:
+        push = OtlpPush(monitor.export, monitor.totals, monitor.run_dir.root.name)
+    except DtobsError as error:
+        log.warning("no OTLP: %s", error)
+        return None
+    log.info("pushing metrics over OTLP")
+    return push
+
+
+def _view(monitor: Monitor) -> dict[str, Any]:
+    look = monitor.export()
+    return {
+        **encode_view(look.view, look.findings, last_steps=_steps_to_send(len(look.view.pages))),
+        "node": look.node,
+        "leads": look.leads,
+        "stalled_seconds": look.stalled_seconds,
+    }
+
+
+def _steps_to_send(ranks: int) -> int:
+    """Fewer steps of more ranks, so that the answer stays below a few MB."""
+    return max(2, min(32, 2048 // max(1, ranks)))
+
+
+def _health(monitor: Monitor) -> dict[str, Any]:
+    stats = monitor.stats
+    return {
+        "ok": True,
+        "node": monitor.node,
+        "ticks": stats.ticks,
+        "passes": stats.passes,
+        "errors": stats.errors,
+    }
+
+
+def set_up_log() -> None:
+    """One line an event on standard error, which the session has pointed at nodes/<node>/monitor.log."""
+    logging.Formatter.converter = time.gmtime
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)sZ %(levelname)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``python -m dtobs.monitor``; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m dtobs.monitor", description=__doc__, allow_abbrev=False)
+    configure(parser)
+    args = parser.parse_args(argv)
+    set_up_log()
+    try:
+        return start(args)
+    except DtobsError as error:
+        log.error("%s", error)
+        return error.exit_code

@@ -1,0 +1,226 @@
+"""Gather the evidence of all ranks of this host at once: process, Python lock, stacks, Flight Recorder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtobs.events import RankState
+from dtobs.monitor import rank_stacks, worker_server
+from dtobs.recording.capture import Capture, Gil, RankCapture
+from dtobs.recording.process import ProcessState, read_process
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.stacks import parse_stacks
+from dtobs.recording.view import RunView, boot_id
+
+DEADLINE_SECONDS = 5.0
+"""The whole capture is bounded by this, whatever the ranks do."""
+GIL_SECONDS = 1.5
+STACK_SECONDS = 2.0
+FLIGHT_RECORDER_SECONDS = 3.0
+_MAX_THREADS = 64
+_FRESH_NS = 60_000_000_000
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is needed to look at one rank, read before any thread starts."""
+
+    rank: int
+    pid: int
+    ticks: int
+    closed: bool
+    socket: str
+    signal: int
+    stacks: Path
+    known: ProcessState | None
+    held_before: bool
+
+
+@dataclass(frozen=True)
+class _Python:
+    """What is known of a rank's interpreter."""
+
+    gil: Gil
+    stacks: str
+    notes: tuple[str, ...] = ()
+
+
+def capture_ranks(
+    view: RunView,
+    reason: str,
+    *,
+    previous: Capture | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+) -> Capture:
+    """Look at every rank that ran on this host, all in parallel, within `deadline_seconds`.
+
+    A rank that did not answer is in the result with notes that say so. A rank whose Python lock was held in the
+    `previous` capture (by default the view's own), less than a minute ago, and which has not moved since is not asked
+    again: each question that stays open costs it a thread.
+    """
+    taken_ns, taken_utc = time.monotonic_ns(), utc_stamp()
+    previous = previous or view.capture
+    if previous is not None and taken_ns - previous.taken_ns > _FRESH_NS:
+        previous = None
+    targets = _targets(view, previous)
+    if not targets:
+        return Capture(taken_ns, taken_utc, reason)
+    deadline = time.monotonic() + deadline_seconds
+    looks: dict[int, dict[str, Future[Any]]] = {}
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, 2 * len(targets)), thread_name_prefix="capture")
+    states = {t.rank: _process(t) for t in targets}
+    try:
+        for target in targets:
+            looks[target.rank] = _start(pool, target, states[target.rank], deadline)
+        wait_for([f for asked in looks.values() for f in asked.values()], deadline - time.monotonic())
+        ranks = {t.rank: _collect(t, states[t.rank], looks[t.rank]) for t in targets}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return Capture(taken_ns, taken_utc, reason, ranks)
+
+
+def utc_stamp() -> str:
+    """The present time as captures are named after it: sortable, to the millisecond."""
+    now = datetime.now(UTC)
+    return now.strftime("%Y%m%dT%H%M%S.") + f"{now.microsecond // 1000:03d}Z"
+
+
+def make_room(folder: Path, count: int) -> None:
+    """Remove old captures so that with the next there are `count`; never the first: it shows how trouble began."""
+    try:
+        names = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    except OSError:
+        return
+    for name in names[1 : 1 + max(0, len(names) - count + 1)]:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _targets(view: RunView, previous: Capture | None) -> list[_Target]:
+    here = boot_id()
+    run = RunDirectory(view.root)
+    found: list[_Target] = []
+    for row, rank in zip(view.pages, view.ranks, strict=True):
+        said = view.meta(rank).process
+        if said.get("boot_id", here) != here:
+            continue
+        before = previous.ranks.get(rank) if previous else None
+        still = previous is not None and int(row["heartbeat_ns"]) < previous.taken_ns
+        found.append(
+            _Target(
+                rank=rank,
+                pid=int(row["pid"]),
+                ticks=int(row["start_ticks"]),
+                closed=int(row["state"]) == RankState.CLOSED,
+                socket=str(said.get("worker_server") or ""),
+                signal=int(said.get("stacks_signal") or 0),
+                stacks=_stacks_file(run, said, rank, row),
+                known=view.processes.get(rank),
+                held_before=before is not None and before.gil == "held" and still,
+            )
+        )
+    return found
+
+
+def _stacks_file(run: RunDirectory, said: dict[str, Any], rank: int, row: np.void) -> Path:
+    named = said.get("stacks_file")
+    return Path(str(named)) if named else run.stacks(rank, int(row["attempt"]))
+
+
+def _process(target: _Target) -> ProcessState:
+    state = read_process(target.pid, target.ticks)
+    if not state.alive and target.known is not None and target.known.exit_code is not None:
+        return target.known  # how it ended was seen when it did
+    return state
+
+
+def _start(
+    pool: ThreadPoolExecutor, target: _Target, state: ProcessState, deadline: float
+) -> dict[str, Future[Any]]:
+    asked: dict[str, Future[Any]] = {}
+    if not state.alive or target.pid == os.getpid():
+        return asked
+    if state.stopped:
+        asked["python"] = pool.submit(_stopped, target, deadline)
+    elif not target.closed:
+        asked["python"] = pool.submit(_python, target, deadline)
+        if target.socket:
+            asked["fr"] = pool.submit(worker_server.flight_recorder, target.socket, FLIGHT_RECORDER_SECONDS)
+    return asked
+
+
+def _python(target: _Target, deadline: float) -> _Python:
+    """The lock first, then the stacks.
+
+    A rank that has its lock free prints its stacks itself. Only the others get the signal, which would end a native
+    ``sleep`` or ``poll`` early and so change what is to be seen.
+    """
+    lock = worker_server.PythonLock("unknown")
+    if target.held_before:
+        lock = worker_server.PythonLock(
+            "held", "has not moved since Python did not answer in the last capture"
+        )
+    elif target.socket:
+        lock = worker_server.python_lock(target.socket, GIL_SECONDS)
+    notes = (lock.why,) if lock.why else ()
+    if _has_frames(lock.stacks):
+        return _Python(lock.state, lock.stacks, notes)
+    try:
+        return _Python(lock.state, _stacks(target, deadline), notes)
+    except rank_stacks.NoStacks as error:
+        return _Python(lock.state, "", (*notes, str(error)))
+
+
+def _stopped(target: _Target, deadline: float) -> _Python:
+    """A process that is suspended answers nothing; it can only be read from outside."""
+    try:
+        return _Python("unknown", rank_stacks.by_pyspy(target.pid, deadline - time.monotonic()))
+    except rank_stacks.NoStacks as error:
+        return _Python("unknown", "", (str(error),))
+
+
+def _has_frames(text: str) -> bool:
+    return bool(parse_stacks(text))
+
+
+def _collect(target: _Target, state: ProcessState, asked: dict[str, Future[Any]]) -> RankCapture:
+    seen = RankCapture(target.rank, state)
+    notes: list[str] = []
+    for name, future in asked.items():
+        if not future.done():
+            notes.append(f"{name}: not finished in time")
+            continue
+        try:
+            value = future.result()
+        except worker_server.Unanswered as error:
+            notes.append(str(error))
+            continue
+        if name == "fr":
+            seen = replace(seen, flight_recorder=value)
+        else:
+            seen = replace(seen, gil=value.gil, stacks_text=value.stacks)
+            notes += value.notes
+    if not state.alive:
+        notes.append(state.ending)
+    return replace(seen, notes=tuple(notes))
+
+
+def _stacks(target: _Target, deadline: float) -> str:
+    """By signal; by py-spy where the rank does not answer one, in what time is left. Raises NoStacks."""
+    try:
+        seconds = min(STACK_SECONDS, deadline - time.monotonic())
+        return rank_stacks.by_signal(target.pid, target.ticks, target.signal, target.stacks, seconds)
+    except rank_stacks.NoStacks as first:
+        try:
+            return rank_stacks.by_pyspy(target.pid, deadline - time.monotonic())
+        except rank_stacks.NoStacks as second:
+            raise rank_stacks.NoStacks(f"{first}; {second}") from second

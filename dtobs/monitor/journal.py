@@ -1,0 +1,118 @@
+"""Keeps findings.jsonl: each matter once when it is found, once when it is gone; nothing is lost to a full disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from dtobs.findings import Finding
+from dtobs.monitor.exits import append_lines
+from dtobs.recording.journal import Entry, open_entries, read_journal
+
+_MISSES_TO_CLEAR = 2
+_MAX_UNWRITTEN = 2000
+
+Key = tuple[str, tuple[int, ...], str | None]
+
+
+@dataclass
+class _Open:
+    finding: Finding
+    misses: int = 0
+
+
+class Journal:
+    """Findings that are open now, and their history on disk.
+
+    A monitor that takes over continues where the last one ended. With ``writes=False`` it only remembers.
+    """
+
+    def __init__(self, path: Path, attempt: int = 0, *, writes: bool = True) -> None:
+        self._path, self._writes = path, writes
+        self.attempt = attempt
+        self.unwritten: list[str] = []
+        self.dropped = 0  #: lines that did not fit into memory while the disk was full
+        self._open: dict[Key, _Open] = {
+            e.finding.key: _Open(e.finding) for e in open_entries(read_journal(path), attempt)
+        }
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong now, in the order found."""
+        return [o.finding for o in self._open.values()]
+
+    def update(self, found: Iterable[Finding], now_ns: int, *, may_clear: bool) -> list[Entry]:
+        """Take the findings of one pass of the detectors; returns what is new.
+
+        A finding is cleared when two passes in a row do not have it and `may_clear`: a run that is ending takes the
+        signs of its faults with it, which does not make it healthy.
+        """
+        changes: list[Entry] = []
+        seen: set[Key] = set()
+        for finding in found:
+            seen.add(finding.key)
+            known = self._open.get(finding.key)
+            since = finding.since_ns or now_ns
+            if known is None:
+                self._open[finding.key] = _Open(replace(finding, since_ns=since))
+            elif _says_more(finding, known.finding):
+                known.finding, known.misses = replace(finding, since_ns=known.finding.since_ns), 0
+            else:
+                known.misses = 0
+                continue
+            changes.append(self._entry("found", self._open[finding.key].finding, now_ns))
+        for key in [k for k in self._open if k not in seen]:
+            gone = self._open[key]
+            gone.misses += 1
+            if may_clear and gone.misses >= _MISSES_TO_CLEAR:
+                changes.append(self._entry("cleared", gone.finding, now_ns))
+                del self._open[key]
+        self._write(changes)
+        return changes
+
+    def restart(self, attempt: int, now_ns: int) -> list[Entry]:
+        """A new attempt has begun: what was wrong with the last one is history."""
+        changes = [self._entry("cleared", o.finding, now_ns) for o in self._open.values()]
+        self._open.clear()
+        self.attempt = attempt
+        self._write(changes)
+        return changes
+
+    def flush(self) -> bool:
+        """Write what the disk refused before; False when it still does."""
+        if not self.unwritten:
+            return True
+        if not append_lines(self._path, self.unwritten):
+            return False
+        self.unwritten.clear()
+        return True
+
+    def _entry(self, event: Literal["found", "cleared"], finding: Finding, now_ns: int) -> Entry:
+        utc = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return Entry(event, utc, now_ns, self.attempt, finding)
+
+    def _write(self, changes: list[Entry]) -> None:
+        if not self._writes:
+            return
+        self.unwritten += [
+            json.dumps(e.to_json(), separators=(",", ":"), default=str) + "\n" for e in changes
+        ]
+        excess = len(self.unwritten) - _MAX_UNWRITTEN
+        if excess > 0:
+            del self.unwritten[:excess]
+            self.dropped += excess
+        self.flush()
+
+
+def _says_more(new: Finding, old: Finding) -> bool:
+    """Whether a matter seen again is worth another line: it became surer, or has twice the evidence.
+
+    Evidence often grows with every step; doubling keeps the journal short.
+    """
+    if new.confidence.order != old.confidence.order:
+        return new.confidence.order > old.confidence.order
+    return len(new.evidence) >= 2 * max(1, len(old.evidence)) or (not old.evidence and bool(new.evidence))

@@ -1,0 +1,291 @@
+"""The monitor's loop: read the pages, notice deaths and stalls, run the detectors on a budget, end with the ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dtobs.detectors import run_detectors
+from dtobs.errors import DtobsError
+from dtobs.exporters.look import Look
+from dtobs.exporters.totals import StepTotals
+from dtobs.findings import Finding
+from dtobs.monitor.exits import ProcessWatch
+from dtobs.monitor.journal import Journal
+from dtobs.monitor.leftovers import remove_socket_folder
+from dtobs.monitor.ranks import NodeRanks
+from dtobs.monitor.stats import MonitorStats
+from dtobs.monitor.watchdog import Watchdog
+from dtobs.recording.meta import read_meta
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.view import RunView, load_run
+
+log = logging.getLogger("dtobs.monitor")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How often and how long; seconds."""
+
+    tick: float = 1.0
+    tick_developing: float = 0.25  #: while a stall develops or ranks die
+    quiet: float = 1.0  #: nothing moved for this long: ask the watchdog
+    pass_min: float = 2.0  #: between two passes of the detectors
+    pass_max: float = 10.0
+    budget: float = 0.007  #: share of one core that the detectors may take between the two
+    join: float = 60.0  #: for the first rank to appear
+    clean_end: float = 2.0  #: after the last rank closed its recording, for its process to end
+    last_scrape: float = (
+        60.0  #: after a fault, for the metrics to be read once more, where somebody reads them
+    )
+    restart: float = 30.0  #: after the last rank died under an agent with restarts left, for a new attempt
+
+
+class Monitor:
+    """One node's monitor. `run` returns when the ranks are gone or after `stop`."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        node: int,
+        *,
+        timing: Timing | None = None,
+        detect: Callable[[RunView], list[Finding]] = run_detectors,
+    ) -> None:
+        self.run_dir, self.node = run, node
+        self.timing = timing or Timing()
+        self.stats = MonitorStats()
+        self.watch = ProcessWatch(run.exits(node))
+        self.ranks = NodeRanks(run.pages(node), self.watch)
+        self.watchdog = Watchdog(run.captures)
+        self.journal = Journal(run.findings, writes=self.leads)
+        self.damaged: list[str] = []  #: what the last pass could not read
+        self.totals = StepTotals()
+        self._lock = threading.Lock()  # the run is read by the loop and by requests
+        self._detect = detect
+        self._stop = threading.Event()
+        self._next_pass = 0.0
+        self._idle_since: float | None = None
+        self._scraped: float | None = None
+        self._said: set[str] = set()
+        self._last_view: RunView | None = None
+        self._starter = os.getppid()
+        self._began = time.monotonic()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this monitor judges the whole run: the lowest node that records into this directory does."""
+        nodes = self.run_dir.nodes()
+        return not nodes or self.node <= nodes[0]
+
+    def stop(self) -> None:
+        """End after the present tick; may be called from a signal handler."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Tick until the ranks are gone or `stop` is called."""
+        wake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        before = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self.watch.also(wake)
+        try:
+            pause = 0.0
+            while not self._stop.is_set():
+                for watched, state in self.watch.wait(pause):
+                    log.info("rank %d (process %d): %s", watched.rank, watched.pid, state.ending)
+                    self._next_pass = 0.0
+                if self._stop.is_set():
+                    break
+                pause = self.tick()
+                if pause < 0:
+                    break
+            self.finish()
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(wake)
+            os.close(waker)
+
+    def tick(self) -> float:
+        """One look; returns the seconds until the next, negative when there is nothing left to watch."""
+        self.stats.ticks += 1
+        attempt = self.ranks.attempt
+        self.ranks.read()
+        if self.ranks.error:
+            self._say(self.ranks.error)
+        if self.ranks.attempt != attempt:
+            log.info("attempt %d, %d ranks here", self.ranks.attempt, len(self.ranks.watched))
+        if self.ranks.attempt != self.journal.attempt:
+            self.journal.restart(self.ranks.attempt, time.monotonic_ns())
+        now = time.monotonic()
+        developing = 0.0
+        quiet = self.ranks.quiet_seconds >= self.timing.quiet
+        if self.ranks.any_at_work() and (
+            quiet or self.watchdog.stalled is not None
+        ):  # also to see a stall end
+            developing = self._ask_watchdog()
+        if self.ranks.watched and now >= self._next_pass:
+            self.detect()
+        self._flush()
+        if self._over(now):
+            return -1.0
+        busy = developing > 0.5 or self._idle_since is not None or self.ranks.any_gone()
+        return self.timing.tick_developing if busy else self.timing.tick
+
+    def detect(self) -> None:
+        """One pass of the detectors over the whole run."""
+        begin = time.process_time()
+        try:
+            view = self.look()
+        except DtobsError as error:
+            self.fail("recording", str(error))
+            return
+        self._count_steps(view)
+        found: list[Finding] = []
+        if self.leads and len(view.pages):
+            try:
+                found = self._detect(view)
+            except Exception as error:  # noqa: BLE001 - counted and said; a detector must not end the monitor
+                self.fail("detectors", f"the detectors failed: {type(error).__name__}: {error}")
+            for line in view.damaged[len(self.damaged) :]:
+                if " failed: " in line:
+                    self.fail("detectors", line)
+            self.damaged = list(view.damaged)
+            moving = self.watchdog.stalled is None and not self.ranks.any_gone()
+            for entry in self.journal.update(found, time.monotonic_ns(), may_clear=moving):
+                log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)
+        cost = time.process_time() - begin
+        self.stats.passes += 1
+        self.stats.pass_seconds = cost
+        pause = min(self.timing.pass_max, max(self.timing.pass_min, cost / self.timing.budget))
+        if self.ranks.any_gone():
+            pause = min(pause, 1.0)  # what follows a death follows quickly
+        self._next_pass = time.monotonic() + pause
+
+    def look(self) -> RunView:
+        """The run now, with what is known of the processes and, during a stall, its capture. Raises TargetError."""
+        with self._lock:
+            view = load_run(
+                self.run_dir.root,
+                processes=self.ranks.processes(),
+                previous=self._last_view,
+                with_capture=False,
+            )
+            view.capture = self.watchdog.capture
+            self._last_view = view
+            return view
+
+    def export(self) -> Look:
+        """One look for the exporters; may be called from any thread. Raises TargetError."""
+        view = self.look()
+        self._count_steps(view)
+        stalled = self.watchdog.stalled
+        return Look(
+            view,
+            self.node,
+            self.leads,
+            self.journal.findings,
+            self.totals,
+            self.stats,
+            stalled.seconds if stalled is not None else 0.0,
+        )
+
+    def scrape(self) -> Look:
+        """`export` for a reader that comes again and again: the monitor lets it see how the run ends."""
+        look = self.export()
+        self._scraped = time.monotonic()
+        return look
+
+    def fail(self, part: str, text: str) -> None:
+        """Count a failure of a part of the monitor and say it once."""
+        self.stats.count(part)
+        self._say(text)
+
+    def _count_steps(self, view: RunView) -> None:
+        with self._lock:
+            self.totals.update(view, [int(r) for r in view.pages["rank"][view.pages["node"] == self.node]])
+
+    def finish(self) -> None:
+        """The last words: a final pass, and everything that was not written yet."""
+        if self.ranks.watched:
+            self.ranks.read()
+            self.detect()
+        self._flush()
+        self._remove_leftovers()
+        self.ranks.close()
+        self.watch.close()
+
+    def _remove_leftovers(self) -> None:
+        """A rank that was killed could not remove its socket."""
+        for watched in self.watch.gone():
+            server = read_meta(self.run_dir.meta(watched.rank, watched.attempt)).process.get("worker_server")
+            try:
+                if isinstance(server, str) and remove_socket_folder(server):
+                    log.info("removed the socket that rank %d left in %s", watched.rank, server)
+            except OSError as error:
+                self.fail("leftovers", f"{server} cannot be removed: {error.strerror}")
+
+    def _ask_watchdog(self) -> float:
+        before = self.watchdog.captures
+        try:
+            share = self.watchdog.look(self.look())
+        except DtobsError as error:
+            self.fail("recording", str(error))
+            return 0.0
+        except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
+            self.fail("watchdog", f"the watchdog failed: {type(error).__name__}: {error}")
+            return 0.0
+        for problem in self.watchdog.problems:
+            self.fail("capture", problem)
+        self.watchdog.problems.clear()
+        if self.watchdog.captures > before:
+            self.stats.captures = self.watchdog.captures
+            self._next_pass = 0.0  # the detectors want to see it
+            assert self.watchdog.capture is not None
+            log.info("captured: %s", self.watchdog.capture.reason)
+        return share
+
+    def _over(self, now: float) -> bool:
+        """Whether nothing is left to watch, patience included."""
+        if not self.ranks.watched:
+            started = now - self._began
+            orphan = os.getppid() != self._starter and started > self.timing.clean_end
+            if started < self.timing.join and not orphan:
+                return False
+            log.info("no rank has recorded in %s: ending", self.run_dir.node(self.node))
+            return True
+        if self.ranks.any_at_work():
+            self._idle_since = None
+            return False
+        if self._idle_since is None:
+            self._idle_since = now
+            self._next_pass = 0.0
+        idle = now - self._idle_since
+        if self.ranks.ended_well():
+            ended = not self.ranks.any_alive() or idle > self.timing.clean_end
+        elif self.ranks.may_restart():
+            ended = idle > self.timing.restart
+        else:
+            ended = idle > 1.0
+        return ended and not self._awaits_scrape(idle)
+
+    def _awaits_scrape(self, idle: float) -> bool:
+        """Whether somebody who reads the metrics has yet to see how the run ended."""
+        if self._scraped is None or not self.journal.findings or idle > self.timing.last_scrape:
+            return False
+        assert self._idle_since is not None
+        return self._scraped < self._idle_since + 1.0  # the passes of the first second see the whole ending
+
+    def _flush(self) -> None:
+        for part, written in (("exits", self.watch.flush()), ("journal", self.journal.flush())):
+            if not written:
+                self.fail(part, f"{self.run_dir.root} cannot be written: {part} kept in memory")
+
+    def _say(self, text: str) -> None:
+        """Log a problem once, however often it comes."""
+        if text not in self._said and len(self._said) < 1000:
+            self._said.add(text)
+            log.warning("%s", text)

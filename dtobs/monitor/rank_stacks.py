@@ -1,0 +1,113 @@
+"""Python stacks of a rank from outside: by the signal that its faulthandler answers, else by py-spy.
+
+A signal that nobody handles would end the rank, so it is sent only when /proc says that it is caught, and through a
+pidfd, so that it cannot reach another process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dtobs.recording.process import start_ticks
+
+MAX_BYTES = 4 << 20
+_POLL_SECONDS = 0.03
+
+
+class NoStacks(Exception):
+    """The stacks could not be had; the text says why."""
+
+
+def by_signal(pid: int, ticks: int, number: int, file: Path, seconds: float) -> str:
+    """Send the signal and return what the rank appended to `file`. Raises NoStacks."""
+    if number <= 0:
+        raise NoStacks(f"process {pid} has not said which signal prints its stacks")
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError as error:
+        raise NoStacks(f"process {pid} is gone") from error
+    try:
+        if ticks and start_ticks(pid) != ticks:
+            raise NoStacks(f"process {pid} is another one now")
+        if not catches(pid, number):
+            raise NoStacks(f"process {pid} does not handle signal {number} (recording closed?)")
+        before = _size(file)
+        signal.pidfd_send_signal(fd, number)
+    except OSError as error:
+        raise NoStacks(f"cannot signal process {pid}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+    deadline = time.monotonic() + seconds
+    size = before
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        now = _size(file)
+        if now > before and now == size:  # it has stopped growing: the dump is written in one go
+            return _tail(file, before)
+        size = now
+    if size > before:
+        return _tail(file, before)
+    raise NoStacks(f"no stacks in {file.name} after {seconds:.1f} s")
+
+
+def by_pyspy(pid: int, seconds: float = 4.0) -> str:
+    """What py-spy sees without stopping the process. Raises NoStacks, also when it is absent or not permitted."""
+    program = find_pyspy()
+    if program is None:
+        raise NoStacks("py-spy is not installed")
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=max(0.1, seconds),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoStacks(f"py-spy: nothing after {seconds:.1f} s") from None
+    except OSError as error:
+        raise NoStacks(f"py-spy: {error.strerror}") from error
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise NoStacks(f"py-spy: {said[0] if said else f'exit code {done.returncode}'}")
+    return done.stdout[:MAX_BYTES].decode(errors="replace")
+
+
+def find_pyspy() -> str | None:
+    """Its path: beside this interpreter, else on PATH."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+
+
+def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
+    """Whether the process has a handler for the signal."""
+    try:
+        lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tail(file: Path, offset: int) -> str:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(MAX_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise NoStacks(f"cannot read {file.name}: {error.strerror}") from error

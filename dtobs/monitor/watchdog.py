@@ -1,0 +1,86 @@
+"""When to gather evidence of a stall: once when it begins, again when the picture has changed, never without end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtobs.detectors.hangs.stall import Stall, silence
+from dtobs.errors import RecordingDisabled
+from dtobs.monitor.capture import capture_ranks, make_room
+from dtobs.recording.capture import Capture
+from dtobs.recording.view import RunView
+
+KEEP = 10
+_MAX_PER_STALL = 4
+_APART_SECONDS = 5.0
+
+Picture = tuple[tuple[object, ...], ...]
+
+
+@dataclass
+class Watchdog:
+    """Holds the state of one stall; `folder` is RUN_DIR/captures."""
+
+    folder: Path
+    take: Callable[..., Capture] = capture_ranks
+    stalled: Stall | None = None
+    capture: Capture | None = None  #: of the present stall
+    captures: int = 0  #: taken by this monitor
+    problems: list[str] = field(default_factory=list)  #: what went wrong, one line each; the owner empties it
+    _picture: Picture = ()
+    _taken_s: float = 0.0
+    _in_stall: int = 0
+
+    def look(self, view: RunView) -> float:
+        """Judge `view`, capturing when that is due; returns how much of the threshold has passed (0 … 1 and more)."""
+        quiet = silence(view)
+        if quiet is None or not quiet.exceeded:
+            self.stalled = None
+            self._in_stall = 0
+            if quiet is None or quiet.seconds < 1.0:
+                self.capture = None
+            return 0.0 if quiet is None else quiet.seconds / max(quiet.threshold_seconds, 1e-9)
+        picture = _picture(view)
+        begins = self.stalled is None
+        self.stalled = quiet
+        apart = time.monotonic() - self._taken_s >= _APART_SECONDS
+        if begins or (picture != self._picture and apart and self._in_stall < _MAX_PER_STALL):
+            self._capture(view, quiet, picture)
+        return quiet.seconds / max(quiet.threshold_seconds, 1e-9)
+
+    def _capture(self, view: RunView, stalled: Stall, picture: Picture) -> None:
+        reason = (
+            f"nothing has moved for {stalled.seconds:.0f} s; "
+            f"the limit is {stalled.threshold_seconds:.0f} s: {stalled.why}"
+        )
+        capture = self.take(view, reason, previous=self.capture)
+        self.capture, self._picture = capture, picture
+        self._taken_s = time.monotonic()
+        self.captures += 1
+        self._in_stall += 1
+        make_room(self.folder, KEEP)
+        try:
+            capture.save(self.folder / capture.taken_utc)
+        except (RecordingDisabled, OSError) as error:
+            self.problems.append(f"the capture is kept in memory only: {error}")
+
+
+def _picture(view: RunView) -> Picture:
+    """What must change for a second capture to be worth it."""
+    rows = []
+    for page, rank in zip(view.pages, view.ranks, strict=True):
+        process = view.process(rank)
+        rows.append(
+            (
+                rank,
+                int(page["phase"]),
+                int(page["collective_seq"]),
+                int(page["state"]),
+                process is not None and process.alive,
+                process is not None and process.stopped,
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,112 @@
+"""Backward: when it begins, when the last local gradient is ready, when it returns.
+
+What lies between the last gradient and the return is the reducer waiting for other ranks (DDP's and FSDP's final
+callbacks): communication that nothing hides. A callback queued before theirs marks its begin.
+
+``torch.autograd.backward`` is replaced, which ``Tensor.backward`` and pipeline stages call by that name. The queue of
+final callbacks is private torch (`_queue_callback`, tried with 2.13): without it the interval is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtobs.events import Phase
+from dtobs.probes.base import Context, Probe
+from dtobs.probes.progress import Progress
+
+
+def _queue_callback() -> Callable[[Callable[[], None]], None] | None:
+    """Autograd's way to run something when the graph is done; None where this torch has none. Tried: torch 2.13."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    return getattr(engine, "queue_callback", None)
+
+
+class Backward(Probe):
+    """Wraps ``torch.autograd.backward``. `last_issued` names the collective that the final wait is for."""
+
+    name = "backward"
+    about_model = False
+
+    def __init__(self, progress: Progress, last_issued: Callable[[], tuple[int, int]]) -> None:
+        super().__init__()
+        self._progress = progress
+        self._last_issued = last_issued
+        self._original: Any = None
+        self._wrapper: Any = None
+        self._running = False
+        self._waiting = False
+
+    def install(self, context: Context) -> None:
+        original = torch.autograd.backward
+        begin, end = context.guard(self, self._begin), context.guard(self, self._end)
+        self._queue = _queue_callback() if context.world_size > 1 else None
+        self._graph_done = context.guard(self, self._wait)
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            token = begin(tensors)
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                if token is not None:
+                    end(*token)
+
+        backward.__doc__ = original.__doc__
+        self._original, self._wrapper = original, backward
+        torch.autograd.backward = backward
+
+    def remove(self) -> None:
+        if self._original is not None and torch.autograd.backward is self._wrapper:
+            torch.autograd.backward = self._original
+        self._original = None
+
+    def _begin(self, tensors: Any) -> tuple[int, Any] | None:
+        depth = self._progress.begin(Phase.BACKWARD)
+        if depth < 0:
+            return None
+        handle = None
+        if self._queue is not None and not self._running and self._progress.host_waits:
+            node = _grad_fn(tensors)
+            if node is not None and not _compiled_autograd():
+                handle = node.register_prehook(self._on_first_gradient)
+                self._running = True
+        return depth, handle
+
+    def _on_first_gradient(self, _: Any) -> None:
+        # Queued before DDP and FSDP queue theirs; callbacks run in that order.
+        if self.active and self._queue is not None:
+            self._queue(self._graph_done)
+
+    def _wait(self) -> None:
+        self._waiting = True
+        self._progress.wait_begin(*self._last_issued())
+
+    def _end(self, depth: int, handle: Any) -> None:
+        if handle is not None:
+            handle.remove()
+            self._running = False
+        if self._waiting:
+            self._waiting = False
+            self._progress.wait_end(*self._last_issued())
+        self._progress.end(depth)
+
+
+def _grad_fn(tensors: Any) -> Any:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.grad_fn
+    if isinstance(tensors, Sequence):
+        return next(
+            (t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None), None
+        )
+    return None
+
+
+def _compiled_autograd() -> bool:
+    """Whether the backward graph itself is being compiled: a hook on it would be traced."""
+    import sys
+
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))

@@ -1,0 +1,126 @@
+"""What a probe is, what it is given, and the guard that keeps its failures away from the training loop."""
+
+from __future__ import annotations
+
+import functools
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.events import STEP_DTYPE
+from dtobs.recording.page import INDEX
+from dtobs.recording.recorder import Recorder
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PROBE_NS = INDEX["probe_ns"]
+_FAILURES = INDEX["probe_failures"]
+
+
+@dataclass
+class Context:
+    """What the session shares with its probes.
+
+    `record` is the step in progress, a 0-d array of STEP_DTYPE that probes fill in; the session clears it when a step
+    begins (floats NaN, ``nonfinite`` and ``nonfinite_param`` -1, the rest 0) and appends it when the step ends.
+    """
+
+    recorder: Recorder
+    rank: int
+    world_size: int
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    mesh: DeviceMesh | None = None
+    replicas: Any = "auto"  #: "auto", None, or a ProcessGroup whose ranks hold equal plain parameters
+    step: int = 0  #: the step in progress
+    phase: int = 0  #: the phase in progress, an `events.Phase` or the number of a custom one
+    record: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros((), STEP_DTYPE))
+    probes: list[Probe] = field(default_factory=list)
+
+    def guard(self, probe: Probe, hook: Callable[P, R]) -> Callable[P, R | None]:
+        """Wrap a hook of `probe`: an exception switches the probe off and is recorded; its time is counted.
+
+        The wrapper returns what the hook returns, None when it failed.
+        """
+
+        @functools.wraps(hook)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            if not probe.active:
+                return None
+            begin = time.perf_counter_ns()
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the host contract: whatever it is, training goes on
+                self.switch_off(probe, error)
+                return None
+            finally:
+                self.recorder.page.ints[_PROBE_NS] += time.perf_counter_ns() - begin
+
+        return guarded
+
+    def switch_off(self, probe: Probe, error: BaseException) -> None:
+        """Take a failing probe out, say so in the recording, and count it."""
+        probe.active = False
+        page = self.recorder.page
+        page.ints[_FAILURES] += 1
+        self.recorder.meta.add(
+            "probe",
+            name=probe.name,
+            state="failed",
+            reason=f"{type(error).__name__}: {error}",
+            traceback=traceback.format_exc(limit=8),
+        )
+        try:
+            probe.remove()
+        except Exception as second:  # noqa: BLE001 - as above
+            self.recorder.meta.add(
+                "probe", name=probe.name, state="failed", reason=f"while removing it: {second}"
+            )
+        page.commit()
+
+
+class Probe:
+    """One thing observed. `install` hooks in, `remove` undoes every hook (idempotent, also after a failed install).
+
+    The session calls the other methods, guarded; each default does nothing.
+    """
+
+    name = "probe"
+    about_model = True  #: installed anew when another model is watched
+
+    def __init__(self) -> None:
+        self.active = True
+
+    def install(self, context: Context) -> None:
+        """Hook in. Called when the session starts, and again (after `remove`) when a model is given later."""
+
+    def remove(self) -> None:
+        """Undo every hook."""
+
+    def abandon(self) -> None:
+        """This process is a fork of the one observed: let go of what must not be ended or written here."""
+
+    def step_begin(self, context: Context) -> None:
+        """A step begins; `context.step` is its number."""
+
+    def batch(self, context: Context, tensors: dict[str, torch.Tensor]) -> None:
+        """The input of one micro-batch, as the loop was given it."""
+
+    def before_optimizer(self, context: Context) -> None:
+        """The optimizer is about to step: gradients are reduced (and clipped, where the loop clips)."""
+
+    def after_optimizer(self, context: Context) -> None:
+        """The optimizer has stepped."""
+
+    def step_end(self, context: Context) -> None:
+        """The step ends; the last moment to fill in `context.record`."""

@@ -1,0 +1,189 @@
+"""Every collective and every send or receive this rank issues: group, sequence number, operation, call site, bytes.
+
+Recorded before the operation starts, on the thread that issues it, so that the last thing a hung rank did is known.
+``value`` of the event is the payload: what an all-reduce reduces, all-gather collects or reduce-scatter scatters.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp
+
+from dtobs.events import Kind, Phase, identify
+from dtobs.probes.base import Context, Probe
+from dtobs.probes.c10d_ops import Interception, Operator, discover
+from dtobs.probes.call_site import CallSites
+from dtobs.probes.process_groups import GroupTable
+from dtobs.probes.progress import Progress
+from dtobs.recording.page import INDEX
+
+_GROUP, _SEQ, _OP = INDEX["collective_group"], INDEX["collective_seq"], INDEX["collective_op"]
+_SITE, _NS, _COUNT, _BYTES = (
+    INDEX["collective_site"],
+    INDEX["collective_ns"],
+    INDEX["collectives"],
+    INDEX["collective_bytes"],
+)
+_PROBE_NS = INDEX["probe_ns"]
+_REDUCE_NAMES: dict[int, str] = {
+    int(value): name.lower()  # type: ignore[call-overload]
+    for name, value in ReduceOp.RedOpType.__members__.items()
+}
+LEVELS = ("full", "cheap", "off")
+
+
+class Collectives(Probe):
+    """`level` "full" records all; "cheap" leaves out call site and reduce operation; "off" installs nothing."""
+
+    name = "collectives"
+    about_model = False
+
+    def __init__(self, progress: Progress, level: str = "full") -> None:
+        super().__init__()
+        self._progress = progress
+        self._level = level
+        self._interception = Interception()
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._last = threading.local()
+
+    def install(self, context: Context) -> None:
+        if self._level == "off":
+            return
+        self._context = context
+        self._recorder = context.recorder
+        self.groups = GroupTable(context.recorder.meta)
+        self._sites = CallSites(context.recorder.meta)
+        self._interception.install(discover(), self._kernel)
+
+    def remove(self) -> None:
+        self._interception.undo()
+
+    def last_of_thread(self) -> tuple[int, int]:
+        """Group number and sequence number of what this thread issued last; (0, 0) when nothing."""
+        return getattr(self._last, "issued", (0, 0))
+
+    def _kernel(self, operator: Operator, redispatch: Any, mask: Any) -> Callable[..., Any]:
+        """What runs in front of `operator`. Everything it needs is bound here: it runs thousands of times a step."""
+        record, progress = self._recording(operator), self._progress
+        async_at = operator.is_async
+
+        def kernel(keys: Any, *args: Any) -> Any:
+            if not self.active:
+                return redispatch(keys & mask, *args)
+            try:
+                # Python waits right after issuing what is not asynchronous: the page says so in the same commit.
+                # Arguments at the end that have their default are left out; the default is asynchronous.
+                record(args, 0 <= async_at < len(args) and not args[async_at])
+            except Exception as error:  # noqa: BLE001 - the host contract: the collective runs whatever it was
+                self._context.switch_off(self, error)
+            try:
+                return redispatch(keys & mask, *args)
+            except BaseException:
+                progress.wait_cancel()
+                raise
+
+        def blocking_kernel(keys: Any, *args: Any) -> Any:
+            if not self.active:
+                return redispatch(keys & mask, *args)
+            try:
+                record(args, True)
+                progress.wait_begin(*self.last_of_thread())
+            except Exception as error:  # noqa: BLE001 - as above
+                self._context.switch_off(self, error)
+            try:
+                return redispatch(keys & mask, *args)
+            finally:
+                progress.wait_end(*self.last_of_thread())
+
+        return blocking_kernel if operator.blocking else kernel
+
+    def _recording(self, operator: Operator) -> Callable[[tuple[Any, ...], bool], None]:
+        group_at, payload_at = operator.group, operator.payload
+        root_at, name = operator.root, operator.name
+        # Reading the reduce operation runs TorchScript: a third of what recording costs.
+        reduce_at = operator.reduce_op if self._level == "full" else -1
+        peer_to_peer, scale, barrier = operator.peer_to_peer, operator.scale_by_group, name == "barrier"
+        context, events, page = self._context, self._recorder.events, self._recorder.page
+        ints, floats, commit, write = page.ints, page.floats, page.commit, events.write
+        unbox, state_of, numbers = ProcessGroup.unbox, self.groups.state, self._numbers
+        here = self._sites.here if self._level == "full" else None
+        last, thread_id, about_to_wait = self._last, threading.get_native_id, self._progress.about_to_wait
+        collective, p2p, backward = int(Kind.COLLECTIVE), int(Kind.P2P), int(Phase.BACKWARD)
+
+        def record(args: tuple[Any, ...], waits: bool) -> None:
+            began = time.perf_counter_ns()
+            group = state_of(unbox(args[group_at]))
+            tensors = args[payload_at]
+            if type(tensors) is not list:
+                tensors = (tensors,)
+            while tensors and type(tensors[0]) is list:
+                tensors = tensors[0]
+            reduce_op = args[reduce_at].op() if reduce_at >= 0 else -1
+            root = args[root_at] if root_at >= 0 else -1
+            if len(tensors) == 1:
+                tensor = tensors[0]
+                size = 0 if barrier else tensor.nbytes
+                key: tuple[Any, ...] = (name, reduce_op, root, group.number, tensor.shape, tensor.dtype)
+            else:
+                size = sum(t.nbytes for t in tensors)
+                key = (name, reduce_op, root, group.number, *((t.shape, t.dtype) for t in tensors))
+            op = numbers.get(key) or self._define(key, operator, tensors, reduce_op, group.global_rank(root))
+            site = here(2) if here is not None else 0
+            phase = context.phase
+            if peer_to_peer:
+                peer = group.global_rank(root)
+                counts = group.sent if name == "send" else group.received
+                seq = counts[peer] = counts.get(peer, 0) + 1
+                last.issued = (group.number, seq)
+                write(p2p, phase, context.step, group.number, op, site, thread_id(), seq, float(peer))
+            else:
+                if scale:
+                    size *= len(group.ranks)
+                seq = group.seq = group.seq + 1
+                last.issued = (group.number, seq)
+                now = write(
+                    collective, phase, context.step, group.number, op, site, thread_id(), seq, float(size)
+                )
+                # Point to point counts per pair: the page's sequence number is that of the group's collectives.
+                ints[_GROUP], ints[_SEQ], ints[_OP], ints[_SITE], ints[_NS] = group.number, seq, op, site, now
+                if waits:
+                    about_to_wait(now)
+                if phase == backward and not context.record["sync_ns"]:
+                    step = context.record
+                    step["sync_group"], step["sync_seq"], step["sync_ns"] = group.number, seq, now
+            ints[_COUNT] += 1
+            floats[_BYTES] += size
+            commit()
+            ints[_PROBE_NS] += time.perf_counter_ns() - began
+
+        return record
+
+    def _define(
+        self,
+        key: tuple[Any, ...],
+        operator: Operator,
+        tensors: Sequence[torch.Tensor],
+        reduce_op: int,
+        root: int,
+    ) -> int:
+        shapes = [list(t.shape) for t in tensors] if operator.same_shapes else []
+        dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors] if operator.name != "barrier" else []
+        reduce_name = _REDUCE_NAMES.get(reduce_op, f"reduce_op_{reduce_op}") if reduce_op >= 0 else ""
+        root = -1 if operator.peer_to_peer else root
+        number = identify(f"{operator.name}|{reduce_name}|{shapes}|{dtypes}|{root}")
+        self._recorder.meta.define(
+            "op",
+            number,
+            op=operator.name,
+            reduce_op=reduce_name,
+            shapes=shapes,
+            dtypes=dtypes,
+            root=root,
+        )
+        self._numbers[key] = number
+        return number

@@ -1,0 +1,61 @@
+"""When computations ran on a device, on the host's clock, without waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MAX_PENDING = 4096
+
+
+def stream_marks(device: torch.device) -> Callable[[], Any]:
+    """What makes events on the current stream of `device`."""
+
+    def mark() -> torch.Event:
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    return mark
+
+
+class DeviceTimes:
+    """Marks on the current stream; `poll` hands over the times of those that have passed, in order.
+
+    An anchor ties the device's clock to the host's: an event whose host time is taken when it is recorded. What the
+    stream had queued by then makes all times of that anchor early by that much, the same on each of its marks.
+    """
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self.mark = mark  #: makes an event and records it on the current stream
+        self._anchor: tuple[Any, int] | None = None
+        self._pending: deque[tuple[Any, Any, Any, Callable[[int, int], None]]] = deque()
+        self.dropped = 0
+
+    def anchor(self) -> None:
+        """Tie the clocks here: best where the device has little queued."""
+        self._anchor = (self.mark(), time.monotonic_ns())
+
+    def put(self, begin: Any, then: Callable[[int, int], None]) -> None:
+        """What began at the mark `begin` ends here; `then(begin_ns, end_ns)` is called from a later `poll`."""
+        if self._anchor is None or begin is None or len(self._pending) >= MAX_PENDING:
+            self.dropped += 1
+            return
+        self._pending.append((self._anchor, begin, self.mark(), then))
+
+    def poll(self) -> None:
+        """Hand over what has passed."""
+        while self._pending and self._pending[0][2].query():
+            (event, host_ns), begin, end, then = self._pending.popleft()
+            then(
+                host_ns + round(event.elapsed_time(begin) * 1e6),
+                host_ns + round(event.elapsed_time(end) * 1e6),
+            )
+
+    def clear(self) -> None:
+        """Forget what is pending."""
+        self._pending.clear()

@@ -1,0 +1,277 @@
+"""The gradient each rank computes itself: its norm before reduction, and who produced a NaN.
+
+It is read the moment it is accumulated, before DDP or FSDP2 reduces it. Small models are read whole in every step. Of
+larger ones whole gradients are read in every K-th step (K from the model's size, the same on every copy), and in
+between a fixed sample: parts of a few tensors, the first ones in model order among them, because that is where a NaN
+from anywhere in the backward arrives. A NaN in the sample has everything read from that moment on.
+
+``local_norm``    of this rank's own gradient over what it holds of the model, summed over micro-batches; on steps that
+                  are read whole. Where micro-batches are reduced one by one, their squares add up. Gradients that are
+                  partial sums of a tensor-parallel group are left out.
+``sample_norm``   the same of the sample, the same elements on every rank, in every step
+``nonfinite``     tensors read whose gradient holds NaN or infinity; ``nonfinite_param`` the first in model order
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from dtobs.events import NONFINITE_MARK, Kind
+from dtobs.probes.base import Context, Probe
+from dtobs.probes.deferred import Deferred
+from dtobs.probes.fsdp import fsdp_parameters
+from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
+from dtobs.probes.modules import roots, wrap_call
+from dtobs.probes.sampling import period
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+WHOLE_BYTES_A_STEP = 4 << 20
+SAMPLE_FIRST, SAMPLE_TENSORS = 3, 8
+SAMPLE_ELEMENTS = 1 << 13
+"""Of each sampled tensor at most this many elements."""
+ALARM_STEPS = 8
+"""After a NaN, this many steps are read whole."""
+
+Square = float | torch.Tensor
+"""A squared norm: a number (CPU) or a 0-d float64 tensor that nobody has waited for (device)."""
+
+
+class GradientProbe(Probe):
+    """Fills in ``local_norm``, ``sample_norm``, ``nonfinite`` and ``nonfinite_param``."""
+
+    name = "gradients"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
+        self._tensors: list[Named] = []
+        self._deferred = Deferred()
+        self._every, self._whole, self._alarm = 1, True, 0
+        self._done = False
+        self._readers: dict[
+            int, Callable[[torch.Tensor], None]
+        ] = {}  # by id of the parameter that autograd sees
+        self._unseen = False  # gradients of this step came past the hooks and have been reduced since
+
+    def install(self, context: Context) -> None:
+        """Hook every parameter that wants a gradient."""
+        model = context.model
+        if model is None:
+            return
+        self._context = context
+        self._tensors = model_tensors(model, context.replicas)
+        self._every = period([t.tensor for t in self._tensors], WHOLE_BYTES_A_STEP)
+        self._ddp = wrappers(model)
+        count = len(self._tensors)
+        # By table row: the squares of the whole gradient and of its sampled part; None as long as there is none.
+        self._squares: list[Square | None] = [None] * count
+        self._sampled: list[Square | None] = [None] * count
+        self._partial = [False] * count
+        self._hooked: set[int] = set()
+        self._all_gathered = False
+        wanted = [i for i, t in enumerate(self._tensors) if t.tensor.requires_grad]
+        spread = max(1, len(wanted) // (SAMPLE_TENSORS - SAMPLE_FIRST))
+        self._sample = {*wanted[:SAMPLE_FIRST], *wanted[::spread]}
+        gathered = fsdp_parameters(model)
+        for index in wanted:
+            tensor = self._tensors[index].tensor
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in gathered:
+                self._hook(index, tensor, fresh=False)
+        if gathered:
+            # What autograd works on are the gathered parameters, and they do not exist before the first forward.
+            found = context.guard(self, self._find_gathered)
+            self._undo = [wrap_call(root, _ignore, found) for root in roots(model)]
+        self.step_begin(context)
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        while self._undo:
+            self._undo.pop()()
+        while self._handles:
+            self._handles.pop().remove()
+        self._deferred.clear()
+        self._tensors = []
+        self._readers = {}
+
+    def step_begin(self, context: Context) -> None:
+        """Forget the last step's gradients; decide how much of this step's to read."""
+        self._done = self._unseen = False
+        self._squares = [None] * len(self._tensors)
+        self._sampled = [None] * len(self._tensors)
+        self._alarm = max(0, self._alarm - 1)
+        self._whole = context.step % self._every == 0 or self._alarm > 0
+
+    def before_optimizer(self, context: Context) -> None:
+        """All local gradients are known now."""
+        self._finish(context)
+
+    def step_end(self, context: Context) -> None:
+        """For steps whose optimizer was skipped; and values of earlier steps that a device has delivered."""
+        self._finish(context)
+        self._deferred.poll()
+
+    def read_accumulated(self, module: nn.Module) -> None:
+        """Read what `module` has accumulated: a pipeline that makes weight gradients apart adds them past the hooks.
+
+        To be called before they are reduced; where that is too late, this step's norm stays unknown.
+        """
+        gathered = fsdp_parameters(module)
+        parameters = [p for p in module.parameters() if id(p) not in gathered]
+        for parameter in (*parameters, *gathered.values()):
+            reader = self._readers.get(id(parameter))
+            if reader is None or parameter is None:
+                continue
+            if self._ddp or parameter.grad is None:
+                self._unseen = True
+            else:
+                reader(parameter)
+
+    def _hook(self, index: int, parameter: nn.Parameter, *, fresh: bool) -> None:
+        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._hooked:
+            self._hooked.add(id(parameter))
+            read = self._context.guard(self, self._reader(index, fresh))
+            sampled = index in self._sample
+
+            def hook(parameter: torch.Tensor) -> None:
+                if sampled or self._whole:
+                    read(parameter)
+
+            self._readers[id(parameter)] = hook
+            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def _find_gathered(self, _: object) -> None:
+        """After a forward: hook the gathered parameters that are new."""
+        if self._all_gathered:
+            return
+        rows = {id(t.tensor): i for i, t in enumerate(self._tensors)}
+        assert self._context.model is not None
+        self._all_gathered = True
+        for sharded, parameter in fsdp_parameters(self._context.model).items():
+            if parameter is None:
+                self._all_gathered = False
+            elif sharded in rows:
+                self._hook(rows[sharded], parameter, fresh=True)
+
+    def _reader(self, index: int, fresh: bool) -> Callable[[torch.Tensor], None]:
+        """The hook of one parameter.
+
+        `fresh`: what was seen before may have been reduced and taken away since; squares then add up.
+        """
+        ddp = self._ddp
+        sampled = index in self._sample
+        always = self._every == 1
+        seen: weakref.ref[torch.Tensor] | None = None
+
+        def read(parameter: torch.Tensor) -> None:
+            nonlocal seen
+            gradient = parameter.grad
+            if gradient is None or (ddp and not ddp[0].require_backward_grad_sync):
+                return  # to be accumulated further: the last micro-batch will be looked at
+            adds = False
+            if fresh:
+                adds = seen is None or seen() is not gradient
+                seen = weakref.ref(gradient)
+            values = gradient
+            if type(gradient) is not torch.Tensor:
+                self._partial[index] = is_partial(gradient)
+                values = local_tensor(gradient)
+            if values.requires_grad:  # a graph of the gradient is being made
+                values = values.detach()
+            if values.is_sparse:
+                values = values.coalesce().values()
+            if sampled and not always:
+                self._keep(self._sampled, index, values.reshape(-1)[:SAMPLE_ELEMENTS], adds)
+            if self._whole:
+                self._keep(self._squares, index, values, adds)
+
+        return read
+
+    def _keep(self, squares: list[Square | None], index: int, values: torch.Tensor, adds: bool) -> None:
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            values, dtype=torch.float32 if values.itemsize < 4 else None
+        )
+        square: Square
+        if values.is_cpu:
+            square = norm.item() ** 2
+            if not math.isfinite(square):
+                square = self._not_finite(index, values, square)
+        else:
+            square = norm.to(torch.float64).square()
+        earlier = squares[index]
+        squares[index] = square + earlier if adds and earlier is not None else square
+
+    def _not_finite(self, index: int, values: torch.Tensor, square: float) -> float:
+        if bool(torch.isfinite(values).all()):  # only the squares overflowed
+            return float(torch.linalg.vector_norm(values, dtype=torch.float64).item()) ** 2
+        self._whole, self._alarm = True, ALARM_STEPS
+        context = self._context
+        # A loop that gives up at once never ends this step: the event is what remains.
+        context.recorder.events.write(
+            Kind.MARK, context.phase, context.step, op=NONFINITE_MARK, seq=index, value=square
+        )
+        return square
+
+    def _finish(self, context: Context) -> None:
+        if self._done or not self._tensors:
+            return
+        self._done = True
+        # A step that an alarm made whole half-way through has not been read whole.
+        whole = context.step % self._every == 0 or (self._whole and self._alarm < ALARM_STEPS)
+        found = (*_found(self._squares), *_found(self._sampled))
+        if not found:
+            return
+        rows, squares = zip(*found, strict=True)
+        count = sum(square is not None for square in self._squares)
+        late = [s for s in squares if isinstance(s, torch.Tensor)]
+        if not late:
+            for name, value in self._summary(rows, squares, count, whole).items():
+                context.record[name] = value
+            return
+        step, device = context.step, late[0].device
+        stacked = torch.stack([torch.as_tensor(s, dtype=torch.float64).to(device) for s in squares])
+
+        def arrived(values: npt.NDArray[Any]) -> bool:
+            return context.recorder.amend_step(step, **self._summary(rows, values.tolist(), count, whole))
+
+        self._deferred.put(stacked, arrived)
+
+    def _summary(
+        self, rows: Sequence[int], squares: Sequence[float], count: int, whole: bool
+    ) -> dict[str, float]:
+        """The step's fields. The first `count` of `squares` are of whole gradients, the rest of their samples."""
+        bad = {row for row, square in zip(rows, squares, strict=True) if not math.isfinite(square)}
+        if bad:
+            self._alarm = ALARM_STEPS
+        found: dict[str, float] = {"nonfinite": len(bad), "nonfinite_param": min(bad, default=-1)}
+        if self._unseen:
+            return found
+        if whole and count:
+            found["local_norm"] = self._norm(rows[:count], squares[:count])
+        if self._every == 1:
+            found["sample_norm"] = found["local_norm"]
+        elif count < len(rows):
+            found["sample_norm"] = self._norm(rows[count:], squares[count:])
+        return found
+
+    def _norm(self, rows: Sequence[int], squares: Sequence[float]) -> float:
+        counted = [square for row, square in zip(rows, squares, strict=True) if not self._partial[row]]
+        return math.sqrt(sum(counted)) if counted else math.nan
+
+
+def _found(squares: list[Square | None]) -> list[tuple[int, Square]]:
+    return [(row, square) for row, square in enumerate(squares) if square is not None]
+
+
+def _ignore(_: object) -> int:
+    return 0

@@ -1,0 +1,114 @@
+"""A digest of what each step was trained on: ranks that read the same data have equal ones.
+
+The input is what ``session.batch(...)`` is given; where nobody calls it, the arguments of the root module's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from dtobs.events import Phase
+from dtobs.probes.base import Context, Probe
+from dtobs.probes.deferred import Deferred
+from dtobs.probes.digests import device_digest, host_digest
+from dtobs.probes.layout import local_tensor
+from dtobs.probes.modules import roots, wrap_call
+
+MAX_BYTES = 1 << 20
+"""Of a larger tensor (images, video) this much is read, spread evenly over its elements."""
+
+
+class InputProbe(Probe):
+    """Fills in ``input_digest``, folded over the step's micro-batches in order."""
+
+    name = "inputs"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._undo: Callable[[], None] | None = None
+        self._told = False
+        self._digests: list[int | torch.Tensor] = []
+        self._deferred = Deferred()
+
+    def install(self, context: Context) -> None:
+        """Watch the root module's arguments until `batch` is called for the first time."""
+        if context.model is None:
+            return
+        root = roots(context.model)[0]
+
+        def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._told and root.training and torch.is_grad_enabled():
+                self._add(context, _tensors((*args, *(kwargs[k] for k in sorted(kwargs)))))
+
+        self._undo = wrap_call(root, _ignore, _ignore, context.guard(self, take))
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+        self._digests = []
+        self._deferred.clear()
+
+    def step_begin(self, context: Context) -> None:
+        """A new step has had no input yet."""
+        self._digests = []
+
+    def batch(self, context: Context, tensors: dict[str, torch.Tensor]) -> None:
+        """One micro-batch, by name."""
+        if not self._told:
+            self._told, self._digests = True, []
+        self._add(context, _tensors(tensors[name] for name in sorted(tensors)))
+
+    def step_end(self, context: Context) -> None:
+        """Fold what the step read into one number."""
+        self._deferred.poll()
+        digests, step = self._digests, context.step
+        if not digests:
+            return
+        late = [d for d in digests if isinstance(d, torch.Tensor)]
+        if not late:
+            context.record["input_digest"] = _fold(np.array(digests, np.uint64))
+            return
+        device = late[0].device
+        stacked = torch.stack([torch.as_tensor(_signed(d)).to(device) for d in digests])
+        self._deferred.put(
+            stacked,
+            lambda values: context.recorder.amend_step(step, input_digest=_fold(values.view(np.uint64))),
+        )
+
+    def _add(self, context: Context, tensors: list[torch.Tensor]) -> None:
+        if context.phase == Phase.VALIDATION:
+            return
+        for tensor in tensors:
+            held = _sample(local_tensor(tensor))
+            self._digests.append(host_digest(held) if held.device.type == "cpu" else device_digest(held))
+
+
+def _ignore(_: object) -> None:
+    """The root's forward as such is another probe's business."""
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [v for v in values if isinstance(v, torch.Tensor) and v.numel() and not v.is_sparse]
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or of a large one an even part of it: the same part on every rank for equal shapes."""
+    stride = -(-tensor.numel() * tensor.element_size() // MAX_BYTES)
+    return tensor if stride <= 1 else tensor.detach().reshape(-1)[::stride]
+
+
+def _signed(digest: int | torch.Tensor) -> int | torch.Tensor:
+    """A 64-bit digest as torch can hold it."""
+    return digest if isinstance(digest, torch.Tensor) or digest < 1 << 63 else digest - (1 << 64)
+
+
+def _fold(digests: npt.NDArray[np.uint64]) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(digests).tobytes()) or 1

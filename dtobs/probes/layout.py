@@ -1,0 +1,208 @@
+"""How the model is spread over the ranks: which parameters are copies of which, and who reads different data.
+
+What is not known stays empty: a detector that needs it then stays quiet.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from dtobs.events import identify
+from dtobs.recording.meta import Parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# Ranks along a dimension with these words in its name read different samples ...
+_DATA = frozenset({"replicate", "shard", "expert", "ep", "data", "dp", "ddp", "fsdp", "hsdp", "batch"})
+# ... and along one with these they work on the same samples.
+_MODEL = frozenset(
+    {"tensor", "tp", "pipeline", "pp", "context", "cp", "sequence", "seq", "sp", "model", "mp", "stage"}
+)
+_NEUTRAL = frozenset({"parallel", "dim", "mesh", "group"})
+_STAGE = frozenset({"pipeline", "pp", "stage"})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank's place. `data_ranks` are the ranks (this one included) that do the same work on different samples;
+    empty when that is not known. `stage` is the pipeline stage. `dropout` counts active dropout modules.
+    """
+
+    kind: str  #: "ddp", "fsdp", "dtensor" or "plain"
+    data_ranks: tuple[int, ...] = ()
+    stage: int = 0
+    coordinates: dict[str, int] = field(default_factory=dict)
+    dropout: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of the ``layout`` meta entry."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor of the model in model order; `name` is without the names that wrappers add. `row` is its table row."""
+
+    name: str
+    tensor: torch.Tensor
+    row: Parameter
+
+    @property
+    def share(self) -> float:
+        """The part of its squared gradient norm that this rank counts, so that the shares of all ranks add up to
+        the whole: 1 / copies. NaN when the number of copies is not known.
+        """
+        return 1.0 / int(self.row.replica.split(":")[1]) if self.row.replica else float("nan")
+
+
+def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
+    """Parameters, then the integer buffers of batch norms, each once, with the key of what they must be equal to.
+
+    `replicas` as in `Context`: a ProcessGroup over which plain tensors are copies, None for nothing declared.
+    """
+    copies: dict[int, tuple[int, ...]] = {}
+    if isinstance(replicas, dist.ProcessGroup):
+        declared = tuple(dist.get_process_group_ranks(replicas))
+        copies = {id(t): declared for t in (*model.parameters(), *model.buffers())}
+    for ddp in wrappers(model):
+        members = tuple(dist.get_process_group_ranks(ddp.process_group))
+        ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+        for name, tensor in (*ddp.module.named_parameters(), *ddp.module.named_buffers()):
+            if name not in ignored:
+                copies[id(tensor)] = members
+    found: list[Named] = []
+    seen: set[int] = set()
+    for name, tensor in (*_walk(model, "", buffers=False), *_walk(model, "", buffers=True)):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            key = replica_key(tensor, copies.get(id(tensor), ()))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.append(Named(name, tensor, Parameter(name, tuple(tensor.shape), dtype, key)))
+    return found
+
+
+def replica_key(tensor: torch.Tensor, copies: tuple[int, ...] = ()) -> str:
+    """``<kind>:<copies>:<which>``: ranks whose rows have equal names and keys hold equal values; "" when none do.
+
+    A DTensor is a copy along the mesh dimensions on which it is replicated: the key then holds the mesh and where along
+    the others this rank is. `copies` are the ranks with a copy of a tensor under DDP or by declaration.
+    """
+    number, where = 1, ""
+    if isinstance(tensor, DTensor):
+        mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        if place is None or any(p.is_partial() for p in tensor.placements):
+            return ""
+        replicated = [p.is_replicate() for p in tensor.placements]
+        number = math.prod(mesh.size(dim) for dim, copied in enumerate(replicated) if copied)
+        shards = [f"{d}.{p}.{place[d]}" for d, p in enumerate(tensor.placements) if not replicated[d]]
+        where = f"mesh:{number}:{_digest(mesh.mesh.flatten().tolist())}/{'/'.join(shards)}"
+    if copies:
+        return f"copies:{len(copies) * number}:{_digest(copies)}"
+    if where:
+        return where
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return "own:1:"
+    return ""
+
+
+def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """The DDP wrappers in `model`, outermost first."""
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+
+
+def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Layout:
+    """What can be known of this rank's place from the mesh, the DDP wrappers and the DTensors of `model`."""
+    modules = list(model.modules()) if model is not None else []
+    dropout = sum(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in modules)
+    ddp = wrappers(model) if model is not None else []
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)] if model is not None else []
+    kind = "ddp" if ddp else "fsdp" if any(is_fsdp(m) for m in modules) else "dtensor" if sharded else "plain"
+    known = mesh or (max((p.device_mesh for p in sharded), key=lambda m: m.ndim) if sharded else None)
+    data: tuple[int, ...] = ()
+    coordinates: dict[str, int] = {}
+    if known is not None and known.mesh_dim_names:
+        place = known.get_coordinate() or ()
+        coordinates = dict(zip(known.mesh_dim_names, map(int, place), strict=False))
+        data = data_ranks(known)
+    elif known is not None and kind == "fsdp" and known.ndim == 1:
+        data = tuple(known.mesh.flatten().tolist())
+    if ddp and not data:
+        data = tuple(dist.get_process_group_ranks(ddp[0].process_group))
+    stage = next((c for name, c in coordinates.items() if _words(name) & _STAGE), 0)
+    return Layout(kind, data, stage, coordinates, dropout)
+
+
+def data_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of `mesh` at this rank's place along every dimension whose ranks share samples.
+
+    Empty when a dimension's name does not say what it is for.
+    """
+    place = mesh.get_coordinate()
+    names = mesh.mesh_dim_names
+    if place is None or names is None:
+        return ()
+    chosen: list[Any] = []
+    for dim, name in enumerate(names):
+        words = _words(name) - _NEUTRAL
+        if mesh.size(dim) == 1 or (words and words <= _MODEL):
+            chosen.append(place[dim])
+        elif words and words <= _DATA:
+            chosen.append(slice(None))
+        else:
+            return ()
+    return tuple(sorted(int(r) for r in mesh.mesh[tuple(chosen)].flatten().tolist()))
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to `module` itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`, sharing its memory, outside autograd."""
+    held = tensor.detach()
+    return held._local_tensor if isinstance(held, DTensor) else held
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a partial sum along some mesh dimension."""
+    return isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements)
+
+
+def _walk(module: nn.Module, prefix: str, *, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    if buffers:
+        if isinstance(module, _BatchNorm):
+            for name, tensor in module.named_buffers(recurse=False):
+                if not tensor.is_floating_point():
+                    yield prefix + name, tensor
+    else:
+        for name, parameter in module.named_parameters(recurse=False):
+            yield prefix + name, parameter
+    for name, child in module.named_children():
+        wrapped = name in _WRAPPERS or (
+            name == "module" and isinstance(module, (DistributedDataParallel, nn.DataParallel))
+        )
+        yield from _walk(child, prefix if wrapped else f"{prefix}{name}.", buffers=buffers)
+
+
+def _digest(ranks: Iterable[int]) -> str:
+    return f"{identify(','.join(map(str, ranks))):08x}"
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z]+", name.lower())) - {""}

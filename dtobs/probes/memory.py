@@ -1,0 +1,41 @@
+"""Memory of the process and of its device, once a step."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from dtobs.probes.base import Context, Probe
+
+
+class Memory(Probe):
+    """Resident bytes from /proc/self/statm; allocated and peak bytes from the device's own allocator counters."""
+
+    name = "memory"
+    about_model = False
+
+    def install(self, context: Context) -> None:
+        self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._available = torch.cuda.is_available()
+        self._total_known = False
+        self.step_end(context)
+        context.recorder.page.set(rss_bytes=context.record["rss_bytes"].item())
+
+    def remove(self) -> None:
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+    def step_end(self, context: Context) -> None:
+        record = context.record
+        record["rss_bytes"] = int(os.pread(self._fd, 128, 0).split()[1]) * self._page
+        # Asking a device that nobody uses yet would create its context: half a gigabyte.
+        if self._available and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if not self._total_known:
+                self._total_known = True
+                device = torch.cuda.get_device_properties(torch.cuda.current_device())
+                context.recorder.page.set(device_total_bytes=device.total_memory)
+            record["device_bytes"] = torch.cuda.memory_allocated()
+            record["device_peak_bytes"] = torch.cuda.max_memory_allocated()

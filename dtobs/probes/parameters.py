@@ -1,0 +1,109 @@
+"""Digests of every parameter after the optimizer's step: copies of a model that drift apart show it here.
+
+Read every K steps, K from the model's size and so the same on every copy (1 for small models: the first step is exact).
+Before the first optimizer step they are read once more, as ``step - 1``: what the model began with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from dtobs.probes.base import Context, Probe
+from dtobs.probes.deferred import Deferred
+from dtobs.probes.digests import device_digest, host_digest, words
+from dtobs.probes.layout import Named, find_layout, local_tensor, model_tensors
+from dtobs.probes.sampling import period
+
+
+class ParameterProbe(Probe):
+    """Writes the parameter table, the ``layout`` entry, the digests, and ``params_digest`` and ``learning_rate``."""
+
+    name = "parameters"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[Named] = []
+        self._deferred = Deferred()
+        self._memory: dict[int, tuple[int, memoryview]] = {}  # address and memory of each row
+        self._every = 1
+        self._seen_initial = False
+
+    def install(self, context: Context) -> None:
+        """Write the table and the layout."""
+        if context.model is None:
+            return
+        self._tensors = model_tensors(context.model, context.replicas)
+        self._every = period([t.tensor for t in self._tensors])
+        self._seen_initial = False
+        context.recorder.parameters(t.row for t in self._tensors)
+        layout = find_layout(context.model, context.mesh)
+        context.recorder.meta.add("layout", **layout.to_json(), digest_every=self._every)
+
+    def remove(self) -> None:
+        """Let go of the model."""
+        self._tensors = []
+        self._memory = {}
+        self._deferred.clear()
+
+    def before_optimizer(self, context: Context) -> None:
+        """Once: what the parameters were before they were first changed."""
+        if self._tensors and not self._seen_initial:
+            self._seen_initial = True
+            self._read(context, context.step - 1, None)
+
+    def after_optimizer(self, context: Context) -> None:
+        """On every K-th step."""
+        if np.isnan(context.record["learning_rate"]) and context.optimizer is not None:
+            context.record["learning_rate"] = float(context.optimizer.param_groups[0]["lr"])
+        if self._tensors and context.step % self._every == 0:
+            self._read(context, context.step, context.step)
+
+    def step_end(self, context: Context) -> None:
+        """Digests of earlier steps that a device has delivered."""
+        self._deferred.poll()
+
+    def _read(self, context: Context, step: int, amend: int | None) -> None:
+        values = np.zeros(len(self._tensors), np.uint64)
+        late: list[int] = []
+        for row, named in enumerate(self._tensors):
+            tensor = named.tensor if type(named.tensor) is torch.nn.Parameter else local_tensor(named.tensor)
+            if tensor.is_cpu:
+                values[row] = self._host_digest(row, tensor)
+            else:
+                late.append(row)
+        if not late:
+            context.recorder.digests(step, values)
+            if amend is not None:
+                context.record["params_digest"] = _fold(values)
+            return
+        stacked = torch.stack([device_digest(local_tensor(self._tensors[row].tensor)) for row in late])
+
+        def arrived(found: npt.NDArray[Any]) -> bool:
+            if amend is not None and not context.recorder.amend_step(amend, params_digest=0):
+                return False
+            values[late] = found.view(np.uint64)
+            context.recorder.digests(step, values)
+            if amend is not None:
+                context.recorder.amend_step(amend, params_digest=_fold(values))
+            return True
+
+        self._deferred.put(stacked, arrived)
+
+    def _host_digest(self, row: int, tensor: torch.Tensor) -> int:
+        """The digest of a row. The memory of contiguous tensors is remembered: finding it costs more than a hash."""
+        known = self._memory.get(row)
+        if known is None or known[0] != tensor.data_ptr() or known[1].nbytes != tensor.nbytes:
+            if not tensor.is_contiguous():
+                return host_digest(tensor)
+            known = self._memory[row] = (tensor.data_ptr(), words(tensor).numpy().data)
+        return xxhash.xxh3_64_intdigest(known[1])
+
+
+def _fold(values: npt.NDArray[np.uint64]) -> int:
+    """One digest of all, never 0 (0 says that none was made)."""
+    return xxhash.xxh3_64_intdigest(values.tobytes()) or 1

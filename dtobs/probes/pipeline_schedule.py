@@ -1,0 +1,83 @@
+"""What is private to ``torch.distributed.pipelining``, in one place: a schedule's stages, and its messages.
+
+Uses ``schedule._stage``/``_stages``, ``_n_microbatches``, ``_loss_fn`` and the module functions ``_batch_p2p`` and
+``_wait_batch_p2p``, which all schedules call by those names. Tried with torch 2.13. Where a version lacks the two
+functions, computations are still recorded, messages and waits are not (`has_messages` says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from dtobs.recording.plan import Plan
+
+TRIED = ("2.13",)
+"""Versions of torch that this was tried with."""
+BATCH, WAIT = "_batch_p2p", "_wait_batch_p2p"
+LOSS = "_loss_fn"
+REDUCE = "perform_reduce_grad"
+COMPUTE = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+
+
+class NotASchedule(TypeError):
+    """What was given is not a pipeline schedule of a kind that can be watched."""
+
+
+def stages(schedule: Any) -> list[Any]:
+    """This rank's stages, by their number. Raises NotASchedule."""
+    found = getattr(schedule, "_stages", None)
+    if found is None:
+        single = getattr(schedule, "_stage", None)
+        found = [] if single is None else [single]
+    found = sorted(found, key=lambda stage: int(stage.stage_index))
+    if not found:
+        raise NotASchedule(
+            f"{type(schedule).__name__} is not a schedule of torch.distributed.pipelining that dtobs knows"
+            f" (tried with torch {', '.join(TRIED)}): give what has the .step() of the pipeline"
+        )
+    return list(found)
+
+
+def plan(schedule: Any) -> Plan:
+    """What the schedule does. Raises NotASchedule."""
+    own = stages(schedule)
+    group = own[0].group
+    members = dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size())
+    return Plan(
+        schedule=type(schedule).__name__,
+        micro_batches=int(schedule._n_microbatches),
+        stages=tuple(int(stage.stage_index) for stage in own),
+        stage_count=int(own[0].num_stages),
+        ranks=tuple(int(rank) for rank in members),
+    )
+
+
+def has_messages() -> bool:
+    """Whether this torch sends and waits through the two functions that can be watched."""
+    return all(callable(vars(message_owner()).get(name)) for name in (BATCH, WAIT))
+
+
+def message_owner() -> Any:
+    """The module whose functions `BATCH` and `WAIT` are to be replaced."""
+    from torch.distributed.pipelining import schedules  # a second of imports that only pipelines need
+
+    return schedules
+
+
+def size_and_peer(op: Any) -> tuple[int, int]:
+    """Bytes of a ``P2POp`` and its peer's rank in the group."""
+    tensor = op.tensor
+    return tensor.numel() * tensor.itemsize, int(op.group_peer)
+
+
+def has_loss(schedule: Any) -> bool:
+    """Whether the schedule calls a loss function that can be replaced."""
+    return callable(vars(schedule).get(LOSS))
+
+
+def last_stage(own: Sequence[Any]) -> Any:
+    """The pipeline's last stage when this rank has it, else None."""
+    return next((stage for stage in own if stage.is_last), None)

@@ -1,0 +1,73 @@
+"""Process groups as a recording names them: a number, the global ranks, and how many operations each has seen."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from dtobs.events import group_id
+from dtobs.recording.meta import MetaWriter
+
+
+class GroupState:
+    """One group: its number and the counters of what was issued on it by this rank."""
+
+    __slots__ = ("number", "rank", "ranks", "received", "reference", "sent", "seq")
+
+    def __init__(self, group: dist.ProcessGroup, number: int, ranks: tuple[int, ...]) -> None:
+        # Weak: a strong one would keep the group's threads and sockets after destroy_process_group().
+        self.reference: weakref.ref[Any] = weakref.ref(group)
+        self.number, self.ranks = number, ranks
+        self.rank = group.rank()
+        self.seq = 0  #: of the last collective
+        self.sent: dict[int, int] = {}  #: by global rank of the peer: sends issued
+        self.received: dict[int, int] = {}
+
+    def global_rank(self, rank: int) -> int:
+        """The global rank of the group's member `rank`; -1 for a number that is none ("any source")."""
+        return self.ranks[rank] if 0 <= rank < len(self.ranks) else -1
+
+
+class GroupTable:
+    """Finds the state of a group; defines its meta entry when it is first used."""
+
+    def __init__(self, meta: MetaWriter) -> None:
+        self._meta = meta
+        self._states: dict[int, GroupState] = {}
+
+    def state(self, group: dist.ProcessGroup) -> GroupState:
+        """The state of `group`, by identity."""
+        state = self._states.get(id(group))
+        if state is None or state.reference() is not group:
+            state = self._add(group)
+        return state
+
+    def number(self, group: dist.ProcessGroup) -> int:
+        """The number of `group` in events."""
+        return self.state(group).number
+
+    def _add(self, group: dist.ProcessGroup) -> GroupState:
+        self._states = {k: s for k, s in self._states.items() if s.reference() is not None}
+        ranks = global_ranks(group)
+        name = group.group_name
+        state = GroupState(group, group_id(name, ranks), ranks)
+        self._meta.define(
+            "group",
+            state.number,
+            name=name,
+            ranks=list(ranks),
+            description=group.group_desc if group.group_desc != "undefined" else "",
+            backend=group.name(),
+        )
+        self._states[id(group)] = state
+        return state
+
+
+def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of `group` in group order; for a group torch does not list, its own numbering."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return tuple(range(group.size()))

@@ -1,0 +1,318 @@
+"""Where the training thread is: step, phase, blocked or not. Turns it into events, page values and step records.
+
+Knows no torch: the hooks of other probes and the session's own methods drive it. A step is a partition of its wall
+time: at every moment exactly one part of `STEP_PARTS` is running, so the parts sum to ``end_ns - begin_ns``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.events import (
+    FIRST_CUSTOM_PHASE,
+    PHASE_BY_NAME,
+    STEP_DTYPE,
+    STEP_PARTS,
+    Kind,
+    Phase,
+    RankState,
+    identify,
+)
+from dtobs.probes.base import Context
+from dtobs.recording.page import INDEX
+
+Record: TypeAlias = npt.NDArray[np.void]
+"""One record of STEP_DTYPE, 0-d."""
+
+DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, VALIDATION, OTHER = range(len(STEP_PARTS))
+_PART_OF: dict[int, int] = {
+    Phase.DATA: DATA,
+    Phase.FORWARD: FORWARD,
+    Phase.BACKWARD: BACKWARD,
+    Phase.OPTIMIZER: OPTIMIZER,
+    Phase.CHECKPOINT: CHECKPOINT,
+    Phase.VALIDATION: VALIDATION,
+}
+_OUTER = (Phase.CHECKPOINT, Phase.VALIDATION)
+"""Phases that keep their name whatever runs inside them: a forward of the validation is validation."""
+
+_PHASE, _PHASE_BEGIN, _ALLOWANCE = INDEX["phase"], INDEX["phase_begin_ns"], INDEX["phase_allowance_ns"]
+_STEP, _STEP_BEGIN, _STEPS_DONE = INDEX["step"], INDEX["step_begin_ns"], INDEX["steps_done"]
+_STATE, _WAIT_SINCE, _PROBE_NS = INDEX["state"], INDEX["wait_since_ns"], INDEX["probe_ns"]
+_STEP_NS, _BUSY_NS, _EXPOSED_NS = INDEX["step_ns"], INDEX["busy_ns"], INDEX["exposed_ns"]
+_DATA_NS, _NONFINITE, _MICRO = INDEX["data_ns"], INDEX["nonfinite_steps"], INDEX["micro_batches"]
+_COLLECTIVES, _COLLECTIVE_BYTES = INDEX["collectives"], INDEX["collective_bytes"]
+_COPIED = ("local_norm", "reduced_norm", "rss_bytes", "device_bytes", "device_peak_bytes")
+"""Fields of the step record that probes fill in and the page repeats under the same name."""
+_COPIED_INDEX = tuple((name, INDEX[name]) for name in _COPIED)
+_PARTS_FIELDS = tuple(f"{part}_ns" for part in STEP_PARTS)
+
+
+def phase_number(name: str) -> int:
+    """The number of a phase: a `Phase`, or for a name of the user's own the same number on every rank."""
+    known = PHASE_BY_NAME.get(name)
+    return int(known) if known is not None else FIRST_CUSTOM_PHASE + identify(name) % 60_000
+
+
+def empty_record() -> Record:
+    """A step record that says nothing yet: floats NaN, ``nonfinite`` and ``nonfinite_param`` -1, the rest 0."""
+    record = np.zeros((), STEP_DTYPE)
+    for name in STEP_DTYPE.names or ():
+        if STEP_DTYPE[name].kind == "f":
+            record[name] = math.nan
+    record["nonfinite"] = record["nonfinite_param"] = -1
+    record["collective_bytes"] = 0.0
+    return record
+
+
+class Progress:
+    """One rank's progress. All methods are for the training thread; from another thread they do nothing.
+
+    `step_hooks` are called with "begin" and "end" at a step's borders, before the record is closed.
+    """
+
+    def __init__(self, context: Context, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._context = context
+        self._events = context.recorder.events
+        self._page = context.recorder.page
+        self._ints, self._floats = self._page.ints, self._page.floats
+        self._clock = clock
+        self._empty = empty_record()
+        self._parts = [0] * len(STEP_PARTS)
+        self._part, self._since = OTHER, clock()
+        self._stack: list[tuple[int, int, bool]] = []  # asked, shown, asked by the user and known
+        self._wait_depth, self._wait_begin = 0, 0
+        self._announced = False  # the page says already that the next wait has begun
+        self._finished: Record | None = None  # a step that is over but still takes reports
+        self._begin_ns, self._cpu_ns, self._probe_ns, self._collectives0 = 0, 0, 0, 0
+        self._bytes0 = 0.0
+        self._optimizer_stepped = False
+        self.allowances: dict[int, int] = {}
+        self.on_step_begin: list[Callable[[], object]] = []
+        self.on_step_end: list[Callable[[], object]] = []
+        self.thread = threading.get_ident()
+        self.active = True
+        self.in_step = False
+        self.explicit_steps = False
+        self.host_waits = True  #: False where a wait only orders device streams and says nothing of time
+        self.micro_batches = 0
+        self.part = OTHER  #: part of the phase, also while waiting inside it
+        context.record[...] = self._empty
+        self._floats[INDEX["collective_bytes"]] = 0.0
+        self._show(int(Phase.STARTUP), clock())
+
+    # phases
+
+    def begin(self, phase: int, *, explicit: bool = False) -> int:
+        """Enter a phase; returns what `end` needs to leave it. A phase of the user's own wins over an observed one."""
+        if threading.get_ident() != self.thread or not self.active:
+            return -1
+        depth = len(self._stack)
+        top, by_user = (self._stack[-1][1], self._stack[-1][2]) if depth else (0, False)
+        shown = top if top in _OUTER or (by_user and not explicit) else phase
+        self._stack.append((phase, shown, by_user or (explicit and phase < FIRST_CUSTOM_PHASE)))
+        if (
+            shown in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
+            and not self.in_step
+            and not self.explicit_steps
+        ):
+            self.start_step(int(self._ints[_STEP]) + 1)
+        if shown == top:
+            return depth
+        if self._finished is not None and shown in (Phase.DATA, Phase.FORWARD):
+            self.flush()
+        now = self._events.write(Kind.PHASE_BEGIN, shown, self._context.step)
+        self._show(shown, now)
+        return depth
+
+    def end(self, depth: int) -> None:
+        """Leave the phase that `begin` answered `depth` for, and whatever was left open inside it."""
+        if depth < 0 or depth >= len(self._stack) or threading.get_ident() != self.thread or not self.active:
+            return
+        shown = self._stack[-1][1]
+        del self._stack[depth:]
+        top = self._stack[-1][1] if self._stack else int(Phase.NONE)
+        if top == shown:
+            return
+        now = self._events.write(Kind.PHASE_END, shown, self._context.step)
+        self._show(top, now)
+
+    def end_named(self, phase: int) -> None:
+        """Leave the innermost open phase of that number."""
+        for depth in range(len(self._stack) - 1, -1, -1):
+            if self._stack[depth][0] == phase:
+                self.end(depth)
+                return
+
+    def _show(self, phase: int, now: int) -> None:
+        ints = self._ints
+        self._context.phase = phase
+        ints[_PHASE], ints[_PHASE_BEGIN] = phase, now
+        ints[_ALLOWANCE] = self.allowances.get(phase, 0)
+        self.part = _PART_OF.get(phase, OTHER)
+        if self._part != EXPOSED:
+            self._switch(self.part, now)
+        self._page.commit()
+
+    def _switch(self, part: int, now: int) -> None:
+        self._parts[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    def adopt(self) -> None:
+        """The calling thread is the one that trains, as long as none has trained yet."""
+        if not self.in_step and not self._stack and not self._ints[_STEPS_DONE]:
+            self.thread = threading.get_ident()
+
+    # waiting for other ranks
+
+    def about_to_wait(self, now: int) -> None:
+        """What was just issued is waited for at once: say so on the page, which the caller commits."""
+        if threading.get_ident() == self.thread and not self._wait_depth:
+            self._ints[_WAIT_SINCE] = now
+            self._announced = True
+
+    def wait_cancel(self) -> None:
+        """It failed before anybody waited for it."""
+        if self._announced and threading.get_ident() == self.thread:
+            self._announced = False
+            self._ints[_WAIT_SINCE] = 0
+            self._page.commit()
+
+    def wait_begin(self, group: int = 0, seq: int = 0) -> None:
+        """The thread blocks on communication (nested calls count once)."""
+        if threading.get_ident() != self.thread or not self.active:
+            return
+        self._wait_depth += 1
+        if self._wait_depth > 1:
+            return
+        context = self._context
+        now = self._events.write(Kind.WAIT_BEGIN, context.phase, context.step, group, 0, 0, 0, seq)
+        self._wait_begin = now
+        if self.host_waits and self.part not in (CHECKPOINT, VALIDATION):
+            self._switch(EXPOSED, now)
+        if self._announced:
+            self._announced = False
+            return
+        self._ints[_WAIT_SINCE] = now
+        self._page.commit()
+
+    def wait_end(self, group: int = 0, seq: int = 0) -> None:
+        """It goes on."""
+        if threading.get_ident() != self.thread or not self.active or not self._wait_depth:
+            return
+        self._wait_depth -= 1
+        if self._wait_depth:
+            return
+        context, now = self._context, self._clock()
+        seconds = (now - self._wait_begin) / 1e9
+        self._events.write(Kind.WAIT_END, context.phase, context.step, group, 0, 0, 0, seq, seconds)
+        self._ints[_WAIT_SINCE] = 0
+        if self._part == EXPOSED:
+            self._switch(self.part, now)
+        self._page.commit()
+
+    def wait_over(self) -> None:
+        """No wait is open any more, however many were begun: an exception went through them."""
+        if self._wait_depth:
+            self._wait_depth = 1
+            self.wait_end()
+
+    # steps
+
+    def boundary(self, step: int | None = None) -> None:
+        """The user says that a step begins here (and the one before, if any, ends)."""
+        self.adopt()
+        if threading.get_ident() != self.thread or not self.active:
+            return
+        self.explicit_steps = True
+        if self.in_step:
+            self.finish_step()
+            self.flush()
+        self.start_step(int(self._ints[_STEP]) + 1 if step is None else step)
+
+    def optimizer_stepped(self) -> None:
+        """The optimizer has stepped: the step ends here unless the user says where steps end."""
+        if threading.get_ident() != self.thread or not self.active:
+            return
+        self._optimizer_stepped = True
+        if self.in_step and not self.explicit_steps:
+            self.finish_step()
+            self.start_step(int(self._ints[_STEP]) + 1)
+
+    def start_step(self, step: int) -> None:
+        """A step begins, at the moment the one before ended when that was just now."""
+        now = self._since if self.in_step else self._clock()
+        context, ints = self._context, self._ints
+        if not self.in_step:
+            ints[_STATE] = RankState.RUNNING
+        self.in_step, self._optimizer_stepped = True, False
+        self._parts = [0] * len(STEP_PARTS)
+        self._since = self._begin_ns = now
+        self._cpu_ns, self._probe_ns = time.process_time_ns(), ints[_PROBE_NS]
+        self._collectives0, self._bytes0 = ints[_COLLECTIVES], self._floats[_COLLECTIVE_BYTES]
+        self.micro_batches = 0
+        context.record[...] = self._empty
+        context.step = ints[_STEP] = step
+        ints[_STEP_BEGIN] = now
+        self._events.write(Kind.STEP_BEGIN, context.phase, step)
+        if not self._stack:
+            self._show(int(Phase.NONE), now)
+        for hook in self.on_step_begin:
+            hook()
+        self._page.commit()
+
+    def finish_step(self) -> None:
+        """The step ends: the record is complete but for reports that come before the next step's data."""
+        self.flush()
+        for hook in self.on_step_end:
+            hook()
+        now = self._clock()
+        self._switch(self._part, now)
+        context, ints, floats, record = self._context, self._ints, self._floats, self._context.record
+        step, parts = context.step, self._parts
+        record["step"], record["begin_ns"], record["end_ns"] = step, self._begin_ns, now
+        for name, value in zip(_PARTS_FIELDS, parts, strict=True):
+            record[name] = value
+        record["cpu_ns"] = time.process_time_ns() - self._cpu_ns
+        record["probe_ns"] = ints[_PROBE_NS] - self._probe_ns
+        record["micro_batches"] = self.micro_batches
+        record["collectives"] = ints[_COLLECTIVES] - self._collectives0
+        record["collective_bytes"] = floats[_COLLECTIVE_BYTES] - self._bytes0
+        ints[_STEPS_DONE] += 1
+        ints[_STEP_NS] = now - self._begin_ns
+        ints[_EXPOSED_NS], ints[_DATA_NS] = parts[EXPOSED], parts[DATA]
+        ints[_BUSY_NS] = now - self._begin_ns - parts[EXPOSED]
+        ints[_MICRO] = self.micro_batches
+        if record["nonfinite"] > 0:
+            ints[_NONFINITE] += 1
+        for name, index in _COPIED_INDEX:
+            value = record[name].item()
+            if value == value:  # not measured in this step: the page keeps the last one
+                floats[index] = value
+        self._events.write(Kind.STEP_END, context.phase, step, 0, 0, 0, 0, 0, (now - self._begin_ns) / 1e9)
+        self._finished = record.copy()
+
+    def flush(self) -> None:
+        """Append the finished step to the history; later reports belong to the next."""
+        if self._finished is not None:
+            self._context.recorder.step(self._finished)
+            self._finished = None
+
+    def finish(self) -> None:
+        """No more steps. One in progress counts when its optimizer had stepped."""
+        if self.in_step and self.explicit_steps and self._optimizer_stepped:
+            self.finish_step()
+        self.flush()
+        self.in_step = False
+
+    @property
+    def reported_record(self) -> Record:
+        """The record that a number reported now belongs to: the step that has just ended, else the one in progress."""
+        return self._context.record if self._finished is None else self._finished

@@ -1,0 +1,270 @@
+"""The page of a rank: its current values, in one memory-mapped file per node.
+
+File ``nodes/<5-digit node>/pages.bin``: a 4096-byte header, then one slot per local rank. A slot holds two
+copies of the page. A commit writes the older copy and then counts as the newer one, and each copy carries a
+checksum, so at any instant at least one copy is whole, on any processor and after SIGKILL. All slots of a node
+are read at once; a slot that changed under the reader so fast that both copies broke is read again.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.errors import RecordingDisabled, RecordingError
+from dtobs.events import SCHEMA
+from dtobs.recording.rundir import private_folder
+
+MAGIC = b"DTOBSPG1"
+HEADER_BYTES = 4096
+HALF_BYTES = 1024
+SLOT_BYTES = 2 * HALF_BYTES
+MAX_SLOTS = 1 << 17  #: of a file; more is damage, not a node
+
+PAGE_INTS = (
+    # who
+    "rank",
+    "local_rank",
+    "node",
+    "world_size",
+    "attempt",
+    "pid",
+    "start_ticks",  # /proc/PID/stat field 22: tells a process from a later one with the same pid
+    "attach_ns",
+    "clock_offset_ns",  # UTC minus monotonic, at attach
+    # where
+    "state",
+    "heartbeat_ns",  # time of the last commit
+    "step",
+    "steps_done",  # steps completed in this attempt
+    "step_begin_ns",
+    "phase",
+    "phase_begin_ns",
+    # collectives
+    "collective_group",
+    "collective_seq",
+    "collective_op",
+    "collective_site",
+    "collective_ns",
+    "wait_since_ns",  # the host has been blocked on communication since; 0 when it is not
+    "collectives",
+    # last completed step
+    "step_ns",
+    "busy_ns",
+    "exposed_ns",
+    "data_ns",
+    "nonfinite_steps",
+    "micro_batches",
+    # dtobs itself
+    "probe_ns",
+    "probe_failures",
+    "events",
+    "hang_timeout_ns",  # 0: adaptive with the default floor
+    "phase_allowance_ns",  # longest time the present phase may take by declaration; 0: none
+)
+PAGE_FLOATS = (
+    "loss",
+    "validation_loss",
+    "tokens",  # of this rank, since attach
+    "global_tokens",
+    "learning_rate",
+    "local_norm",
+    "reduced_norm",
+    "loss_scale",
+    "model_flops",  # of this rank in the last step
+    "collective_bytes",  # since attach
+    "rss_bytes",
+    "device_bytes",
+    "device_peak_bytes",
+    "device_total_bytes",
+    "checkpoint_seconds",
+    "checkpoint_bytes",
+    "checkpoint_utc",  # UTC seconds of the last finished checkpoint
+)
+_HEAD = ("crc", "seq")
+PAGE_DTYPE = np.dtype(
+    [("crc", "<u8"), ("seq", "<u8"), *[(n, "<i8") for n in PAGE_INTS], *[(n, "<f8") for n in PAGE_FLOATS]]
+)
+INDEX: dict[str, int] = {name: i for i, name in enumerate((*_HEAD, *PAGE_INTS, *PAGE_FLOATS))}
+"""Index of each field in `PageWriter.ints` or `.floats` (8-byte units)."""
+assert PAGE_DTYPE.itemsize <= HALF_BYTES
+assert len(INDEX) * 8 == PAGE_DTYPE.itemsize
+
+_CRC = struct.Struct("<Q").pack
+_RETRIES = 8
+_SEQ = INDEX["seq"]
+_HEARTBEAT = INDEX["heartbeat_ns"]
+
+
+class PageWriter:
+    """One rank's page. Set fields in `ints` / `floats` by `INDEX`, then `commit()`: about a microsecond.
+
+    Raises RecordingDisabled when the file cannot be made (no space, no permission).
+    """
+
+    def __init__(self, path: Path, local_rank: int) -> None:
+        offset = HEADER_BYTES + local_rank * SLOT_BYTES
+        try:
+            private_folder(path.parent)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                # Reserved, not sparse: a store into a sparse page of a full disk would be a SIGBUS.
+                os.posix_fallocate(fd, 0, HEADER_BYTES)
+                os.posix_fallocate(fd, offset, SLOT_BYTES)
+                header = json.dumps(
+                    {"schema": SCHEMA, "slot_bytes": SLOT_BYTES, "fields": _fields()}
+                ).encode()
+                os.pwrite(fd, MAGIC + len(header).to_bytes(4, "little") + header, 0)
+                self._map = mmap.mmap(fd, offset + SLOT_BYTES)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise RecordingDisabled(f"cannot record to {path}: {error.strerror}") from error
+        self._offset = offset
+        self._buffer = bytearray(PAGE_DTYPE.itemsize)
+        view = memoryview(self._buffer)
+        self.ints: memoryview[int] = view.cast("q")
+        self.floats: memoryview[float] = view.cast("d")
+        for name in PAGE_FLOATS:
+            self.floats[INDEX[name]] = float("nan")
+        # A torn-down slot of an earlier attempt must lose against our first commit.
+        previous = np.frombuffer(self._map, np.uint64, SLOT_BYTES // 8, offset).reshape(2, -1)
+        self.ints[_SEQ] = int(previous[:, 1].max() & np.uint64(0x7FFFFFFFFFFF))
+        del previous
+        self._lock = threading.Lock()
+        self._pending = False
+
+    def set(self, **values: float) -> None:
+        """Set fields by name (not for hot paths)."""
+        for name, value in values.items():
+            if name in PAGE_FLOATS:
+                self.floats[INDEX[name]] = value
+            else:
+                self.ints[INDEX[name]] = int(value)
+
+    def get(self, name: str) -> float:
+        """The value that the next commit publishes."""
+        return self.floats[INDEX[name]] if name in PAGE_FLOATS else self.ints[INDEX[name]]
+
+    def commit(self) -> None:
+        """Publish the fields. Never waits: when another thread is publishing, that one publishes again for us."""
+        self._pending = True
+        while self._pending and self._lock.acquire(blocking=False):
+            try:
+                self._pending = False
+                ints = self.ints
+                seq = ints[_SEQ] + 1
+                ints[_SEQ] = seq
+                ints[_HEARTBEAT] = time.monotonic_ns()
+                body = self._buffer[
+                    8:
+                ]  # a copy: another thread may set fields before the checksum is written
+                start = self._offset + (seq & 1) * HALF_BYTES
+                self._map[start : start + 8] = _CRC(zlib.crc32(body))
+                self._map[start + 8 : start + 8 + len(body)] = body
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Unmap; the file stays."""
+        self._map.close()
+
+
+def _fields() -> list[list[str]]:
+    return [[name, PAGE_DTYPE[name].str] for name in PAGE_DTYPE.names or ()]
+
+
+class PageReader:
+    """All pages of one node. `read()` may be called at any time, also while ranks write.
+
+    Raises RecordingError when `path` is not a page file of this version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.torn: list[int] = []  #: slots whose two copies were both broken at the last `read()`
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RecordingError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            self._check(self._pread(HEADER_BYTES, 0))
+        except BaseException:
+            self.close()
+            raise
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        # Not a mapping: reading one of a file that has become shorter would be a SIGBUS.
+        try:
+            return os.pread(self._fd, count, offset)
+        except OSError as error:
+            raise RecordingError(f"cannot read {self._path}: {error.strerror}") from error
+
+    def _check(self, head: bytes) -> None:
+        if head[:8] != MAGIC:
+            raise RecordingError(f"{self._path} is not a dtobs page file")
+        length = int.from_bytes(head[8:12], "little")
+        try:
+            meta: dict[str, Any] = json.loads(head[12 : 12 + length])
+            fields = [[str(name), str(kind)] for name, kind in meta["fields"]]
+            schema = int(meta["schema"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise RecordingError(f"{self._path}: damaged header ({error})") from error
+        if schema > SCHEMA or fields != _fields():
+            raise RecordingError(
+                f"{self._path}: written by another version of dtobs (schema {schema}, ours is {SCHEMA})"
+            )
+
+    def read(self) -> npt.NDArray[np.void]:
+        """The pages that hold a value, as PAGE_DTYPE[n] in slot order. Raises RecordingError."""
+        slots = max(0, (os.fstat(self._fd).st_size - HEADER_BYTES) // SLOT_BYTES)
+        if slots > MAX_SLOTS:
+            raise RecordingError(f"{self._path}: damaged, it has room for {slots} ranks")
+        pages = self._pages(self._pread(slots * SLOT_BYTES, HEADER_BYTES))
+        chosen = (pages["seq"][:, 1] > pages["seq"][:, 0]).astype(np.intp)
+        found: list[int] = []
+        self.torn = []
+        for slot in np.flatnonzero(pages["seq"].any(axis=1)).tolist():
+            half = _whole(pages[slot], int(chosen[slot]))
+            for _ in range(_RETRIES):
+                if half is not None:
+                    break
+                again = self._pages(self._pread(SLOT_BYTES, HEADER_BYTES + slot * SLOT_BYTES))
+                pages[slot] = again[0] if len(again) else 0
+                half = _whole(pages[slot], int(pages["seq"][slot].argmax()))
+            if half is None:
+                self.torn.append(slot)
+            else:
+                found.append(slot * 2 + half)
+        return pages.reshape(-1)[found]
+
+    @staticmethod
+    def _pages(data: bytes) -> npt.NDArray[np.void]:
+        slots = len(data) // SLOT_BYTES
+        raw = np.frombuffer(data, np.uint8, slots * SLOT_BYTES).reshape(slots * 2, HALF_BYTES)
+        return np.ascontiguousarray(raw[:, : PAGE_DTYPE.itemsize]).view(PAGE_DTYPE).reshape(slots, 2)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _whole(halves: npt.NDArray[np.void], first: int) -> int | None:
+    """Which of a slot's two copies is whole, `first` preferred; None when neither is."""
+    for half in (first, 1 - first):
+        page = halves[half]
+        if page["seq"] and zlib.crc32(page.tobytes()[8:]) == int(page["crc"]):
+            return half
+    return None

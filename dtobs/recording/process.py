@@ -1,0 +1,130 @@
+"""What the kernel says of a process: alive or not, state, where it waits, how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal as signals
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """One process at one moment. `state` is the letter of /proc (R S D T t Z), "" when the process is gone.
+
+    `exit_code` follows subprocess: negative is the signal that ended it; None when it lives or nobody saw it end.
+    """
+
+    pid: int
+    alive: bool
+    state: str = ""
+    wchan: str = ""
+    syscall: str = ""
+    cpu_seconds: float = 0.0
+    rss_bytes: int = 0
+    exit_code: int | None = None
+    oom_killed: bool = False
+    ended_ns: int = 0  #: monotonic time at which a monitor saw it end; 0 when nobody did
+
+    @property
+    def stopped(self) -> bool:
+        """Suspended by a signal or a debugger."""
+        return self.state in ("T", "t")
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self.alive:
+            return "alive"
+        if self.oom_killed:
+            return "killed by the kernel: out of memory"
+        if self.exit_code is None:
+            return "gone, exit code unknown"
+        if self.exit_code < 0:
+            return f"killed by {signal_name(-self.exit_code)}"
+        return f"exited with code {self.exit_code}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary; `from_json` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """Read it back; unknown keys are passed over. Raises TypeError when `value` is not one of ours."""
+        if not isinstance(value, dict):
+            raise TypeError("a process state is a JSON object")
+        known = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
+        for name, given in known.items():
+            if not isinstance(given, _JSON_TYPES[name]):
+                raise TypeError(f"{name} cannot be {given!r}")
+        return cls(**known)
+
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "pid": (int,),
+    "alive": (bool,),
+    "state": (str,),
+    "wchan": (str,),
+    "syscall": (str,),
+    "cpu_seconds": (int, float),
+    "rss_bytes": (int,),
+    "exit_code": (int, type(None)),
+    "oom_killed": (bool,),
+    "ended_ns": (int,),
+}
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; "signal 77" for one without a name."""
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def decode_status(status: int) -> int:
+    """A wait status as an exit code, negative for a signal."""
+    return -(status & 0x7F) if status & 0x7F else (status >> 8) & 0xFF
+
+
+def read_process(pid: int, start_ticks: int = 0, proc: Path = Path("/proc")) -> ProcessState:
+    """The present state of `pid`; with `start_ticks`, a later process with the same number counts as gone."""
+    fields = _stat_fields(pid, proc)
+    if fields is None or (start_ticks and int(fields[19]) != start_ticks):
+        return ProcessState(pid, alive=False)
+    state = fields[0]
+    if state in ("Z", "X"):
+        # Visible until its parent has waited for it; the last field is the wait status.
+        return ProcessState(pid, alive=False, state=state, exit_code=decode_status(int(fields[49])))
+    return ProcessState(
+        pid,
+        alive=True,
+        state=state,
+        wchan=_read(proc / str(pid) / "wchan").strip("\0\n "),
+        syscall=_read(proc / str(pid) / "syscall").split(" ")[0].strip(),
+        cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS,
+        rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def start_ticks(pid: int, proc: Path = Path("/proc")) -> int:
+    """When the process began, in clock ticks since boot; 0 when it is gone."""
+    fields = _stat_fields(pid, proc)
+    return int(fields[19]) if fields else 0
+
+
+def _stat_fields(pid: int, proc: Path) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third (state) on; the name before them may hold anything."""
+    text = _read(proc / str(pid) / "stat")
+    fields = text.rpartition(")")[2].split()
+    return fields if len(fields) >= 50 else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

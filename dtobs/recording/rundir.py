@@ -1,0 +1,169 @@
+"""The run directory: where each file is, and ``run.json``.
+
+::
+
+    RUN_DIR/run.json  monitor.json  findings.jsonl
+            nodes/00000/{pages.bin, exits.jsonl, monitor.log}
+            ranks/00000/{events-0.ring, steps-0.ring, digests-0.ring, pipeline-0.ring, meta-0.jsonl, stacks-0.txt}
+            ranks/00000/{stdout.log, stderr.log}
+            captures/<UTC time>/   traces/   checkpoints/
+
+The number behind the dash is the attempt: a restart under torchrun is a new attempt in the same run. Everything is
+private to the user (0700, 0600).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dtobs.errors import RecordingDisabled, TargetError
+
+RUN_SCHEMA = "dtobs.run/1"
+MAX_JSON_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths inside one run. Nothing is created by asking for a path."""
+
+    root: Path
+
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def monitor_json(self) -> Path:
+        return self.root / "monitor.json"
+
+    @property
+    def findings(self) -> Path:
+        return self.root / "findings.jsonl"
+
+    @property
+    def captures(self) -> Path:
+        return self.root / "captures"
+
+    @property
+    def traces(self) -> Path:
+        return self.root / "traces"
+
+    def node(self, node: int) -> Path:
+        return self.root / "nodes" / f"{node:05d}"
+
+    def pages(self, node: int) -> Path:
+        return self.node(node) / "pages.bin"
+
+    def exits(self, node: int) -> Path:
+        return self.node(node) / "exits.jsonl"
+
+    def rank(self, rank: int) -> Path:
+        return self.root / "ranks" / f"{rank:05d}"
+
+    def events(self, rank: int, attempt: int) -> Path:
+        return self.rank(rank) / f"events-{attempt}.ring"
+
+    def steps(self, rank: int, attempt: int) -> Path:
+        return self.rank(rank) / f"steps-{attempt}.ring"
+
+    def digests(self, rank: int, attempt: int) -> Path:
+        return self.rank(rank) / f"digests-{attempt}.ring"
+
+    def pipeline(self, rank: int, attempt: int) -> Path:
+        return self.rank(rank) / f"pipeline-{attempt}.ring"
+
+    def meta(self, rank: int, attempt: int) -> Path:
+        return self.rank(rank) / f"meta-{attempt}.jsonl"
+
+    def stacks(self, rank: int, attempt: int) -> Path:
+        return self.rank(rank) / f"stacks-{attempt}.txt"
+
+    def nodes(self) -> list[int]:
+        """Nodes that have recorded here, in order."""
+        return _numbers(self.root / "nodes")
+
+    def ranks(self) -> list[int]:
+        """Ranks that have a folder here, in order."""
+        return _numbers(self.root / "ranks")
+
+    def create(self) -> None:
+        """Make the directory, private to the user. Raises RecordingDisabled."""
+        try:
+            private_folder(self.root)
+        except OSError as error:
+            raise RecordingDisabled(f"cannot make the run directory {self.root}: {error.strerror}") from error
+
+    def write_run(self, info: dict[str, Any]) -> None:
+        """Write run.json whole or not at all. Raises RecordingDisabled."""
+        write_json(self.run_json, {"schema": RUN_SCHEMA, **info})
+
+    def read_run(self) -> dict[str, Any]:
+        """run.json, or {} where it was not written (yet). Raises TargetError when it is damaged."""
+        return read_json(self.run_json)
+
+
+def new_run_path(name: str = "run", base: Path | None = None, now: datetime | None = None) -> Path:
+    """``runs/<UTC time>-<name>`` below `base` (default: the working directory)."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+    return (base or Path.cwd()) / "runs" / f"{stamp}-{safe}"
+
+
+def private_folder(path: Path) -> None:
+    """Make `path` and what is missing above it, mode 0700 each (``mkdir(parents=True)`` leaves those above open).
+
+    Raises OSError.
+    """
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace `path` by `value` as JSON, atomically, mode 0600. Raises RecordingDisabled."""
+    try:
+        private_folder(path.parent)
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                json.dump(value, file, indent=1, default=str)
+                file.write("\n")
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RecordingDisabled(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from `path`, {} when there is no such file. Raises TargetError when it is not a JSON object."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_JSON_BYTES:
+                raise TargetError(f"{path} is too large to be one of ours ({size >> 20} MiB)")
+            value = json.loads(file.read(MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise TargetError(f"{path} cannot be read: {error}. Remove or restore it and try again") from error
+    if not isinstance(value, dict):
+        raise TargetError(f"{path} does not hold a JSON object. Remove or restore it and try again")
+    return value
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        return sorted(int(p.name) for p in folder.iterdir() if re.fullmatch(r"\d{5,9}", p.name))
+    except OSError:
+        return []

@@ -1,0 +1,82 @@
+"""Python stacks as text: parse what faulthandler and py-spy print, find the line that is the user's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_FAULTHANDLER = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d{1,9}|\?\?\?) in (?P<function>.+)$')
+_PYSPY = re.compile(r"^\s+(?P<function>\S.*) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)$")
+_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+|\d+)", re.IGNORECASE)
+_LIBRARY = (
+    "/site-packages/",
+    "/dist-packages/",
+    "/lib/python3",
+    "/lib64/python3",
+    "<frozen ",
+    "/dtobs/probes/",
+    "/dtobs/session/",
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+    @property
+    def in_library(self) -> bool:
+        """Whether it is installed code rather than the user's own."""
+        return any(part in self.file for part in _LIBRARY)
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """One thread; frames with the most recent call first."""
+
+    name: str
+    frames: tuple[Frame, ...]
+
+    @property
+    def user_frame(self) -> Frame | None:
+        """The innermost frame of the user's own code, else the innermost at all."""
+        for frame in self.frames:
+            if not frame.in_library:
+                return frame
+        return self.frames[0] if self.frames else None
+
+    def mentions(self, *needles: str) -> bool:
+        """Whether any frame's file or function contains one of `needles`."""
+        return any(n in f.file or n in f.function for f in self.frames for n in needles)
+
+
+def parse_stacks(text: str) -> list[ThreadStack]:
+    """Stacks of all threads, in the order printed. Lines that are no frame are passed over."""
+    threads: list[ThreadStack] = []
+    name = ""
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            if frames:
+                threads.append(ThreadStack(name, tuple(frames)))
+            name, frames = line.strip().rstrip(":"), []
+        elif found := _FAULTHANDLER.match(line) or _PYSPY.match(line):
+            number = found["line"] or "0"
+            frames.append(Frame(found["file"], int(number) if number.isdigit() else 0, found["function"]))
+    if frames:
+        threads.append(ThreadStack(name, tuple(frames)))
+    return threads
+
+
+def main_thread(threads: list[ThreadStack]) -> ThreadStack | None:
+    """The main thread: py-spy names it, faulthandler prints it last."""
+    for thread in threads:
+        if "MainThread" in thread.name:
+            return thread
+    return threads[-1] if threads else None

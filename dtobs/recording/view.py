@@ -1,0 +1,350 @@
+"""RunView: N ranks' recordings as arrays, one moment in time. Detectors, TUI, exporter and diagnose read only this.
+
+Loading needs no torch and no cooperation of the ranks: a live, hung, dead or torn run loads alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.errors import RecordingError, TargetError
+from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE
+from dtobs.recording.capture import Capture, latest_capture
+from dtobs.recording.clocks import shift, shifts
+from dtobs.recording.meta import Group, Meta, read_meta
+from dtobs.recording.page import PAGE_DTYPE, PageReader
+from dtobs.recording.process import ProcessState, read_process
+from dtobs.recording.ring import adapt, read_ring
+from dtobs.recording.ring_tail import read_tail
+from dtobs.recording.rundir import RunDirectory
+
+MAX_WORLD = 1 << 21
+"""Ranks that a job may have; a larger number is damage."""
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """Step records of all ranks, aligned by step number.
+
+    `steps` is int64[S] ascending; `records` is STEP_DTYPE[R, S]; `valid` is bool[R, S], False where a rank has no
+    record of that step. Rows follow `RunView.ranks`.
+    """
+
+    steps: npt.NDArray[np.int64]
+    records: npt.NDArray[np.void]
+    valid: npt.NDArray[np.bool_]
+
+    def field(self, name: str) -> npt.NDArray[np.float64]:
+        """float64[R, S] of one field, NaN where there is no record. Digests need `records[name]` (exact u64)."""
+        values = self.records[name].astype(np.float64)
+        values[~self.valid] = np.nan
+        return values
+
+    def complete(self) -> StepWindow:
+        """Only the steps that every rank has."""
+        keep = self.valid.all(axis=0) if len(self.valid) else np.zeros(len(self.steps), bool)
+        return StepWindow(self.steps[keep], self.records[:, keep], self.valid[:, keep])
+
+
+@dataclass
+class RunView:
+    """One look at a run.
+
+    `pages` is PAGE_DTYPE[R], row i belongs to rank `ranks[i]` (ascending). `processes` and `capture` are what is
+    known from outside; both may be empty. All times are on one axis, the monotonic clock of this host where ranks ran
+    here, else of the first node. `now_ns` is the time of the look (of the last heartbeat, when the run is looked at
+    from another host or after a reboot).
+    """
+
+    root: Path
+    info: dict[str, Any]
+    pages: npt.NDArray[np.void]
+    now_ns: int
+    processes: dict[int, ProcessState] = field(default_factory=dict)
+    capture: Capture | None = None
+    _clock: dict[int, int] = field(
+        default_factory=dict, repr=False
+    )  # by rank: added to the times of its host
+    _windows: dict[int, StepWindow] = field(default_factory=dict, repr=False)
+    _meta: dict[int, Meta] = field(default_factory=dict, repr=False)
+    _meta_size: dict[int, int] = field(default_factory=dict, repr=False)
+    _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
+    _events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
+    damaged: list[str] = field(default_factory=list)  #: files that could not be read, one line each
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Ranks that recorded, ascending."""
+        return [int(r) for r in self.pages["rank"]]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the job has (also those that never recorded)."""
+        said = int(self.pages["world_size"].max()) if len(self.pages) else 0
+        told = self.info.get("world_size")
+        known = [n for n in (said, told) if isinstance(n, int) and n <= MAX_WORLD]
+        return max([*known, len(self.pages)])
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks of the world without any recording in this attempt."""
+        return sorted(set(range(self.world_size)) - set(self.ranks))
+
+    @property
+    def attempt(self) -> int:
+        """The attempt looked at: the newest."""
+        return int(self.pages["attempt"].max()) if len(self.pages) else 0
+
+    def page(self, rank: int) -> np.void:
+        """The page of `rank`. Raises KeyError when it did not record."""
+        try:
+            return self.pages[self.ranks.index(rank)]  # type: ignore[no-any-return]
+        except ValueError:
+            raise KeyError(rank) from None
+
+    def meta(self, rank: int) -> Meta:
+        """What the numbers in the recording of `rank` stand for."""
+        if rank not in self._meta:
+            path = RunDirectory(self.root).meta(rank, self._attempt(rank))
+            self._meta_size[rank] = _size(path)
+            self._meta[rank] = meta = read_meta(path)
+            for raised in meta.exceptions if self._clock.get(rank) else []:
+                if isinstance(raised.get("t_ns"), int):
+                    raised["t_ns"] += self._clock[rank]
+        return self._meta[rank]
+
+    def events(self, rank: int) -> npt.NDArray[np.void]:
+        """The recent events of `rank`, EVENT_DTYPE, oldest first; empty when unreadable."""
+        if rank not in self._events:
+            path = RunDirectory(self.root).events(rank, self._attempt(rank))
+            self._events[rank] = shift(self._ring(path, EVENT_DTYPE), self._clock.get(rank, 0))
+        return self._events[rank]
+
+    def digests(self, rank: int) -> npt.NDArray[np.void]:
+        """Parameter digests of `rank`: fields step, t_ns, digest u64[parameters]; empty when none."""
+        path = RunDirectory(self.root).digests(rank, self._attempt(rank))
+        return shift(self._ring(path, None), self._clock.get(rank, 0))
+
+    def pipeline(self, rank: int, last: int | None = None) -> npt.NDArray[np.void]:
+        """What the pipeline schedule of `rank` did recently, PIPELINE_DTYPE in the order of the ends; empty when none.
+
+        With `last` only the newest `last` records are read.
+        """
+        path = RunDirectory(self.root).pipeline(rank, self._attempt(rank))
+        return shift(self._ring(path, PIPELINE_DTYPE, last), self._clock.get(rank, 0))
+
+    def rank_steps(self, rank: int) -> npt.NDArray[np.void]:
+        """The step history of `rank`, STEP_DTYPE, oldest first."""
+        if rank not in self._steps:
+            path = RunDirectory(self.root).steps(rank, self._attempt(rank))
+            self._steps[rank] = shift(self._ring(path, STEP_DTYPE), self._clock.get(rank, 0))
+        return self._steps[rank]
+
+    def recent_steps(self, rank: int, last: int) -> npt.NDArray[np.void]:
+        """The newest `last` of `rank_steps`, without reading the rest."""
+        if rank in self._steps:
+            return self._steps[rank][-last:]
+        path = RunDirectory(self.root).steps(rank, self._attempt(rank))
+        return shift(self._ring(path, STEP_DTYPE, last), self._clock.get(rank, 0))
+
+    def steps(self, last: int = 256) -> StepWindow:
+        """The newest `last` steps of all ranks, aligned by step number."""
+        if last not in self._windows:
+            self._windows[last] = _align([self.recent_steps(r, last) for r in self.ranks], last)
+        return self._windows[last]
+
+    def groups(self) -> dict[int, Group]:
+        """Process groups by their number, as seen by any rank."""
+        found: dict[int, Group] = {}
+        for rank in self.ranks:
+            found.update(self.meta(rank).groups)
+        return found
+
+    def process(self, rank: int) -> ProcessState | None:
+        """What the kernel said of `rank`: the live look first, then the capture; None when nobody looked."""
+        if rank in self.processes:
+            return self.processes[rank]
+        if self.capture and rank in self.capture.ranks:
+            return self.capture.ranks[rank].process
+        return None
+
+    def _attempt(self, rank: int) -> int:
+        return int(self.page(rank)["attempt"])
+
+    def _ring(
+        self, path: Path, expected: np.dtype[np.void] | None, last: int | None = None
+    ) -> npt.NDArray[np.void]:
+        empty = np.zeros(0, expected if expected is not None else [("step", "<i8")])
+        if not path.exists():
+            return empty
+        try:
+            records = read_ring(path) if last is None else read_tail(path, last)
+            return records if expected is None else adapt(path, records, expected)
+        except RecordingError as error:
+            if str(error) not in self.damaged:
+                self.damaged.append(str(error))
+            return empty
+
+
+def load_run(
+    root: Path,
+    *,
+    processes: dict[int, ProcessState] | None = None,
+    previous: RunView | None = None,
+    with_capture: bool = True,
+) -> RunView:
+    """Look at a run directory now.
+
+    `processes` is what a monitor knows of the ranks' processes; without it they are looked up in /proc when this is
+    the host that ran them. `previous` is the last look at the same run: meta entries that have not changed since are
+    taken from it. Without `with_capture` the last capture is not read. Raises TargetError when `root` is not a run
+    directory; a damaged file in it is named in `damaged`.
+    """
+    run = RunDirectory(root)
+    if not root.is_dir():
+        raise TargetError(f"there is no directory {root}. Give a run directory (runs/<UTC time>-<name>)")
+    damaged: list[str] = []
+    parts: list[npt.NDArray[np.void]] = []
+    for node in run.nodes():
+        try:
+            with contextlib.closing(PageReader(run.pages(node))) as reader:
+                parts.append(reader.read())
+        except RecordingError as error:
+            damaged.append(str(error))
+            continue
+        damaged += [f"{run.pages(node)}: the page of local rank {slot} is broken" for slot in reader.torn]
+    if not run.nodes() and not run.run_json.exists():
+        raise TargetError(f"{root} is not a run directory of dtobs: it holds neither run.json nor nodes/")
+    pages = np.concatenate(parts) if parts else np.zeros(0, PAGE_DTYPE)
+    if len(pages):
+        pages = pages[pages["attempt"] == pages["attempt"].max()]
+        pages = pages[np.argsort(pages["rank"], kind="stable")]
+    try:
+        info = run.read_run()
+    except TargetError as error:
+        info = {}
+        damaged.append(str(error))
+    view = RunView(root, info, pages, time.monotonic_ns(), damaged=damaged)
+    _to_one_clock(view)
+    _reuse(view, previous)
+    try:
+        view.capture = _capture_of_attempt(run, view) if with_capture else None
+    except TargetError as error:
+        damaged.append(str(error))
+    exits = _exits(run, view)
+    view.processes = exits | (processes if processes is not None else _look(view, exits))
+    if len(pages) and (view.now_ns < int(view.pages["heartbeat_ns"].max()) or not _same_boot(view)):
+        view.now_ns = int(view.pages["heartbeat_ns"].max())
+    return view
+
+
+def boot_id(proc: Path = Path("/proc")) -> str:
+    """The kernel's identifier of this boot of this host; "" where there is none."""
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _to_one_clock(view: RunView) -> None:
+    """Bring the times of ranks of several hosts together."""
+    here = boot_id()
+    by = shifts(view.pages, lambda rank: view.meta(rank).process.get("boot_id", here) == here)
+    if by.any():
+        view.pages = np.concatenate([shift(view.pages[n : n + 1], int(ns)) for n, ns in enumerate(by)])
+        view._clock = dict(zip(view.ranks, by.tolist(), strict=True))
+        view._meta.clear()  # read before the clocks were known
+        view._meta_size.clear()
+
+
+def _reuse(view: RunView, previous: RunView | None) -> None:
+    """Take over the meta entries of ranks whose file is as long as it was (entries are only ever appended)."""
+    if previous is None or previous.root != view.root:
+        return
+    before = {int(p["rank"]): (int(p["attempt"]), int(p["attach_ns"])) for p in previous.pages}
+    for page in view.pages:
+        rank, identity = int(page["rank"]), (int(page["attempt"]), int(page["attach_ns"]))
+        if rank not in previous._meta_size or before.get(rank) != identity:
+            continue
+        size = _size(RunDirectory(view.root).meta(rank, identity[0]))
+        if size == previous._meta_size[rank]:
+            view._meta[rank], view._meta_size[rank] = previous._meta[rank], size
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _same_boot(view: RunView) -> bool:
+    """Whether the ranks ran on this host since its last start, so that pids and clocks mean something."""
+    _, first = np.unique(view.pages["node"], return_index=True)
+    ranks = (int(rank) for rank in view.pages["rank"][first])
+    return any(view.meta(rank).process.get("boot_id") in (boot_id(), None) for rank in ranks)
+
+
+def _look(view: RunView, exits: dict[int, ProcessState]) -> dict[int, ProcessState]:
+    """The processes as this host's kernel has them, for ranks that ran here; a known ending is kept."""
+    here = boot_id()
+    found: dict[int, ProcessState] = {}
+    for row, rank in zip(view.pages, view.ranks, strict=True):
+        if view.meta(rank).process.get("boot_id", here) == here:
+            state = read_process(int(row["pid"]), int(row["start_ticks"]))
+            if state.alive or rank not in exits:
+                found[rank] = state
+    return found
+
+
+def _exits(run: RunDirectory, view: RunView) -> dict[int, ProcessState]:
+    """How ranks of this attempt ended, as the node monitors saw it."""
+    pids = {int(p["pid"]): int(p["rank"]) for p in view.pages}
+    found: dict[int, ProcessState] = {}
+    for node in run.nodes():
+        try:
+            lines = run.exits(node).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            try:
+                state = ProcessState.from_json(json.loads(line))
+            except (ValueError, TypeError, RecursionError):
+                continue  # the last line may be cut
+            if state.pid in pids:
+                rank = pids[state.pid]
+                by = view._clock.get(rank, 0) if state.ended_ns else 0
+                found[rank] = replace(state, ended_ns=state.ended_ns + by)
+    return found
+
+
+def _capture_of_attempt(run: RunDirectory, view: RunView) -> Capture | None:
+    capture = latest_capture(run.captures)
+    if capture is None or not len(view.pages):
+        return None
+    # A monitor captures the ranks of its own host, by that host's clock.
+    by = next((view._clock[rank] for rank in sorted(capture.ranks) if rank in view._clock), 0)
+    capture = replace(capture, taken_ns=capture.taken_ns + by)
+    return None if capture.taken_ns < int(view.pages["attach_ns"].min()) else capture
+
+
+def _align(histories: list[npt.NDArray[np.void]], last: int) -> StepWindow:
+    every = [h["step"] for h in histories if len(h)]
+    steps = np.unique(np.concatenate(every))[-last:] if every else np.zeros(0, np.int64)
+    records = np.zeros((len(histories), len(steps)), STEP_DTYPE)
+    valid = np.zeros((len(histories), len(steps)), bool)
+    for row, history in enumerate(histories):
+        kept = history[np.isin(history["step"], steps)]
+        columns = np.searchsorted(steps, kept["step"])
+        records[row, columns] = kept  # a step done again after a resume: the later record wins
+        valid[row, columns] = True
+    return StepWindow(steps, records, valid)

@@ -1,0 +1,1 @@
+"""Renders a diagnosis as text, JSON or HTML. No analysis happens here."""

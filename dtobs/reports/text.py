@@ -1,0 +1,180 @@
+"""A diagnosis as text for a terminal: the verdict in one sentence, then the ranks, their stacks, and the rest."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+
+from dtobs.diagnose.model import Diagnosis, RankStatus
+from dtobs.findings import Finding, Severity
+from dtobs.reports.likeness import ranges, readable, stacks_by_likeness
+
+_MAX_ROWS = 16
+_MAX_STACKS = 6
+_MAX_FRAMES = 10
+_LABEL = 9
+_STYLES = {"critical": "1;31", "warning": "1;33", "good": "1;32", "dim": "2", "bold": "1"}
+
+Paint = Callable[[str, str], str]
+
+
+def render(diagnosis: Diagnosis, width: int = 100, *, colour: bool = False) -> str:
+    """The report, at most `width` columns wide (80 at least), with a newline at its end."""
+    width = max(80, min(width, 140))
+
+    def paint(text: str, style: str) -> str:
+        return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if colour else text
+
+    parts = [_verdict(diagnosis, width, paint)]
+    if diagnosis.ranks:
+        parts.append(_table(diagnosis, width, paint))
+    parts += [_stacks(diagnosis, width, paint), _others(diagnosis, width, paint), _notes(diagnosis, width)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _verdict(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
+    verdict = diagnosis.verdict
+    if verdict is None:
+        heading = paint("nothing found", "good")
+        return f"{heading} in {diagnosis.target} ({_count(diagnosis.world_size, 'rank')})"
+    lines = [
+        paint(line, verdict.severity.value)
+        for line in textwrap.wrap(_sentence(verdict.summary), width, break_long_words=False)
+    ]
+    lines += ["", *_labelled("code", f"{verdict.code} ({verdict.severity}, {verdict.confidence})", width)]
+    lines += _labelled("where", _site_of(verdict), width)
+    lines += _labelled("do next", verdict.next_step, width)
+    lines += _labelled("run", diagnosis.target, width)
+    return "\n".join(lines)
+
+
+def _site_of(finding: Finding) -> str:
+    parts = [
+        f"step {finding.step}" if finding.step is not None else "",
+        f"group {finding.group}" if finding.group else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _table(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
+    accused = set(diagnosis.verdict.ranks) if diagnosis.verdict else set()
+    chosen = sorted(diagnosis.ranks, key=lambda rank: (rank not in accused, rank))[:_MAX_ROWS]
+    shown = [diagnosis.ranks[rank] for rank in sorted(chosen)]
+    rows = [("rank", "state", "step", "phase", "last collective"), *(_row(status) for status in shown)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [
+            row[0].rjust(widths[0]),
+            row[1].ljust(widths[1]),
+            row[2].rjust(widths[2]),
+            row[3].ljust(widths[3]),
+        ]
+        line = _cut("  ".join([*cells, row[4]]).rstrip(), width)
+        lines.append(paint(line, _row_style(number, shown, accused)) if not number or accused else line)
+    rest = [status for rank, status in diagnosis.ranks.items() if rank not in set(chosen)]
+    if rest:
+        counts = Counter(status.state for status in rest)
+        lines.append(
+            f"… and {len(rest)} more: {', '.join(f'{n} {state}' for state, n in counts.most_common())}"
+        )
+    if diagnosis.missing_ranks:
+        lines.append(_cut(f"never recorded: ranks {ranges(diagnosis.missing_ranks)}", width))
+    return "\n".join(lines)
+
+
+def _row_style(number: int, shown: list[RankStatus], accused: set[int]) -> str:
+    if not number:
+        return "dim"
+    return "bold" if shown[number - 1].rank in accused else "dim"
+
+
+def _row(status: RankStatus) -> tuple[str, str, str, str, str]:
+    state = status.state
+    if status.waited_seconds is not None and state == "waiting":
+        state = f"waiting {_short(status.waited_seconds)}"
+    elif status.ending and state != "closed":
+        state = f"{state}: {status.ending}"
+    elif (
+        status.silent_seconds is not None
+        and status.silent_seconds >= 10
+        and state not in ("closed", "failed")
+    ):
+        state = f"{state} {_short(status.silent_seconds)}"
+    return (
+        str(status.rank),
+        state,
+        "" if status.step is None else str(status.step),
+        status.phase,
+        status.last_collective,
+    )
+
+
+def _stacks(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
+    accused = diagnosis.verdict.ranks if diagnosis.verdict else ()
+    groups = stacks_by_likeness(diagnosis.ranks.values(), accused)
+    blocks = []
+    for ranks, stack in groups[:_MAX_STACKS]:
+        title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+        lines = [paint(f"main thread of {title}, most recent call first", "bold")]
+        shown = readable(stack)
+        lines += [_cut(f"  {frame}", width, keep_end=True) for frame in shown[:_MAX_FRAMES]]
+        if len(shown) > _MAX_FRAMES:
+            lines.append(f"  … {len(shown) - _MAX_FRAMES} more")
+        blocks.append("\n".join(lines))
+    if len(groups) > _MAX_STACKS:
+        blocks.append(f"… and {len(groups) - _MAX_STACKS} other stacks")
+    return "\n\n".join(blocks)
+
+
+def _others(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
+    others = [finding for finding in diagnosis.findings if finding is not diagnosis.verdict]
+    if not others:
+        return ""
+    lines = [paint("also found", "bold")]
+    for finding in others:
+        style = "critical" if finding.severity is Severity.CRITICAL else "warning"
+        text = f"{finding.code} ({finding.confidence}): {finding.summary}"
+        wrapped = textwrap.wrap(text, width - 2, subsequent_indent="  ", break_long_words=False)
+        lines += [f"  {paint(wrapped[0], style)}", *(f"  {line}" for line in wrapped[1:])]
+    return "\n".join(lines)
+
+
+def _notes(diagnosis: Diagnosis, width: int) -> str:
+    lines = []
+    for note in diagnosis.notes:
+        lines += textwrap.wrap(f"note: {note}", width, subsequent_indent="  ", break_long_words=False)
+    return "\n".join(lines)
+
+
+def _labelled(label: str, text: str, width: int) -> list[str]:
+    if not text:
+        return []
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=label.ljust(_LABEL),
+        subsequent_indent=" " * _LABEL,
+        break_long_words=False,
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "…")) else ".")
+
+
+def _cut(line: str, width: int, *, keep_end: bool = False) -> str:
+    if len(line) <= width:
+        return line
+    return f"  …{line[-(width - 3) :]}" if keep_end else f"{line[: width - 1]}…"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _short(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

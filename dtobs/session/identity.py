@@ -1,0 +1,147 @@
+"""Which rank this process is, and which run directory all ranks of the job agree on, without a collective."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from dtobs.errors import TargetError
+from dtobs.recording.rundir import RunDirectory, new_run_path
+
+AGREE_SECONDS = 60.0
+"""How long a rank waits for rank 0 to say where the run is recorded."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One rank of one attempt.
+
+    `attempt` is torchrun's restart count until the ranks have agreed on one. `launch` is torchrun's run id, "" when it
+    has none of its own.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    attempt: int
+    launch: str = ""
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str] | None = None) -> Identity:
+        """From the process group where there is one, else from torchrun's variables, else a single process."""
+        values = os.environ if environment is None else environment
+        rank, world = _from_group() or (_number(values, "RANK", 0), _number(values, "WORLD_SIZE", 1))
+        per_node = _number(values, "LOCAL_WORLD_SIZE", 0)
+        local = _number(values, "LOCAL_RANK", _number(values, "SLURM_LOCALID", rank))
+        node = _number(
+            values, "GROUP_RANK", _number(values, "SLURM_NODEID", rank // per_node if per_node else 0)
+        )
+        launch = values.get("TORCHELASTIC_RUN_ID", "")
+        return cls(
+            rank=rank,
+            world_size=world,
+            local_rank=local,
+            node=node,
+            attempt=_number(values, "TORCHELASTIC_RESTART_COUNT", 0),
+            launch="" if launch == "none" else launch,
+        )
+
+
+def _number(values: Mapping[str, str], name: str, default: int) -> int:
+    text = values.get(name, "")
+    return int(text) if text.isdigit() else default
+
+
+def _from_group() -> tuple[int, int] | None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return None
+
+
+_agreed: dict[str, int] = {}
+"""How often this process has agreed on a run, so that a second time gets a key of its own."""
+
+
+def agree(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tuple[Path, int]:
+    """The run's directory, absolute, and the number of this attempt in it, the same on all ranks.
+
+    The directory is `asked`, else DTOBS_RUN_DIR, else a new one that rank 0 chooses. The attempt is the first that
+    has not recorded there: a restart by torchrun, or a later job in the same directory, overwrites nothing. Where
+    there is no store to agree through, it is torchrun's restart count.
+    Raises OSError or RuntimeError when rank 0 says nothing in time.
+    """
+    given = asked if asked is not None else os.environ.get("DTOBS_RUN_DIR")
+    path = Path(given).absolute() if given else None
+    store = _store() if who.world_size > 1 else None
+    if store is None and who.world_size > 1:
+        return path or _choose(name, who), who.attempt
+    count = _agreed.get("count", 0)
+    _agreed["count"] = count + 1
+    key = f"dtobs/run/{who.attempt}/{count}"
+    if store is not None and who.rank != 0:
+        store.wait([key], timedelta(seconds=AGREE_SECONDS))
+        chosen, attempt = json.loads(store.get(key))
+        return path or Path(chosen), int(attempt)
+    path = path or _choose(name, who)
+    attempt = _free_attempt(RunDirectory(path))
+    if store is not None:
+        store.set(key, json.dumps([str(path), attempt]))
+    return path, attempt
+
+
+def _free_attempt(run: RunDirectory) -> int:
+    return next(n for n in itertools.count() if not run.meta(0, n).exists())
+
+
+def _choose(name: str, who: Identity) -> Path:
+    """A new directory, or after a restart by torchrun the one of the attempts before."""
+    path = new_run_path(name)
+    if who.attempt > 0 and who.launch:
+        for earlier in sorted(path.parent.glob(f"*-{path.name.partition('-')[2]}"), reverse=True):
+            try:
+                if RunDirectory(earlier).read_run().get("launch") == who.launch:
+                    return earlier
+            except TargetError:
+                continue
+    return path
+
+
+def _store() -> Any:
+    """The store that the process group met through, else torchrun's own; None without one.
+
+    Private torch, tried with 2.13.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return None
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import distributed_c10d
+
+    if dist.is_initialized():
+        get = getattr(distributed_c10d, "_get_default_store", None)
+        return get() if get is not None else None
+    values = os.environ
+    if values.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and values.get("MASTER_PORT", "").isdigit():
+        return TCPStore(
+            values.get("MASTER_ADDR", "127.0.0.1"),
+            int(values["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=AGREE_SECONDS),
+        )
+    return None
+
+
+def host() -> str:
+    """This machine's name."""
+    return socket.gethostname()

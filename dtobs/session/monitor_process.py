@@ -1,0 +1,48 @@
+"""Starts the node's monitor: a process of its own that outlives this one and never holds it up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dtobs
+from dtobs.recording.rundir import RunDirectory
+
+
+class MonitorProcess:
+    """The monitor as its parent sees it. It ends by itself when the node's ranks are gone."""
+
+    def __init__(self, run: RunDirectory, node: int) -> None:
+        """Start it. Raises OSError when that is impossible."""
+        log = run.node(node) / "monitor.log"
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dtobs.monitor", str(run.root), "--node", str(node)],
+                stdin=subprocess.DEVNULL,
+                stdout=fd,
+                stderr=fd,
+                cwd="/",
+                env=_environment(),
+                start_new_session=True,  # a Ctrl-C or a kill of the job's process group is not for it
+                close_fds=True,
+            )
+        finally:
+            os.close(fd)
+        self.pid = self._process.pid
+
+    def let_go(self) -> None:
+        """Forget it without waiting."""
+        if self._process.poll() is None:
+            # Popen warns when it is deleted before its process has ended; this one is meant to live on.
+            self._process.returncode = 0
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with dtobs importable from wherever this process got it."""
+    here = str(Path(dtobs.__file__).resolve().parents[1])
+    paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}

@@ -1,0 +1,169 @@
+"""`attach`: start observing this process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtobs.errors import DtobsError
+from dtobs.recording.recorder import Recorder
+from dtobs.recording.rundir import RunDirectory, new_run_path
+from dtobs.session.identity import Identity, agree
+from dtobs.session.run_info import describe_run
+from dtobs.session.session import LiveSession, Session
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+_current: LiveSession | None = None
+_parents: LiveSession | None = (
+    None  #: of the process this one was forked from: silenced, its hooks still in place
+)
+_at_fork = False
+
+
+def attach(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    name: str = "run",
+    mesh: DeviceMesh | None = None,
+    replicas: Any = "auto",
+    probes: Mapping[str, str] | None = None,
+    monitor: bool = True,
+    hang_timeout: float | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Session:
+    """Start observing this rank; never raises for a reason of its own.
+
+    `run_dir`: where to record, the same for all ranks (default: DTOBS_RUN_DIR, else ``runs/<UTC time>-<name>``).
+    `replicas`: which ranks hold equal plain parameters: "auto", None, or a process group.
+    `probes`: levels by probe name, such as ``{"collectives": "cheap", "parameters": "off"}``.
+    `hang_timeout`: seconds without progress that are a hang (default: adapts to the run's own steps).
+    `config`: settings to keep with the run; secrets are left out. With a session attached already, that one
+    watches the new model and is returned.
+    """
+    global _current
+    if os.environ.get("DTOBS_DISABLE") == "1":
+        return Session(_shown(run_dir, name))
+    if _current is not None and _current.active:
+        if model is not None or optimizer is not None:
+            _current.watch(model, optimizer)
+        return _current
+    _forget_parent()
+    try:
+        session = _start(
+            model, optimizer, run_dir, name, mesh, replicas, _levels(probes), hang_timeout, config
+        )
+    except (DtobsError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        sys.stderr.write(f"dtobs: not recording this run: {reason}\n")
+        return Session(_shown(run_dir, name))
+    _current = session
+    _close_at_exit(session)
+    _register_fork()
+    if monitor and os.environ.get("DTOBS_MONITOR") != "0" and session.local_rank == 0:
+        try:
+            session.start_monitor()
+        except OSError as error:
+            sys.stderr.write(f"dtobs: recording without a monitor: {error}\n")
+    return session
+
+
+def current() -> Session | None:
+    """The session attached in this process, None when there is none."""
+    return _current if _current is not None and _current.active else None
+
+
+def _start(
+    model: Any,
+    optimizer: Any,
+    run_dir: str | os.PathLike[str] | None,
+    name: str,
+    mesh: Any,
+    replicas: Any,
+    levels: Mapping[str, str],
+    hang_timeout: float | None,
+    config: Mapping[str, Any] | None,
+) -> LiveSession:
+    from dtobs.probes.base import Context
+
+    who = Identity.find()
+    root, attempt = agree(run_dir, name, who)
+    who = replace(who, attempt=attempt)
+    run = RunDirectory(root)
+    run.create()
+    recorder = Recorder(
+        run, who.rank, who.world_size, local_rank=who.local_rank, node=who.node, attempt=who.attempt
+    )
+    if isinstance(optimizer, Sequence):
+        optimizer = optimizer[-1] if optimizer else None
+    context = Context(
+        recorder, who.rank, who.world_size, model=model, optimizer=optimizer, mesh=mesh, replicas=replicas
+    )
+    recorder.page.set(hang_timeout_ns=int((hang_timeout or 0) * 1e9))
+    if who.rank == 0:
+        said = describe_run(name, who, mesh, config)
+        if who.attempt > 0:  # the run began with its first attempt
+            said["started"] = run.read_run().get("started", said["started"])
+        run.write_run(said)
+    return LiveSession(recorder, context, who, levels)
+
+
+def _levels(probes: Mapping[str, str] | None) -> dict[str, str]:
+    """Levels by probe name: those of the call win over the environment's."""
+    levels = dict(probes or {})
+    asked = os.environ.get("DTOBS_COLLECTIVES", "")
+    if asked and "collectives" not in levels:
+        levels["collectives"] = asked
+    level = levels.get("collectives", "full")
+    if level not in ("full", "cheap", "off"):
+        raise ValueError(f'DTOBS_COLLECTIVES is {level!r}: use "full", "cheap" or "off"')
+    return levels
+
+
+def _shown(run_dir: str | os.PathLike[str] | None, name: str) -> Path:
+    given = run_dir if run_dir is not None else os.environ.get("DTOBS_RUN_DIR")
+    return Path(given).absolute() if given else new_run_path(name)
+
+
+def _close_at_exit(session: LiveSession) -> None:
+    """Close when the interpreter ends; a child of multiprocessing ends without running atexit."""
+    atexit.register(session.close)
+    session.on_close(lambda: atexit.unregister(session.close))
+    if parent_process() is not None:
+        finalizer = Finalize(session, session.close, exitpriority=100)
+        session.on_close(lambda: finalizer.cancel())
+
+
+def _register_fork() -> None:
+    """Once a process: torch's data loaders and others fork, and the child is not the rank."""
+    global _at_fork
+    if not _at_fork:
+        _at_fork = True
+        os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    global _current, _parents
+    session, _current = _current, None
+    if session is not None and session.active:
+        session.abandon()
+        _parents = session
+
+
+def _forget_parent() -> None:
+    """A forked child that attaches for itself first takes the hooks out that it inherited."""
+    global _parents
+    session, _parents = _parents, None
+    if session is not None:
+        session.take_hooks_out()

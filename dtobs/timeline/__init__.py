@@ -1,0 +1,1 @@
+"""What happened when: pipelines and their bubbles, replay, timelines as Chrome traces and pictures. No torch."""

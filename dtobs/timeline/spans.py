@@ -1,0 +1,179 @@
+"""What each rank did in chosen steps, as spans on named tracks: for Chrome traces and pictures.
+
+Spans of one track of one rank nest: computing, waiting and each stream of messages have tracks of their own, and
+messages of one stream that overlap get a lane each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.errors import TargetError
+from dtobs.events import EVENT_DTYPE, Kind, Phase, PipelineOp
+from dtobs.recording.view import RunView
+from dtobs.timeline.clocks import to_common_clock
+from dtobs.timeline.pipeline import Chunk, chunks_by_step
+
+STEPS, PHASES, COMPUTE, WAIT = "steps", "phases", "compute", "wait"
+_STREAMS = {
+    PipelineOp.SEND_FORWARD: "send forward",
+    PipelineOp.RECV_FORWARD: "receive forward",
+    PipelineOp.SEND_BACKWARD: "send backward",
+    PipelineOp.RECV_BACKWARD: "receive backward",
+}
+_LETTER = {
+    PipelineOp.FORWARD: "F",
+    PipelineOp.BACKWARD: "B",
+    PipelineOp.BACKWARD_INPUT: "I",
+    PipelineOp.BACKWARD_WEIGHT: "W",
+    PipelineOp.LOSS: "L",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time, on the clock that all ranks share. An instant has equal begin and end."""
+
+    rank: int
+    track: str
+    name: str
+    begin_ns: int
+    end_ns: int
+    kind: str = ""  #: "F", "B", "I", "W" or "L" for what a pipeline computes
+    details: dict[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of `steps`, by rank and begin."""
+
+    name: str
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def begin_ns(self) -> int:
+        """When the first of them begins."""
+        return min((span.begin_ns for span in self.spans), default=0)
+
+
+def timeline(view: RunView, first: int | None = None, last: int | None = None, newest: int = 3) -> Timeline:
+    """The steps from `first` to `last`, without them the `newest` ones. Raises TargetError when none is recorded."""
+    window = view.steps(4096)
+    known = window.steps.tolist()
+    if first is None and last is None:
+        chosen = known[-newest:]
+    else:
+        chosen = [s for s in known if (first is None or s >= first) and (last is None or s <= last)]
+    if not chosen:
+        have = f"steps {known[0]} to {known[-1]}" if known else "no finished step"
+        raise TargetError(f"{view.root} has no record of the steps asked for: it has {have}")
+    shifts = to_common_clock(view)
+    spans: list[Span] = []
+    for row, rank in enumerate(view.ranks):
+        records = window.records[row][np.isin(window.steps, chosen) & window.valid[row]]
+        if len(records):
+            spans += _of_rank(view, rank, records, shifts[rank])
+    ranks = tuple(view.ranks)
+    ordered = sorted(spans, key=lambda s: (s.rank, s.track, s.begin_ns, -s.end_ns))
+    return Timeline(str(view.info.get("name") or view.root.name), tuple(chosen), ranks, tuple(ordered))
+
+
+def _of_rank(view: RunView, rank: int, records: npt.NDArray[np.void], shift: int) -> Iterator[Span]:
+    for record in records:
+        begin, end = int(record["begin_ns"]) + shift, int(record["end_ns"]) + shift
+        yield Span(rank, STEPS, f"step {int(record['step'])}", begin, end)
+    begin, end = int(records["begin_ns"].min()), int(records["end_ns"].max())
+    events = view.events(rank)
+    inside = events[(events["t_ns"] >= begin) & (events["t_ns"] <= end)]
+    phases = view.meta(rank).phases
+    yield from (_shifted(s, shift) for s in _phases(rank, inside, phases, begin, end))
+    yield from (_shifted(s, shift) for s in _waits(rank, inside))
+    yield from (_shifted(s, shift) for s in _collectives(view, rank, inside))
+    by_step = chunks_by_step(view, rank, shift)
+    for record in records:
+        yield from _pipeline(rank, by_step.get(int(record["step"]), ()))
+
+
+def _shifted(span: Span, shift: int) -> Span:
+    return replace(span, begin_ns=span.begin_ns + shift, end_ns=span.end_ns + shift) if shift else span
+
+
+def _phases(
+    rank: int, events: npt.NDArray[np.void], names: dict[int, str], begin: int, end: int
+) -> Iterator[Span]:
+    """Phases nest; one whose begin was before the first step is cut there, one still open at the last step's end."""
+    stack: list[tuple[int, int]] = []
+    for event in events[np.isin(events["kind"], (Kind.PHASE_BEGIN, Kind.PHASE_END))]:
+        number, at = int(event["phase"]), int(event["t_ns"])
+        if event["kind"] == Kind.PHASE_BEGIN:
+            stack.append((number, at))
+        elif not stack:
+            yield Span(rank, PHASES, _phase(number, names), begin, at)
+        else:
+            while stack:
+                opened, since = stack.pop()
+                yield Span(rank, PHASES, _phase(opened, names), since, at)
+                if opened == number:
+                    break
+    for number, since in stack:
+        yield Span(rank, PHASES, _phase(number, names), since, end)
+
+
+def _phase(number: int, names: dict[int, str]) -> str:
+    known = number in Phase._value2member_map_
+    return Phase(number).name.lower() if known else names.get(number, f"phase {number}")
+
+
+def _waits(rank: int, events: npt.NDArray[np.void]) -> Iterator[Span]:
+    for event in events[events["kind"] == Kind.WAIT_END]:
+        at = int(event["t_ns"])
+        yield Span(rank, WAIT, "wait", at - round(float(event["value"]) * 1e9), at)
+
+
+def _collectives(view: RunView, rank: int, events: npt.NDArray[np.void]) -> Iterator[Span]:
+    """The moments at which collectives were issued, a track a group: when they ended a host does not know."""
+    assert events.dtype == EVENT_DTYPE
+    meta = view.meta(rank)
+    for event in events[events["kind"] == Kind.COLLECTIVE]:
+        group, op, at = int(event["group"]), int(event["op"]), int(event["t_ns"])
+        name = str(meta.ops.get(op, "collective"))
+        track = f"collectives of {meta.groups[group]}" if group in meta.groups else "collectives"
+        details: dict[str, float | int | str] = {
+            "sequence": int(event["seq"]),
+            "bytes": float(event["value"]),
+        }
+        yield Span(rank, track, name, at, at, "", details)
+
+
+def _pipeline(rank: int, chunks: Iterable[Chunk]) -> Iterator[Span]:
+    lanes: dict[str, list[int]] = {}
+    for chunk in chunks:
+        details: dict[str, float | int | str] = {
+            "stage": chunk.stage,
+            "virtual stage": chunk.chunk,
+            "micro-batch": chunk.micro_batch,
+        }
+        where = f"{chunk.stage}:{chunk.micro_batch}"
+        if chunk.is_compute:
+            letter = _LETTER[chunk.op]
+            yield Span(rank, COMPUTE, f"{letter} {where}", chunk.begin_ns, chunk.end_ns, letter, details)
+        elif chunk.op in _STREAMS:
+            details |= {"peer": chunk.peer, "bytes": chunk.bytes}
+            track = _lane(lanes, _STREAMS[chunk.op], chunk)
+            yield Span(rank, track, where, chunk.begin_ns, chunk.end_ns, "", details)
+        else:
+            yield Span(rank, WAIT, f"wait {where}", chunk.begin_ns, chunk.end_ns, "", details)
+
+
+def _lane(lanes: dict[str, list[int]], stream: str, chunk: Chunk) -> str:
+    """The first lane of the stream that is free; `lanes` holds when each becomes so."""
+    free = lanes.setdefault(stream, [])
+    number = next((i for i, end in enumerate(free) if end <= chunk.begin_ns), len(free))
+    free[number:] = [chunk.end_ns, *free[number + 1 :]]
+    return stream if number == 0 else f"{stream} {number + 1}"

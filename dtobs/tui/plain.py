@@ -1,0 +1,121 @@
+"""A frame as plain text, for ``dtobs top --once``: no colours, no cursor, fits a width."""
+
+from __future__ import annotations
+
+import textwrap
+
+from dtobs.findings import Severity
+from dtobs.tui import words
+from dtobs.tui.columns import Scale, fitting
+from dtobs.tui.model import FindingRow, Frame
+from dtobs.tui.order import Order, arrange
+
+
+def render(frame: Frame, width: int = 100, order: Order | None = None, limit: int = 64) -> str:
+    """The whole frame, at most `limit` ranks, lines of at most `width` characters."""
+    lines = [_title(frame), *_figures(frame, width)]
+    if frame.rows:
+        lines += ["", *_table(frame, width, order or Order(), limit)]
+    if frame.missing_ranks:
+        lines.append(f"no recording from rank {words.ranks(frame.missing_ranks)}")
+    lines += ["", *_findings(frame, width)] if frame.rows else []
+    lines += [f"damaged: {line}" for line in frame.damaged]
+    return "\n".join(words.shorten(line.rstrip(), width) for line in lines) + "\n"
+
+
+def facts(frame: Frame) -> list[tuple[str, str]]:
+    """The figures of the whole run as (label, value), the most important first; unknown ones are left out."""
+    step = words.NONE if frame.step is None else f"{frame.step:,}"
+    if frame.total_steps:
+        step += f"/{frame.total_steps:,}"
+    pairs = [
+        ("step", step),
+        ("loss", words.number(frame.loss)),
+        ("tokens/s", words.count(frame.tokens_per_second)),
+        ("step time", words.duration(frame.step_seconds)),
+        ("MFU", words.NONE if frame.mfu is None else f"{frame.mfu:.1%}"),
+        ("skew", words.duration(frame.skew_seconds)),
+        ("bubble", _bubble(frame)),
+        ("grad norm", words.number(frame.gradient_norm)),
+        ("val loss", words.number(frame.validation_loss)),
+        ("lr", words.number(frame.learning_rate)),
+    ]
+    return [pair for pair in pairs if pair[1] != words.NONE]
+
+
+def _bubble(frame: Frame) -> str:
+    """``31% (schedule 27%)``: measured, and what the schedule cannot avoid."""
+    if frame.bubble is None:
+        return words.NONE
+    bound = "" if frame.bubble_ideal is None else f" (schedule {frame.bubble_ideal:.0%})"
+    return f"{frame.bubble:.0%}{bound}"
+
+
+def place(frame: Frame) -> str:
+    """``8 ranks on 2 hosts · replicate 4 × shard 2 · attempt 1``."""
+    ranks = f"{frame.world_size:,} rank{'s' if frame.world_size != 1 else ''}"
+    hosts = f"{frame.hosts:,} host{'s' if frame.hosts != 1 else ''}"
+    parts = [f"{ranks} on {hosts}", frame.layout, f"attempt {frame.attempt}" if frame.attempt else ""]
+    return " · ".join(part for part in parts if part)
+
+
+def findings_count(frame: Frame) -> str:
+    """``1 critical, 2 warnings``; "no findings" without any."""
+    critical, warnings = frame.count(Severity.CRITICAL), frame.count(Severity.WARNING)
+    parts = [f"{critical} critical" if critical else ""]
+    parts.append(f"{warnings} warning{'s' if warnings != 1 else ''}" if warnings else "")
+    return ", ".join(part for part in parts if part) or "no findings"
+
+
+def _title(frame: Frame) -> str:
+    if not frame.world_size:
+        return f"{frame.name}: {frame.status_text}"
+    return f"{frame.name}: {frame.status_text} · {place(frame)} · {words.clock(frame.elapsed_seconds)}"
+
+
+def _figures(frame: Frame, width: int) -> list[str]:
+    text = ""
+    for label, value in facts(frame):
+        longer = f"{text}   {label} {value}" if text else f"{label} {value}"
+        text = longer if len(longer) <= width else text
+    spark = words.sparkline(frame.loss_history, 24)
+    return [text, f"loss {spark}"] if text and len(set(frame.loss_history)) > 1 else [text] if text else []
+
+
+def _table(frame: Frame, width: int, order: Order, limit: int) -> list[str]:
+    rows = arrange(frame.rows, order, limit)
+    columns, scale = fitting(frame, width), Scale.of(rows)
+    lines = ["  ".join(_fit(c.title, c.width, c.right) for c in columns)]
+    for row in rows:
+        cells = ["".join(text for text, _ in c.cell(row, scale)) for c in columns]
+        lines.append("  ".join(_fit(t, c.width, c.right) for t, c in zip(cells, columns, strict=True)))
+    if len(rows) < len(frame.rows):
+        lines.append(f"… {len(rows)} of {len(frame.rows):,} ranks, the most suspicious ones")
+    return lines
+
+
+def _fit(text: str, width: int, right: bool) -> str:
+    text = words.shorten(text, width)
+    return text.rjust(width) if right else text.ljust(width)
+
+
+def _findings(frame: Frame, width: int) -> list[str]:
+    if not frame.findings:
+        return ["no findings"]
+    lines: list[str] = []
+    for finding in frame.findings:
+        lines.append(heading(finding))
+        for text in (finding.summary, f"next: {finding.next_step}"):
+            lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")
+    return lines
+
+
+def heading(finding: FindingRow) -> str:
+    """``critical  rank-not-joined  rank 3  step 120  for 1m12s  (certain)``."""
+    which = (
+        f"rank{'s' if len(finding.ranks) != 1 else ''} {words.ranks(finding.ranks)}" if finding.ranks else ""
+    )
+    step = f"step {finding.step:,}" if finding.step is not None else ""
+    age = f"for {words.age(finding.age_seconds)}" if finding.age_seconds is not None else ""
+    parts = [finding.severity, finding.code, which, step, age, f"({finding.confidence})"]
+    return "  ".join(part for part in parts if part)

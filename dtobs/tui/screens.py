@@ -1,0 +1,199 @@
+"""Screens over the main one: a rank in full, the evidence of a finding, help. Escape closes each."""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+from rich.console import Group, RenderableType
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from dtobs.tui import palette, words
+from dtobs.tui.detail import RankDetail, StepLine
+from dtobs.tui.model import FindingRow
+
+_LABEL = Style(color=palette.GREY)
+_HEAD = Style(color=palette.TEAL, bold=True)
+_PART_COLOURS = {
+    "data": "#b48ead",
+    "forward": "#5ab0b4",
+    "backward": "#4c8f93",
+    "exposed": "#d9905a",
+    "optimizer": "#8fd694",
+    "checkpoint": "#e5c07b",
+    "validation": "#7aa2f7",
+    "other": "#4a5266",
+}
+_BAR = 32
+HELP = (
+    ("q", "quit; the training goes on"),
+    ("space, p", "pause and go on"),
+    ("s", "sort by the next column; a click on a title sorts by it"),
+    ("r", "reverse the order"),
+    ("f", "only suspicious ranks, or all"),
+    ("Enter", "details of the rank, or evidence of the finding, under the cursor"),
+    ("Tab", "between ranks and findings"),
+    ("Escape", "close this"),
+)
+GLOSSARY = (
+    (
+        "busy",
+        "own time of the last step: what this rank did itself. Compare ranks by this, never by step time",
+    ),
+    ("wait", "time of the last step in which the host waited for communication"),
+    ("late", "how long after the first rank this one came to the step's first collective"),
+    ("norm", "this rank's gradient norm before reduction"),
+    ("seen", "since its last sign of life"),
+)
+
+
+class Panel(ModalScreen[None]):
+    """A scrolling sheet with a title."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [("escape,q,enter", "dismiss", "Close")]
+
+    def __init__(self, title: str, content: RenderableType = "") -> None:
+        super().__init__()
+        self._title, self._content = title, content
+
+    def compose(self) -> ComposeResult:
+        """The sheet."""
+        with VerticalScroll(id="sheet") as sheet:
+            sheet.border_title = self._title
+            sheet.border_subtitle = "Escape: back"
+            yield Static(self._content, id="content")
+
+    def write(self, content: RenderableType) -> None:
+        """Replace what it says; where it was scrolled to stays."""
+        self.query_one("#content", Static).update(content)
+
+
+class RankScreen(Panel):
+    """One rank in full; the app feeds it a new detail at each look."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank}", Text("reading …", _LABEL))
+        self.rank = rank
+
+    def show(self, detail: RankDetail | None) -> None:
+        """Draw `detail`."""
+        self.write(Text("this rank has no recording") if detail is None else _rank(detail))
+
+
+def help_screen() -> Panel:
+    """Keys and words."""
+    return Panel("help", Group(_pairs(HELP), Text(""), Text("columns", _HEAD), _pairs(GLOSSARY)))
+
+
+def evidence_screen(finding: FindingRow) -> Panel:
+    """What a finding rests on."""
+    parts: list[RenderableType] = [
+        Text(finding.summary, Style(color=palette.BRIGHT, bold=True)),
+        Text(""),
+        _pairs(
+            [
+                ("severity", f"{finding.severity}, {finding.confidence}"),
+                ("ranks", words.ranks(finding.ranks, limit=40) or words.NONE),
+                ("step", words.NONE if finding.step is None else f"{finding.step:,}"),
+                ("found", finding.found_utc),
+                ("do next", finding.next_step),
+            ]
+        ),
+    ]
+    for number, record in enumerate(finding.evidence, 1):
+        rest = [(str(k), _value(v)) for k, v in record.items() if k != "what"]
+        parts += [Text(f"\nevidence {number}  {record.get('what', '')}", _HEAD), _pairs(rest)]
+    if not finding.evidence:
+        parts.append(Text("\nno records were kept with it", _LABEL))
+    return Panel(finding.code, Group(*parts))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+        return "\n".join(value)  # frames of a stack
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _pairs(rows: list[tuple[str, str]] | tuple[tuple[str, str], ...]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=_LABEL, justify="right", min_width=10)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, Text(text))
+    return table
+
+
+def _rank(detail: RankDetail) -> Group:
+    parts: list[RenderableType] = [_pairs(detail.facts)]
+    if detail.exception:
+        parts += [Text("\nexception", Style(color=palette.RED, bold=True)), Text(detail.exception)]
+    if detail.steps:
+        parts += [Text("\nlast steps  ", _HEAD) + _legend(detail.steps), _steps(detail.steps)]
+    if detail.events:
+        parts += [Text("\nlast events", _HEAD), _events(detail)]
+    if detail.stacks:
+        parts += [Text(f"\nstacks, captured {detail.stacks_utc}", _HEAD), Text(detail.stacks)]
+    return Group(*parts)
+
+
+def _legend(steps: tuple[StepLine, ...]) -> Text:
+    legend = Text()
+    for part, colour in _PART_COLOURS.items():
+        if all(step.parts[part] * _BAR < step.wall_seconds for step in steps):
+            continue  # less than a cell of the bar
+        legend.append("■ ", Style(color=colour))
+        legend.append(f"{part}  ", _LABEL)
+    return legend
+
+
+def _steps(steps: tuple[StepLine, ...]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for title, justify in (
+        ("step", "right"),
+        ("time", "right"),
+        ("", "left"),
+        ("loss", "right"),
+        ("local norm", "right"),
+    ):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    longest = max(step.wall_seconds for step in steps) or 1.0
+    table.add_row(*[Text(t, _LABEL) for t in ("step", "time", "", "loss", "norm")])
+    for step in steps:
+        table.add_row(
+            f"{step.step:,}",
+            words.duration(step.wall_seconds),
+            _partition(step, longest),
+            words.number(step.loss),
+            words.number(step.local_norm) if step.local_norm == step.local_norm else words.NONE,
+        )
+    return table
+
+
+def _partition(step: StepLine, longest: float) -> Text:
+    line, used, spent = Text(no_wrap=True), 0, 0.0
+    for part, colour in _PART_COLOURS.items():
+        spent += step.parts.get(part, 0.0)
+        end = min(_BAR, round(spent / longest * _BAR))
+        line.append("█" * (end - used), Style(color=colour))
+        used = max(used, end)
+    return line.append(" " * (_BAR - used))
+
+
+def _events(detail: RankDetail) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", style=_LABEL, no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for event in detail.events:
+        table.add_row(
+            f"-{words.duration(event.age_seconds)}", event.kind, f"{event.step:,}", Text(event.what)
+        )
+    return table

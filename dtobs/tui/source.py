@@ -1,0 +1,94 @@
+"""Where the screen's data comes from: a run directory or a monitor, looked at again and again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from dtobs.errors import ServiceError, TargetError
+from dtobs.recording.journal import Entry, open_entries, read_journal
+from dtobs.recording.remote import fetch_view, is_address
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.view import RunView, load_run
+from dtobs.tui.detail import RankDetail, rank_detail
+from dtobs.tui.model import Frame, build_frame, empty_frame
+
+
+class DirectorySource:
+    """Looks at a run directory. One that is not filled yet gives an empty frame, one that went away the last frame."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._view: RunView | None = None
+        self._frame: Frame | None = None
+
+    def look(self) -> Frame:
+        """The run as it is now. Raises TargetError when the path is something else than a run directory."""
+        try:
+            view = load_run(self.root, previous=self._view)
+        except TargetError:
+            if self._frame is not None:
+                return replace(self._frame, status="gone", status_text="its directory is gone")
+            if self.root.is_dir() and not list(self.root.iterdir()):
+                return empty_frame(str(self.root), "empty", "no rank has recorded yet")
+            raise
+        self._view = view
+        entries = read_journal(RunDirectory(self.root).findings)
+        self._frame = build_frame(view, open_entries(entries, view.attempt if len(view.pages) else None))
+        return self._frame
+
+    def detail(self, rank: int) -> RankDetail | None:
+        """One rank as of the last look; None when it did not record."""
+        if self._view is None or rank not in self._view.ranks:
+            return None
+        return rank_detail(self._view, rank)
+
+
+class MonitorSource:
+    """Asks a monitor. One that answered and does so no more leaves the last frame."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._view: RunView | None = None
+        self._frame: Frame | None = None
+
+    def look(self) -> Frame:
+        """The run as the monitor sees it. Raises ServiceError when it never answered, UsageError for no address."""
+        try:
+            view, findings = fetch_view(self.address)
+        except ServiceError:
+            if self._frame is None:
+                raise
+            over = self._frame.over  # a monitor leaves soon after the ranks of its node
+            text = self._frame.status_text if over else "the monitor no longer answers"
+            return replace(self._frame, status=self._frame.status if over else "gone", status_text=text)
+        self._view = view
+        entries = [Entry("found", "", 0, view.attempt, finding) for finding in findings]
+        self._frame = replace(build_frame(view, entries), target=self.address)
+        return self._frame
+
+    def detail(self, rank: int) -> RankDetail | None:
+        """One rank as of the last look, without events: those stay with the run."""
+        if self._view is None or rank not in self._view.ranks:
+            return None
+        return rank_detail(self._view, rank)
+
+
+def open_source(target: str | None, here: Path) -> DirectorySource | MonitorSource:
+    """The source for what a user typed; without anything the newest run below `here`. Raises TargetError."""
+    if target is not None and is_address(target):
+        return MonitorSource(target)
+    return DirectorySource(newest_run(here) if target is None else Path(target))
+
+
+def newest_run(base: Path) -> Path:
+    """The newest run directory below ``base/runs``. Raises TargetError when there is none."""
+    runs = base / "runs"
+    found = [p for p in runs.iterdir() if p.is_dir() and _is_run(p)] if runs.is_dir() else []
+    if not found:
+        raise TargetError(f"there is no run below {runs}: name a run directory, or start one (make train)")
+    return max(found, key=lambda p: (p.stat().st_mtime_ns, p.name))
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "run.json").exists() or (path / "nodes").is_dir()
