@@ -1,0 +1,1 @@
+"""A Llama-style transformer as a plain single-device model; parallelism is applied to it from outside."""

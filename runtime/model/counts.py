@@ -1,0 +1,65 @@
+"""Parameters, floating-point operations, and the peak rates of known devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.config import ModelConfig
+
+# Dense peak of the tensor cores in FLOP/s, without sparsity, from the makers' data sheets: (16-bit, FP8).
+_PEAKS = {
+    "H200": (989e12, 1979e12),
+    "H100 PCIe": (756e12, 1513e12),
+    "H100": (989e12, 1979e12),
+    "B200": (2250e12, 4500e12),
+    "A100": (312e12, 312e12),
+    "L40S": (362e12, 733e12),
+    "V100": (125e12, 125e12),
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters. `active`: those a token passes (differs from `total` with experts)."""
+
+    total: int
+    active: int
+    embedding: int
+
+
+def parameters(config: ModelConfig) -> Counts:
+    """Count the parameters of the whole model."""
+    width = config.dim // config.heads
+    attention = config.dim * (config.dim + 2 * config.kv_heads * width) + config.dim * config.dim
+    one = 3 * config.dim * config.ffn
+    router = config.dim * config.experts
+    norms = 2 * config.dim
+    embedding = config.vocabulary * config.dim
+    head = 0 if config.tie_embeddings else embedding
+    outside = embedding + head + config.dim
+    total = outside + config.layers * (attention + norms + router + one * max(1, config.experts))
+    visited = config.experts_per_token if config.experts else 1
+    active = outside + config.layers * (attention + norms + router + one * visited)
+    return Counts(total, active, embedding)
+
+
+def flops_per_token(config: ModelConfig, sequence: int) -> float:
+    """Operations of forward and backward for one token: the PaLM convention, 6N + 12·L·H·Q·T.
+
+    N is the number of active parameters that take part in a matrix product (the input embedding is a lookup; a tied one
+    counts once, as the head). Attention is counted in full, not halved for causality; recomputation is not counted.
+    """
+    counts = parameters(config)
+    multiplied = counts.active if config.tie_embeddings else counts.active - counts.embedding
+    width = config.dim // config.heads
+    return 6.0 * multiplied + 12.0 * config.layers * config.heads * width * sequence
+
+
+def peak_flops(device_name: str, compute: str) -> float:
+    """Peak FLOP/s of a device by its name as torch reports it; 0 where it is not known (CPUs, FP32)."""
+    if compute == "fp32":
+        return 0.0
+    for name, (half, eighth) in _PEAKS.items():
+        if name in device_name:
+            return eighth if compute == "fp8" else half
+    return 0.0

@@ -1,0 +1,93 @@
+"""The console's lines: a listener of phases that prints on rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class Progress:
+    """Prints one line whenever the loop reports `global_loss`, one for each validation and checkpoint."""
+
+    def __init__(self, write: Callable[[str], None], *, steps: int, peak_flops: float) -> None:
+        self._write = write
+        self._steps = steps
+        self._peak_flops = peak_flops
+        self._step = 0
+        self._values: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self._line_at = self._began
+        self._line_step: int | None = None
+        self._aside = 0.0  # seconds of validation and checkpoints since the last line
+        self._open: dict[str, float] = {}
+        self._tokens = 0.0
+        self._first_validation: float | None = None
+
+    def begin(self, name: str) -> None:
+        """A phase begins."""
+        if name in ("validation", "checkpoint"):
+            self._open[name] = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """A phase ends."""
+        if name in self._open:
+            self._aside += time.perf_counter() - self._open.pop(name)
+
+    def step(self, step: int) -> None:
+        """A step begins."""
+        if self._line_step is None:
+            self._line_step, self._line_at, self._aside = step - 1, time.perf_counter(), 0.0
+        self._step = step
+
+    def batch(self, **tensors: Tensor) -> None:
+        """Nothing to show of the input."""
+
+    def report(self, **values: float) -> None:
+        """Take note of numbers; print where they complete a line."""
+        self._values.update(values)
+        self._tokens += values.get("global_tokens", 0.0)
+        if "global_loss" in values:
+            self._progress_line()
+        if "validation_loss" in values:
+            if self._first_validation is None:
+                self._first_validation = values["validation_loss"]
+            self._write(f"step {self._step:>6}  validation loss {values['validation_loss']:.4f}")
+        if "checkpoint_bytes" in values:
+            size, seconds = values["checkpoint_bytes"] / 1e6, values["checkpoint_seconds"]
+            self._write(f"step {self._step:>6}  checkpoint {size:.1f} MB in {seconds:.2f} s")
+
+    def _progress_line(self) -> None:
+        now = time.perf_counter()
+        steps = max(1, self._step - (self._line_step or 0))
+        seconds = max(1e-9, (now - self._line_at - self._aside) / steps)
+        values = self._values
+        rate = values.get("global_tokens", 0.0) / seconds
+        parts = [
+            f"step {self._step:>6}/{self._steps}",
+            f"loss {values['global_loss']:.4f}",
+            f"{rate:,.0f} tokens/s",
+            f"{seconds * 1e3:.0f} ms/step",
+        ]
+        if self._peak_flops:
+            parts.append(f"MFU {values.get('model_flops', 0.0) / seconds / self._peak_flops:.1%}")
+        parts += [
+            f"gradient norm {values.get('gradient_norm', 0.0):.3f}",
+            f"lr {values.get('learning_rate', 0.0):.2e}",
+        ]
+        self._write("  ".join(parts))
+        self._line_step, self._line_at, self._aside = self._step, now, 0.0
+
+    def summary(self) -> str:
+        """One line about the whole run, for its end."""
+        seconds = time.perf_counter() - self._began
+        text = f"{self._step} steps, {self._tokens:,.0f} tokens in {seconds:.0f} s"
+        if self._first_validation is not None:
+            first, last = self._first_validation, self._values["validation_loss"]
+            text += (
+                f", validation loss {first:.4f} → {last:.4f}"
+                if first != last
+                else f", validation loss {last:.4f}"
+            )
+        return text

@@ -1,0 +1,110 @@
+"""Saving a trainer and going on from where one was saved."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from runtime import checkpoint, phases
+from runtime.checkpoint import Saved
+from runtime.errors import CheckpointError
+from runtime.manifest import Manifest, complete, verify
+from runtime.trainer import Trainer
+
+
+def save(trainer: Trainer) -> None:
+    """Write a checkpoint of the finished step, or begin to. A failure is a warning, or an error when strict."""
+    config, saver = trainer.config, trainer.background
+    finish(trainer)
+    with phases.phase("checkpoint"):
+        tensors = checkpoint.training_tensors(trainer.model.named_parameters, trainer.optimizer)
+        tensors |= checkpoint.generator_tensors(dist.get_rank())
+        write = functools.partial(
+            checkpoint.save,
+            trainer.checkpoints,
+            saver.copy(tensors) if saver is not None else tensors,
+            step=trainer.step,
+            training=trainer.position(),
+            layout=asdict(trainer.layout),
+            config=config.as_dict(),
+            keep=config.checkpoint.keep,
+            group=saver.group if saver is not None else None,
+        )
+        if saver is not None:
+            saver.start(write)
+        else:
+            _conclude(trainer, write)
+
+
+def finish(trainer: Trainer, *, wait: bool = True) -> None:
+    """Take the outcome of a save in the background; without `wait` only where it has ended."""
+    saver = trainer.background
+    if saver is not None and (wait or saver.done):
+        _conclude(trainer, saver.finish)
+
+
+def _conclude(trainer: Trainer, outcome: Callable[[], Saved | None]) -> None:
+    try:
+        saved = outcome()
+    except CheckpointError as error:
+        if trainer.config.checkpoint.strict:
+            raise
+        if dist.get_rank() == 0:
+            warnings.warn(f"{error}; training goes on", stacklevel=2)
+        return
+    if saved is not None:
+        phases.report(checkpoint_bytes=saved.size_bytes, checkpoint_seconds=saved.seconds)
+
+
+def load(trainer: Trainer, asked: str) -> str:
+    """Load the checkpoint that `asked` names ("auto" or a folder); one line about what was done, for the console.
+
+    Every rank must call it. "auto" takes the newest one that verifies and starts afresh where there is none.
+    Raises CheckpointError, on every rank, where a named checkpoint cannot be trusted or is of another model.
+    """
+    answer: list[Any] = [_find(trainer.checkpoints, asked) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    folder, manifest, complaints, failure = answer[0]
+    if failure is not None:
+        raise CheckpointError(failure)
+    notes = [f"skipped a bad checkpoint: {complaint}" for complaint in complaints]
+    if folder is None:
+        return "; ".join([*notes, f"no checkpoint in {trainer.checkpoints} yet: starting from the beginning"])
+    tensors = checkpoint.training_tensors(trainer.model.named_parameters, trainer.optimizer)
+    same_layout = checkpoint.load(folder, manifest, tensors, layout=asdict(trainer.layout))
+    saved = manifest.training
+    if saved["corpus"] != trainer.corpus_digest:
+        notes.append("the corpus is another one than before: the data position does not carry over")
+        saved = {**saved, "samples": 0}
+    trainer.restore_position(saved)
+    layout = "" if same_layout else " into another layout"
+    return "; ".join([*notes, f"resumed{layout} from {folder} after step {trainer.step}"])
+
+
+def _find(root: Path, asked: str) -> tuple[Path | None, Manifest | None, list[str], str | None]:
+    """On rank 0: folder, manifest, complaints about newer ones, and the reason where it is impossible."""
+    if asked != "auto":
+        folder = Path(asked).expanduser()
+        if not folder.is_dir():
+            return None, None, [], f"--resume {asked}: there is no such folder"
+        try:
+            return folder, verify(folder), [], None
+        except CheckpointError as error:
+            return None, None, [], f"--resume {asked}: {error}"
+    found = checkpoint.newest_good(root)
+    if found is not None:
+        return *found, None
+    if complete(root):
+        return (
+            None,
+            None,
+            [],
+            f"no checkpoint in {root} can be trusted; start without --resume or remove them",
+        )
+    return None, None, [], None

@@ -1,0 +1,158 @@
+"""Everything a training needs, put together from the settings: model, optimizer, data, checkpoints, position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from runtime import mesh as meshes
+from runtime import optimizer as optimizers
+from runtime import schedule, seeds
+from runtime.background import BackgroundSaver
+from runtime.config import Config
+from runtime.data.loader import ShardedLoader
+from runtime.data.tokens import TokenFiles
+from runtime.gradients import NonFiniteGuard
+from runtime.mesh import Layout
+from runtime.model.counts import flops_per_token
+from runtime.parallel import build, context, zero1
+from runtime.parallel.build import ParallelModel
+from runtime.precision import LossScale
+
+
+@dataclass
+class Trainer:
+    """The state of a training and what works on it. `step` is the last finished one."""
+
+    config: Config
+    layout: Layout
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    loader: ShardedLoader
+    held_out: ShardedLoader | None
+    micro_batches: int
+    peak_learning_rate: float
+    loss_scale: LossScale
+    guard: NonFiniteGuard
+    corpus_digest: str
+    checkpoints: Path
+    background: BackgroundSaver | None
+    step: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all ranks."""
+        data = self.config.data
+        return self.micro_batches * data.batch * data.sequence * self.layout.data
+
+    @property
+    def model_flops(self) -> float:
+        """Operations of one step and rank, by the convention of `model/counts.py`."""
+        per_token = flops_per_token(self.config.model, self.config.data.sequence)
+        return per_token * self.tokens_per_step / self.layout.world
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        return self.peak_learning_rate * schedule.multiplier(
+            step, self.config.run.steps, self.config.schedule
+        )
+
+    def position(self) -> dict[str, Any]:
+        """What is not a tensor and must survive: goes into a checkpoint's manifest."""
+        return {
+            "step": self.step,
+            "samples": self.loader.position,
+            "corpus": self.corpus_digest,
+            "seed": self.config.run.seed,
+            "loss_scale": self.loss_scale.value,
+            "loss_scale_good_steps": self.loss_scale.good_steps,
+            "nonfinite_in_row": self.guard.in_row,
+            "nonfinite_total": self.guard.total,
+        }
+
+    def restore_position(self, saved: dict[str, Any]) -> None:
+        """Put back what `position` returned."""
+        self.step = int(saved["step"])
+        self.loader.position = int(saved["samples"])
+        self.loss_scale.value = float(saved["loss_scale"])
+        self.loss_scale.good_steps = int(saved["loss_scale_good_steps"])
+        self.guard.in_row = int(saved["nonfinite_in_row"])
+        self.guard.total = int(saved["nonfinite_total"])
+
+
+def make(
+    config: Config,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+    tokens: TokenFiles,
+    checkpoints: Path,
+) -> Trainer:
+    """Build the trainer of this rank. Every rank must call it; the process group exists."""
+    rank = dist.get_rank()
+    sequence_parallel = layout.tensor > 1 and config.parallel.sequence
+    seeds.seed_process(seeds.process_seed(config.run.seed, layout, rank, sequence_parallel=sequence_parallel))
+    count = meshes.micro_batches(config, layout)
+    model = build.build(config, layout, mesh, device, count)
+    peak = schedule.scaled_peak(
+        config.optimizer.learning_rate, count * config.data.batch * layout.data, config.schedule
+    )
+    return Trainer(
+        config=config,
+        layout=layout,
+        model=model,
+        optimizer=_optimizer(config, model, peak),
+        loader=_loader(config, layout, rank, device, tokens.training, config.run.seed),
+        held_out=_held_out(config, layout, rank, device, tokens),
+        micro_batches=count,
+        peak_learning_rate=peak,
+        loss_scale=LossScale.of(config.precision),
+        guard=NonFiniteGuard(config.optimizer.nonfinite_limit),
+        corpus_digest=tokens.digest,
+        checkpoints=checkpoints,
+        background=BackgroundSaver() if config.checkpoint.background else None,
+    )
+
+
+def _optimizer(config: Config, model: ParallelModel, peak: float) -> torch.optim.Optimizer:
+    named = model.named_parameters
+    if not config.parallel.zero1 or model.layout.replicate == 1:
+        return optimizers.build(named, config.optimizer, peak)
+    group = model.mesh.get_group("replicate")
+    optimizer = optimizers.build(zero1.own_share(named, group), config.optimizer, peak)
+    zero1.exchange_after_step(optimizer, named, group)
+    return optimizer
+
+
+def _loader(
+    config: Config, layout: Layout, rank: int, device: torch.device, stream: Any, seed: int
+) -> ShardedLoader:
+    return ShardedLoader(
+        stream,
+        sequence=config.data.sequence,
+        batch=config.data.batch,
+        seed=seed,
+        data_rank=layout.data_rank(rank),
+        data_ranks=layout.data,
+        device=device,
+        positions_T=context.positions(
+            config.data.sequence, layout.coordinates(rank)["context"], layout.context
+        )
+        if layout.context > 1
+        else None,
+    )
+
+
+def _held_out(
+    config: Config, layout: Layout, rank: int, device: torch.device, tokens: TokenFiles
+) -> ShardedLoader | None:
+    if config.data.validate_every == 0 or len(tokens.validation) <= config.data.sequence:
+        return None
+    return _loader(
+        config, layout, rank, device, tokens.validation, seeds.derive(config.run.seed, "validation")
+    )
