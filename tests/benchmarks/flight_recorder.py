@@ -1,0 +1,139 @@
+"""Diagnosing Flight Recorder dumps: CPU seconds and peak memory of dtobs and of torchfrtrace on the same files.
+
+    python -m tests.benchmarks.flight_recorder --ranks 64 256 1024
+    python -m tests.benchmarks.flight_recorder --ranks 16384 --entries 500 --no-peer
+
+Each tool runs in a process of its own, its children counted with it. In the job one rank does not join. Its groups are
+the world, data and tensor parallel; with --pipeline also pipeline parallel, where the peer stops early ("too many
+mismatches", at plain sends and receives), so that its cost says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dtobs.flight_recorder.layout import Layout, step_of
+from dtobs.flight_recorder.simulate import Fault
+from dtobs.flight_recorder.synthetic import Job, write_dumps
+
+_OURS = """
+import sys
+from pathlib import Path
+from dtobs.flight_recorder import analyse_dumps, load_dumps
+for finding in analyse_dumps(load_dumps(Path(sys.argv[1]))).findings:
+    print(finding.code, finding.ranks)
+"""
+_PEER = """
+import sys
+from torch.distributed.flight_recorder.fr_trace import main
+main([sys.argv[1], "--prefix", "nccl_trace_rank_"])
+"""
+# Runs the tool as its only child, so that what RUSAGE_CHILDREN says is the tool's, with all it started.
+_MEASURE = """
+import json, resource, subprocess, sys, time
+begin = time.monotonic()
+done = subprocess.run(sys.argv[2:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(sys.argv[1], "w") as out:
+    json.dump({"wall_seconds": time.monotonic() - begin, "cpu_seconds": used.ru_utime + used.ru_stime,
+               "peak_bytes": used.ru_maxrss * 1024, "returncode": done.returncode, "output": done.stdout[-300:]}, out)
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one tool used. `peak_bytes`: of its largest process."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+    returncode: int
+    output: str
+
+
+def layout_of(ranks: int, *, pipeline: bool) -> Layout:
+    """Tensor parallel 8 where it fits, pipeline parallel 4 if asked for, the rest data parallel."""
+    tp = 8 if ranks % 32 == 0 else 2
+    pp = 4 if pipeline else 1
+    return Layout(dp=ranks // (tp * pp), tp=tp, pp=pp, layers=4, micro_batches=4)
+
+
+def measure(code: str, folder: Path) -> Cost:
+    """Run `code` on `folder` in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "cost.json"
+        command = [sys.executable, "-c", _MEASURE, str(report), sys.executable, "-c", code, str(folder)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        subprocess.run(command, check=True, env=environment)
+        return Cost(**json.loads(report.read_text()))
+
+
+def compare(ranks: int, entries: int, folder: Path, *, peer: bool, pipeline: bool) -> dict[str, Cost]:
+    """Write the dumps of one job and let the tools at them."""
+    target = folder / str(ranks)
+    layout = layout_of(ranks, pipeline=pipeline)
+    # As many steps as the ring holds: on rings that have wrapped the peer stops at differences that are none.
+    steps = entries // max(len(step_of(layout, stage).calls) for stage in range(layout.pp))
+    job = Job(layout, Fault("rank-not-joined", ranks // 3, "dp"), entries=entries, steps=steps)
+    with ProcessPoolExecutor(1) as pool:  # the generator's memory is not ours
+        pool.submit(write_dumps, job, target).result()
+    costs = {"dtobs": measure(_OURS, target)}
+    if peer:
+        costs["torchfrtrace"] = measure(_PEER, target)
+    return costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--entries", type=int, default=2000)
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument(
+        "--pipeline", action="store_true", help="with sends and receives, at which the peer gives up"
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    os.nice(10)
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            begin = time.monotonic()
+            costs = compare(ranks, args.entries, Path(folder), peer=not args.no_peer, pipeline=args.pipeline)
+            prepared = time.monotonic() - begin - sum(c.wall_seconds for c in costs.values())
+        if args.json:
+            print(
+                json.dumps(
+                    {"ranks": ranks, "entries": args.entries} | {n: asdict(c) for n, c in costs.items()}
+                )
+            )
+            continue
+        print(f"{ranks} ranks × {args.entries} entries (written in {prepared:.0f} s)")
+        for name, cost in costs.items():
+            print(
+                f"  {name:<13}{cost.cpu_seconds:8.1f} CPU s {cost.wall_seconds:8.1f} s {cost.peak_bytes / 1e9:6.2f} GB"
+                f"  → {cost.output.strip().splitlines()[-1] if cost.output.strip() else cost.returncode}"
+            )
+        if "torchfrtrace" in costs:
+            ours, theirs = costs["dtobs"], costs["torchfrtrace"]
+            print(
+                f"  ratio        {theirs.cpu_seconds / ours.cpu_seconds:8.1f}×{'':15}"
+                f"{theirs.peak_bytes / ours.peak_bytes:6.1f}×"
+            )
+
+
+if __name__ == "__main__":
+    main()

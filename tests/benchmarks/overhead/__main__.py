@@ -1,0 +1,78 @@
+"""Command line of the benchmark; prints one JSON object with --json, a few lines without."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from typing import Any
+
+from tests.benchmarks.overhead.hooks import measure_hooks
+from tests.benchmarks.overhead.workload import Measured, Plan, measure
+from tests.harness import run_ranks
+
+
+def ratios(blocks: list[Measured], steps: int) -> dict[str, float]:
+    """Ratio of CPU time with dtobs to without, its 90% spread over pairs, and the plain step's milliseconds."""
+    pairs = [sorted(blocks[i : i + 2], key=lambda b: b.observed) for i in range(0, len(blocks), 2)]
+    plain = [pair[0].cpu_seconds for pair in pairs]
+    observed = [pair[1].cpu_seconds for pair in pairs]
+    draw = random.Random(1)
+    samples = []
+    for _ in range(2000):
+        chosen = [draw.randrange(len(pairs)) for _ in pairs]
+        samples.append(sum(observed[i] for i in chosen) / sum(plain[i] for i in chosen))
+    samples.sort()
+    return {
+        "ratio": sum(observed) / sum(plain),
+        "ratio_median_of_pairs": statistics.median(o / p for o, p in zip(observed, plain, strict=True)),
+        "ratio_5_percent": samples[100],
+        "ratio_95_percent": samples[1900],
+        "plain_cpu_ms_per_step": 1e3 * sum(plain) / len(plain) / steps,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--pairs", type=int, default=8, help="pairs of blocks, one with and one without dtobs"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps a block")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=256, help="tokens a sample")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
+    parser.add_argument("--off", nargs="*", default=[], metavar="PROBE", help="probes to leave out")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--hooks", action="store_true", help="measure single hooks instead of whole steps")
+    options = parser.parse_args()
+    if options.hooks:
+        costs = run_ranks(measure_hooks, 1, timeout=600)[0].value
+        print(json.dumps({name: round(value, 2) for name, value in costs.items()}, indent=1))
+        return 0
+    plan = Plan(
+        options.pairs, options.steps, options.batch, options.length, dict.fromkeys(options.off, "off")
+    )
+    found: dict[str, Any] = {"steps": options.steps, "pairs": options.pairs, "off": options.off}
+    for world in options.worlds:
+        results = run_ranks(measure, world, plan, timeout=3600, init_pg=world > 1)
+        found["parameters"] = results[0].value[0]
+        found[f"ranks_{world}"] = [ratios(r.value[1], options.steps) for r in results]
+    if options.json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+        return 0
+    print(f"{found['parameters'] / 1e6:.1f}M parameters, {options.pairs} pairs of {options.steps} steps")
+    for world in options.worlds:
+        for rank, numbers in enumerate(found[f"ranks_{world}"]):
+            print(
+                f"{world} ranks, rank {rank}: {numbers['ratio']:.4f} "
+                f"({numbers['ratio_5_percent']:.4f} … {numbers['ratio_95_percent']:.4f}) "
+                f"of {numbers['plain_cpu_ms_per_step']:.1f} ms"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,18 @@
+"""What the ranks of the silent-error tests run; here, because ranks import the module by name."""
+
+from __future__ import annotations
+
+from dtobs.drills.silent import SilentJob, train
+from dtobs.probes import gradients
+
+
+def run_silent(rank: int, world_size: int, job: SilentJob) -> None:
+    """Train with a silent error, or without."""
+    train(job)
+
+
+def run_silent_sampled(rank: int, world_size: int, job: SilentJob) -> None:
+    """As if the model were large: whole gradients in few steps only, a sample in the others."""
+    gradients.WHOLE_BYTES_A_STEP = 1
+    gradients.SAMPLE_FIRST, gradients.SAMPLE_TENSORS = 1, 2
+    train(job)

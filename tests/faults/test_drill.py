@@ -1,0 +1,35 @@
+"""One drill of each family as a user runs it, with its healthy twin."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.harness import launch, wait_until_gone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code"), [("exception", "uncaught-exception"), ("nan", "gradient-nonfinite")]
+)
+def test_a_drill_finds_its_fault_and_leaves_nothing_behind(tmp_path, fault, code):
+    arguments = [
+        sys.executable,
+        "-m",
+        "dtobs",
+        "drill",
+        fault,
+        "--wrapper",
+        "ddp",
+        "--json",
+        "--keep",
+        str(tmp_path / "kept"),
+    ]
+    with launch(arguments, timeout=240) as command:
+        assert command.wait() == 0, command.stderr + command.stdout
+        twin, drill = json.loads(command.stdout)
+        assert wait_until_gone(command.pids(), 20) == []
+    assert (twin["fault"], twin["found"], twin["passed"]) == ("none", None, True)
+    assert (drill["fault"], drill["found"], drill["passed"]) == (fault, code, True)

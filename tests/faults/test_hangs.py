@@ -1,0 +1,125 @@
+"""Hangs and crashes in real jobs: the right code and rank, nobody else accused, and healthy twins that stay quiet."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dtobs.diagnose import Diagnosis, diagnose, gather
+from dtobs.drills.hangs import FAULTS
+from dtobs.drills.job import Job
+from dtobs.findings import CATALOGUE
+from dtobs.monitor.capture import capture_ranks
+from dtobs.recording.journal import Entry, read_journal
+from dtobs.recording.rundir import RunDirectory
+from tests.faults.programs import run_job
+from tests.harness import RankGroup, start_ranks
+
+DEADLINE_SECONDS = 60.0
+_POLL_SECONDS = 0.2
+
+STALLS = [name for name, fault in FAULTS.items() if fault.code and fault.needs_stall]
+CRASHES = ["killed", "exception"]
+SILENT = ["reduce-op", "dtype"]
+
+
+def hangs(entries: list[Entry]) -> list[Entry]:
+    """What the monitor found of the family."""
+    return [e for e in entries if CATALOGUE[e.finding.code].family == "hangs"]
+
+
+def wait_for_finding(run_dir: Path, group: RankGroup) -> list[Entry]:
+    """The monitor's findings of the family, as soon as there is one."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        if found := hangs(read_journal(RunDirectory(run_dir).findings)):
+            return found
+        time.sleep(_POLL_SECONDS)
+    raise AssertionError(f"the monitor found nothing\n{diagnose(gather(run_dir))}\n{group.stacks()}")
+
+
+def of_family(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f.code, f.ranks) for f in diagnosis.findings if CATALOGUE[f.code].family == "hangs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapper", "world"),
+    [
+        *((name, "ddp", 2) for name in STALLS),
+        *((name, "fsdp", 2) for name in STALLS if name not in ("blocked-checkpoint", "early-exit")),
+        ("absent", "ddp", 3),
+        ("order", "ddp", 3),
+    ],
+)
+def test_a_hang_is_found_live_and_diagnosed(tmp_path: Path, name: str, wrapper: str, world: int):
+    fault = FAULTS[name]
+    job = Job(tmp_path / "run", name, wrapper)  # type: ignore[arg-type]
+    with start_ranks(run_job, world, job) as group:
+        live = wait_for_finding(job.run_dir, group)
+        diagnosis = diagnose(gather(job.run_dir, capture_ranks))
+    assert [(e.finding.code, e.finding.ranks) for e in live] == [(fault.code, (job.odd,))]
+    assert diagnosis.verdict is not None
+    assert (diagnosis.verdict.code, diagnosis.verdict.ranks) == (fault.code, (job.odd,)), diagnosis.verdict
+    assert of_family(diagnosis) == [(fault.code, (job.odd,))]
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", CRASHES)
+def test_a_crash_is_diagnosed_and_its_victims_are_not_accused(tmp_path: Path, name: str, wrapper: str):
+    job = Job(tmp_path / "run", name, wrapper)  # type: ignore[arg-type]
+    with start_ranks(run_job, 3, job) as group:
+        assert group.wait(DEADLINE_SECONDS), group.stacks()
+        diagnosis = diagnose(gather(job.run_dir))
+    assert of_family(diagnosis) == [(FAULTS[name].code, (job.odd,))], diagnosis.findings
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_different_shapes_are_told_from_the_abort_they_cause(tmp_path: Path, wrapper: str):
+    job = Job(tmp_path / "run", "shape", wrapper)  # type: ignore[arg-type]
+    with start_ranks(run_job, 3, job) as group:
+        group.wait(15)  # Gloo aborts or hangs, as it happens
+        diagnosis = diagnose(gather(job.run_dir, capture_ranks))
+    assert of_family(diagnosis) == [("shape-mismatch", (job.odd,))], diagnosis.findings
+    assert diagnosis.verdict is not None
+    assert "float32[8]" in diagnosis.verdict.summary
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_disagreements_that_nobody_notices_are_found(tmp_path: Path, name: str):
+    job = Job(tmp_path / "run", name)
+    with start_ranks(run_job, 3, job) as group:
+        assert group.wait(DEADLINE_SECONDS), group.stacks()
+        assert [r.exitcode for r in group.results()] == [0, 0, 0]
+    assert of_family(diagnose(gather(job.run_dir))) == [(FAULTS[name].code, (job.odd,))]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_call_too_many_is_found_before_it_hangs_the_end(tmp_path: Path, world: int):
+    job = Job(tmp_path / "run", "extra-call", steps=16)
+    with start_ranks(run_job, world, job) as group:
+        group.wait(5)  # the odd rank waits in its last step for peers that have finished
+        diagnosis = diagnose(gather(job.run_dir, capture_ranks))
+    assert of_family(diagnosis) == [("call-site-mismatch", (job.odd,))], diagnosis.findings
+    assert diagnosis.verdict is not None
+    assert "made one call more than" in diagnosis.verdict.summary
+    assert " in reduce_once_more met the one at " in diagnosis.verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "job"),
+    [
+        ("ddp", {"steps": 30}),
+        ("fsdp", {"steps": 30}),
+        ("ddp", {"steps": 5, "pause": 1.0, "hang_timeout": 3.0}),  # slow is not hung
+    ],
+    ids=["ddp", "fsdp", "slow"],
+)
+def test_healthy_twins_have_no_finding(tmp_path: Path, wrapper: str, job: dict[str, float]):
+    healthy = Job(tmp_path / "run", "none", wrapper, **job)  # type: ignore[arg-type]
+    with start_ranks(run_job, 2, healthy) as group:
+        assert group.wait(DEADLINE_SECONDS), group.stacks()
+        assert [r.value for r in group.results()] == [healthy.steps] * 2
+    assert read_journal(RunDirectory(healthy.run_dir).findings) == []
+    assert diagnose(gather(healthy.run_dir)).findings == ()

@@ -1,0 +1,90 @@
+"""Silent errors and lost time on real ranks, under every wrapper each applies to; and their healthy twins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtobs.detectors import run_detectors
+from dtobs.drills.silent import TROUBLES, SilentJob, Trouble
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import load_run
+from tests.faults.silent_programs import run_silent, run_silent_sampled
+from tests.harness import run_ranks
+
+CASES = [(t, w) for t in TROUBLES.values() if t.code for w in t.wrappers]
+CONSEQUENCES = {
+    "initial-parameters": {"replica-divergence"},
+    "starved": {"straggler"},
+}
+"""What may be found beside the trouble itself, because it is true as well."""
+
+
+def findings(job: SilentJob, world: int = 2, program=run_silent) -> list[Finding]:
+    run_ranks(program, world, job, timeout=90)
+    view = load_run(job.run_dir)
+    assert [int(page["probe_failures"]) for page in view.pages] == [0] * world
+    found = run_detectors(view)
+    assert view.damaged == []
+    return found
+
+
+@pytest.mark.parametrize("wrapper", TROUBLES["none"].wrappers)
+def test_the_healthy_twin_has_no_finding(tmp_path: Path, wrapper):
+    assert findings(SilentJob(tmp_path, "none", wrapper)) == []
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_the_healthy_twin_with_accumulation(tmp_path: Path, wrapper):
+    assert findings(SilentJob(tmp_path, "none", wrapper, accumulate=3)) == []
+
+
+@pytest.mark.parametrize(("trouble", "wrapper"), CASES, ids=lambda v: v.name if isinstance(v, Trouble) else v)
+def test_trouble_is_found_and_named(tmp_path: Path, trouble: Trouble, wrapper):
+    found = findings(SilentJob(tmp_path, trouble.name, wrapper))
+    assert {f.code for f in found} - CONSEQUENCES.get(trouble.name, set()) == {trouble.code}
+    (finding,) = [f for f in found if f.code == trouble.code]
+    if trouble.code in ("seed-policy", "replica-divergence"):
+        assert finding.ranks == (0, 1)  # of two that differ, none can be accused
+    else:
+        assert finding.ranks == ((1,) if trouble.names == "odd" else (0, 1))
+
+
+@pytest.mark.parametrize("name", ["flipped-bit", "declared-seed"])
+def test_of_three_ranks_the_odd_one_is_named(tmp_path: Path, name: str):
+    (found,) = findings(SilentJob(tmp_path, name, "ddp", odd=2), world=3)
+    assert (found.code, found.ranks, found.confidence) == (TROUBLES[name].code, (2,), Confidence.CERTAIN)
+
+
+def test_the_flipped_bit_is_found_in_its_step_and_parameter(tmp_path: Path):
+    (found,) = findings(SilentJob(tmp_path, "flipped-bit", "ddp", at_step=12))
+    # The bit flips when step 13 (the first is 1) is over; the digest after step 14 is the first to see it.
+    assert (found.step, found.evidence[0]["parameter"]) == (14, "0.weight")
+    assert found.evidence[0]["last_equal_step"] == 13
+
+
+def test_the_nan_is_found_in_its_step_with_its_first_parameter(tmp_path: Path):
+    (found,) = findings(SilentJob(tmp_path, "nan", "fsdp", at_step=12))
+    assert found.step == 13
+    assert found.evidence[-1]["parameter"] == "0.weight"
+    assert found.evidence[0]["nonfinite"] == 2
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_sample_of_a_large_model_is_enough(tmp_path: Path, wrapper):
+    """The NaN comes from the last layer (0 is the first): its way back goes through what is sampled."""
+    (loud,) = findings(SilentJob(tmp_path / "loud", "loud", wrapper), program=run_silent_sampled)
+    (nan,) = findings(SilentJob(tmp_path / "nan", "nan", wrapper), program=run_silent_sampled)
+    window = load_run(tmp_path / "loud").steps()
+    assert np.isnan(window.field("local_norm")).all()
+    assert np.isfinite(window.field("sample_norm")).all()
+    assert (loud.code, loud.ranks, nan.code, nan.ranks, nan.step) == (
+        "local-gradient-outlier",
+        (1,),
+        "gradient-nonfinite",
+        (1,),
+        13,
+    )
+    assert nan.evidence[-1]["parameter"] == "0.weight"

@@ -1,0 +1,90 @@
+"""Trains the debug model on real ranks for tests, and compares what came out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime import flags, loop, mesh, phases, resume, trainer
+from runtime.data.tokens import prepare
+from tests.harness import run_ranks
+
+SMALL = (
+    *("--preset", "debug", "--steps", "8", "--data.sequence", "32", "--data.validate_every", "0"),
+    *("--run.log_every", "1", "--schedule.warmup", "2", "--optimizer.clip", "0.5", "--device", "cpu"),
+)
+
+
+class Recorder:
+    """A listener that keeps every reported number and every sample id."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = defaultdict(list)
+        self.samples: list[int] = []
+
+    def begin(self, name: str) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+    def step(self, step: int) -> None:
+        self.values["step"].append(step)
+
+    def batch(self, **tensors: Tensor) -> None:
+        self.samples += tensors["sample_ids"].tolist()
+
+    def report(self, **values: float) -> None:
+        for name, value in values.items():
+            self.values[name].append(value)
+
+
+def train(rank: int, world: int, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
+    """On one rank: train as `arguments` say; the curves and samples, and what is left of the parameters."""
+    config = flags.load((*SMALL, *arguments), {})
+    layout = mesh.resolve(config, world)
+    tokens = prepare(config)
+    made = trainer.make(
+        config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), tokens, Path(folder) / "checkpoints"
+    )
+    note = resume.load(made, config.checkpoint.resume) if config.checkpoint.resume else ""
+    recorder = Recorder()
+    stop = phases.listen(recorder)
+    loop.train(made)
+    stop()
+    dist.barrier()
+    return {
+        **recorder.values,
+        "samples": recorder.samples,
+        "note": note,
+        "skipped": made.guard.total,
+        "local_elements": sum(_local(p).numel() for p in made.model.parameters),
+    }
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def curves(
+    world: int, folder: Path, *arguments: str, timeout: float = 120.0, function: Any = train
+) -> list[dict[str, Any]]:
+    """`train` on `world` ranks; one result a rank."""
+    cache = folder.parent / "corpora"
+    results = run_ranks(
+        function, world, str(folder), ("--data.cache", str(cache), *arguments), timeout=timeout
+    )
+    return [result.value for result in results]
+
+
+def assert_same_curve(
+    found: dict[str, Any], expected: dict[str, Any], relative: float = 1e-4, norm: float = 1e-3
+) -> None:
+    """Global loss and clipped gradient norm of every step agree."""
+    assert len(found["global_loss"]) == len(expected["global_loss"]) > 0
+    assert found["global_loss"] == pytest.approx(expected["global_loss"], rel=relative)
+    assert found["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=norm)

@@ -1,0 +1,41 @@
+"""Gradient norms before and after reduction against the truth, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtobs.probes.reduced import LEAST_PERIOD
+from dtobs.recording.view import load_run
+from tests.harness import run_ranks
+from tests.multiprocess.gradient_programs import know_gradients
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "accumulate", "sync_all"),
+    [
+        ("ddp", 1, False),
+        ("ddp", 3, False),
+        ("fsdp", 1, False),
+        ("fsdp", 3, False),
+        ("fsdp", 3, True),
+        ("hsdp", 1, False),
+    ],
+)
+def test_norms(tmp_path: Path, wrapper: str, accumulate: int, sync_all: bool):
+    truth = [r.value for r in run_ranks(know_gradients, 2, tmp_path, wrapper, accumulate, sync_all)]
+    window = load_run(tmp_path).steps()
+    assert window.valid.all()
+    np.testing.assert_array_equal(window.field("sample_norm"), window.field("local_norm"))
+    np.testing.assert_allclose(window.field("local_norm"), [t.local for t in truth], rtol=1e-5)
+    shares = window.field("reduced_square").sum(axis=0)
+    assert np.isfinite(shares).tolist() == [step % LEAST_PERIOD == 0 for step in window.steps]
+    np.testing.assert_allclose(np.sqrt(shares[-1]), truth[0].reduced[-1], rtol=1e-5)
+    assert (window.records["nonfinite"] == 0).all()
+    assert (window.records["nonfinite_param"] == -1).all()
+    if wrapper == "ddp":
+        np.testing.assert_allclose(window.field("reduced_norm")[0, -1], truth[0].reduced[-1], rtol=1e-5)
+    else:
+        assert np.isnan(window.field("reduced_norm")).all()  # no rank holds all of it

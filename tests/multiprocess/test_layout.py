@@ -1,0 +1,47 @@
+"""What is known of a rank's place, and that nothing is pretended where it is not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtobs.detectors import run_detectors
+from dtobs.recording.view import load_run
+from tests.harness import run_ranks
+from tests.multiprocess.layout_programs import describe_mesh, train_tensor_parallel
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "data_ranks"),
+    [
+        (("replicate", "shard", "tensor"), (2, 2, 2), (1, 3, 5, 7)),
+        (("pp", "dp", "tp"), (2, 2, 2), (5, 7)),
+        (("dp_replicate", "dp_shard"), (2, 2), (0, 1, 2, 3)),
+        (("pipeline", "context"), (2, 2), (3,)),
+        (("dp_cp", "tp"), (2, 2), ()),  # both at once: not known
+        (("fast", "slow"), (2, 2), ()),
+        (("fast", "dp"), (1, 4), (0, 1, 2, 3)),  # nobody along it
+    ],
+)
+def test_data_ranks_follow_from_the_names_of_the_mesh(names, shape, data_ranks):
+    (result,) = run_ranks(describe_mesh, 1, names, shape, init_pg=False)
+    assert result.value["data_ranks"] == data_ranks
+    assert result.value["stage"] == (1 if names[0] in ("pp", "pipeline") else 0)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_tensor_parallel(tmp_path: Path, nan: bool):
+    tables = [r.value for r in run_ranks(train_tensor_parallel, 2, tmp_path, nan)]
+    keys = [dict(table) for table in tables]
+    assert keys[0]["norm.weight"] == keys[1]["norm.weight"] != ""
+    assert keys[0]["up.weight"] != keys[1]["up.weight"]
+    view = load_run(tmp_path)
+    assert [int(p["probe_failures"]) for p in view.pages] == [0, 0]
+    found = run_detectors(view, ("silent", "performance"))
+    assert [(f.code, f.ranks, f.step) for f in found] == ([("gradient-nonfinite", (0, 1), 21)] if nan else [])
+    window = view.steps()
+    # Equal inputs by design, and each rank's norm is that of the matrices' slices it holds.
+    assert (window.records["input_digest"][0] == window.records["input_digest"][1]).all()
+    assert np.isfinite(window.field("local_norm")[:, :20]).all()

@@ -1,0 +1,173 @@
+"""``dtobs run -- CMD``: scripts that have never heard of dtobs are observed, and end as they would have."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dtobs
+from tests.harness import Launched, launch, wait_until_gone
+from tests.harness.launch import REPOSITORY
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+LOOP = """
+import os, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=4, num_workers={workers})
+for step, (x,) in enumerate(loader):
+    {strike}
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def observed(*words: str | Path, env: dict[str, str] | None = None, cwd: Path) -> Launched:
+    return launch([sys.executable, "-m", "dtobs", "run", *words], env=env, cwd=cwd)
+
+
+def script(folder: Path, strike: str = "pass", workers: int = 0) -> Path:
+    path = folder / "train.py"
+    path.write_text(LOOP.format(strike=strike, workers=workers))
+    return path
+
+
+def without_dtobs(folder: Path) -> Path:
+    """The example of a DDP loop with its three lines taken out."""
+    text = (REPOSITORY / "examples" / "plain_loop" / "train.py").read_text()
+    text = re.sub(r"^import dtobs.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"with dtobs\.attach.*", "if True:", text)
+    text = re.sub(r"        if dist\.get_rank\(\) == 0:\n.*# line 3\n", "", text)
+    assert "session" not in text
+    path = folder / "train.py"
+    path.write_text(text)
+    return path
+
+
+def test_torchrun_on_a_plain_loop(tmp_path: Path):
+    train = without_dtobs(tmp_path)
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node", "2", train, "--epochs", "1"]
+    with observed("--name", "plain", "--", *command, cwd=tmp_path) as job:
+        assert job.check().startswith("epoch 0 loss")
+        assert wait_until_gone(job.pids(), 30) == []  # the monitor leaves too
+    (run,) = (tmp_path / "runs").glob("*-plain")
+    assert f"dtobs: recording to {run}" in job.stderr
+    assert "read more with" not in job.stderr
+    view = dtobs.load_run(run)
+    assert view.ranks == [0, 1]  # and neither the agent nor anything else
+    assert [len(view.rank_steps(rank)) for rank in view.ranks] == [32, 32]
+    assert (view.rank_steps(0)["local_norm"] > 0).all()
+    assert view.meta(0).layout["kind"] == "ddp"
+    assert "all_reduce" in {op.op for op in view.meta(1).ops.values()}
+
+
+def test_a_script_that_fails(tmp_path: Path):
+    train = script(tmp_path, strike="assert step < 2, 'bad sample'")
+    with observed("--run-dir", "here", "--", sys.executable, train, cwd=tmp_path) as job:
+        assert job.wait() == 1
+    said = job.stderr
+    assert "AssertionError: bad sample" in said
+    assert "dtobs: uncaught-exception: " in said
+    assert said.endswith(f"dtobs: read more with: dtobs diagnose {tmp_path / 'here'}\n")
+
+
+def test_the_exit_code_is_the_commands(tmp_path: Path):
+    train = script(tmp_path, strike="sys.exit(7)")
+    with observed("--", sys.executable, train, cwd=tmp_path) as job:
+        assert job.wait() == 7
+    with observed("--", "sh", "-c", "kill -9 $$", cwd=tmp_path) as job:
+        assert job.wait() == 128 + 9
+
+
+def test_a_command_that_is_no_python(tmp_path: Path):
+    with observed("--", "echo", "--name", "x", cwd=tmp_path) as job:
+        assert job.check() == "--name x\n"
+    assert "dtobs: nothing was recorded: no process built a torch optimizer" in job.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_loader_workers_and_children_do_not_attach(tmp_path: Path):
+    child = script(tmp_path).rename(tmp_path / "child.py")
+    start = f"import subprocess; subprocess.run([sys.executable, {str(child)!r}], check=True)"
+    train = script(tmp_path, strike=start, workers=1)
+    with observed("--run-dir", "here", "--", sys.executable, train, cwd=tmp_path) as job:
+        job.check()
+    view = dtobs.load_run(tmp_path / "here")
+    assert (view.ranks, view.attempt, len(view.rank_steps(0))) == ([0], 0, 3)
+
+
+def test_a_program_that_attaches_for_itself_is_left_to_it(tmp_path: Path):
+    train = tmp_path / "train.py"
+    train.write_text("import dtobs\ndtobs.attach(run_dir='own')\n" + LOOP.format(strike="pass", workers=0))
+    with observed("--run-dir", "here", "--", sys.executable, train, cwd=tmp_path) as job:
+        job.check()
+    assert dtobs.load_run(tmp_path / "own").ranks == [0]
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_sitecustomize_that_is_there_already_runs(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 'by the site'\n")
+    code = "import sitecustomize; print(customized, sitecustomize.__file__)"
+    paths = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    with observed("--", sys.executable, "-c", code, env={"PYTHONPATH": paths}, cwd=tmp_path) as job:
+        assert job.check() == f"by the site {tmp_path / 'sitecustomize.py'}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say what to run: dtobs run -- torchrun"),
+        (["--", "no-such-command"], "cannot run 'no-such-command': No such file or directory"),
+        (["--hang-timeout", "-1", "--", "true"], "give a positive number of seconds"),
+        (["--tui", "--", "true"], "--tui needs a terminal"),
+    ],
+)
+def test_what_cannot_be_run(tmp_path: Path, words: list[str], message: str):
+    with observed(*words, cwd=tmp_path) as job:
+        assert job.wait() == 2
+    assert message in job.stderr
+
+
+def test_the_screen_ends_with_the_command(tmp_path: Path):
+    """On a terminal of its own: the screen shows the run, the output goes to a file, the exit code comes through."""
+    train = script(tmp_path, strike="print('step', step); step == 2 and sys.exit(5)")
+    master, terminal = os.openpty()
+    environment = os.environ | {
+        "TERM": "xterm-256color",
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+    }
+    words = ["run", "--tui", "--run-dir", str(tmp_path / "here"), "--", sys.executable, str(train)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dtobs", *words],
+        stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    seen, deadline = b"", time.monotonic() + 100
+    while time.monotonic() < deadline:
+        if select.select([master], [], [], 0.1)[0]:
+            try:
+                seen += os.read(master, 65536)
+            except OSError:  # every process that had the terminal has ended
+                break
+        elif process.poll() is not None:
+            break
+    try:
+        assert process.wait(20) == 5, seen[-3000:]
+    finally:
+        process.kill()
+        os.close(master)
+    assert "step 2" in (tmp_path / "here" / "output.log").read_text()
+    assert json.loads((tmp_path / "here" / "run.json").read_text())["world_size"] == 1

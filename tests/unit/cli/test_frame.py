@@ -1,0 +1,117 @@
+"""The frame of the command line, with commands of its own in a folder beside the real ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from dtobs import __version__, cli
+from dtobs.findings import Finding
+
+COMMAND = '''
+"""Does a thing.
+
+    dtobs do-it --now
+"""
+def configure(parser):
+    parser.add_argument("--now", action="store_true")
+    parser.add_argument("--fail")
+def run(args):
+    from dtobs import errors
+    if args.fail == "interrupt":
+        raise KeyboardInterrupt
+    if args.fail:
+        raise getattr(errors, args.fail)("what, where, what to do")
+    print("now" if args.now else "later")
+    return 3
+'''
+
+
+@pytest.fixture(autouse=True)
+def _commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "do_it.py").write_text(textwrap.dedent(COMMAND))
+    (tmp_path / "explode.py").write_text("raise AssertionError('imported although nobody asked for it')")
+    monkeypatch.setattr(cli, "__path__", [str(tmp_path)])
+    yield
+    sys.modules.pop("dtobs.cli.do_it", None)
+
+
+def test_runs_a_command_and_imports_no_other(capsys):
+    assert cli.main(["do-it", "--now"]) == 3
+    assert capsys.readouterr().out == "now\n"
+
+
+def test_help_of_a_command_is_its_docstring(capsys):
+    assert cli.main(["do-it", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "Does a thing." in shown
+    assert "    dtobs do-it --now\n" in shown
+
+
+def test_help_lists_the_commands(tmp_path, capsys):
+    (tmp_path / "explode.py").unlink()
+    assert cli.main(["--help"]) == 0
+    assert "  do-it        Does a thing.\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("UsageError", 2), ("TargetError", 1), ("ServiceError", 1), ("RecordingError", 1)]
+)
+def test_errors_become_exit_codes_and_one_line(error, code, capsys):
+    assert cli.main(["do-it", "--fail", error]) == code
+    assert capsys.readouterr().err == "dtobs: what, where, what to do\n"
+
+
+def test_unknown_command_gets_a_suggestion(capsys):
+    assert cli.main(["do-itt"]) == 2
+    assert capsys.readouterr().err == "dtobs: there is no command 'do-itt'; did you mean 'do-it'?\n"
+
+
+def test_command_far_from_any_lists_them(capsys):
+    assert cli.main(["zzz"]) == 2
+    assert "the commands are do-it, explode" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["do-it", "--nonsense"], ["do-it", "--no"], ["--nonsense"], []])
+def test_usage_errors_exit_2(arguments, tmp_path, capsys):
+    (tmp_path / "explode.py").unlink()
+    assert cli.main(arguments) == 2
+    assert "usage: dtobs" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_no_traceback(capsys):
+    assert cli.main(["do-it", "--fail", "interrupt"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_version(tmp_path, capsys):
+    (tmp_path / "explode.py").unlink()
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dtobs {__version__}\n"
+
+
+def test_a_closed_pipe_is_quiet(tmp_path):
+    code = f"import sys; from dtobs import cli; cli.__path__ = [{str(tmp_path)!r}]; sys.exit(cli.main(['do-it']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdout is not None
+        command.stdout.close()
+        assert command.stderr is not None
+        assert command.stderr.read() == b""
+        assert command.wait(30) == 141
+
+
+def test_python_m_dtobs():
+    done = subprocess.run([sys.executable, "-m", "dtobs", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"dtobs {__version__}\n", "")
+
+
+def test_exit_code_follows_the_worst_finding():
+    warning = Finding("straggler", "slow")
+    critical = Finding("rank-dead", "dead")
+    assert [cli.exit_code(f) for f in ([], [warning], [warning, critical])] == [0, 3, 4]

@@ -1,0 +1,97 @@
+"""Slow ranks and missing data, and what only looks like them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtobs.detectors import run_detectors
+from dtobs.findings import Finding
+from dtobs.recording.fake import FakeRun
+from tests.unit.detectors.runs import noisy_run
+
+
+def findings(run: FakeRun) -> list[Finding]:
+    return run_detectors(run.view(), ("silent", "performance"))
+
+
+def slowed(part: str, seconds: float, rank: int = 1):
+    """`rank` takes `seconds` longer in `part`; the others wait for it."""
+
+    def change(number: int, step: int) -> dict[str, float]:
+        return {part: seconds} if number == rank else {"exposed": seconds + 0.03}
+
+    return change
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("part", ["forward", "other", "data"])
+def test_a_slow_rank_is_found_with_the_part_that_is_longer(tmp_path: Path, world: int, part: str):
+    found = findings(noisy_run(tmp_path, world, 30, slowed(part, 0.25)))
+    slow = [f for f in found if f.code == "straggler"]
+    assert [f.ranks for f in slow] == [(1,)]
+    assert f"({part} +" in slow[0].summary
+    assert {f.code for f in found} <= {"straggler", "data-starved"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rank, step: {"validation": 3.0} if rank == 0 and step % 5 == 0 else {},
+        lambda rank, step: {"checkpoint": 3.0} if rank == 0 else {},
+        lambda rank, step: {"other": 0.2} if rank == step % 3 else {},  # each in turn
+        lambda rank, step: (
+            {"other": 0.4} if rank == 0 and step % 3 == 0 else {}
+        ),  # one that logs now and then
+        lambda rank, step: {"other": 5.0} if rank == 0 and step < 2 else {},  # start-up
+        lambda rank, step: (
+            {"other": 0.2, "exposed": 0.0} if rank == 0 else {"exposed": 0.0}
+        ),  # nobody waits for it
+        lambda rank, step: {"forward": 0.2, "exposed": 0.01},  # all alike
+    ],
+)
+def test_steps_that_accuse_nobody(tmp_path: Path, change):
+    assert findings(noisy_run(tmp_path, 3, 40, change)) == []
+
+
+def test_pipeline_stages_are_not_peers(tmp_path: Path):
+    run = FakeRun(tmp_path, 2, layout=None)
+    for number, rank in enumerate(run.ranks):
+        rank.meta("layout", kind="plain", data_ranks=[number], stage=number, dropout=0)
+        for _ in range(30):
+            rank.step(forward=0.3 if number else 0.05, exposed=0.0 if number else 0.25)
+    assert findings(run) == []
+
+
+def test_a_busy_neighbour_for_some_seconds_is_no_straggler(tmp_path: Path):
+    crowded = noisy_run(tmp_path, 2, 30, slowed("forward", 0.05))  # 1.4 times, for a few seconds
+    assert findings(crowded) == []
+
+
+def test_a_small_difference_that_stays_is_found(tmp_path: Path):
+    (found,) = findings(noisy_run(tmp_path, 2, 250, slowed("forward", 0.08)))
+    assert (found.code, found.ranks) == ("straggler", (1,))
+
+
+def test_few_steps_are_not_enough(tmp_path: Path):
+    assert findings(noisy_run(tmp_path, 2, 12, slowed("forward", 0.25))) == []
+
+
+def test_waiting_for_data(tmp_path: Path):
+    (found,) = findings(noisy_run(tmp_path, 2, 30, lambda rank, step: {"data": 0.1}))
+    assert (found.code, found.ranks) == ("data-starved", (0, 1))
+    assert found.summary.startswith("ranks 0 and 1 wait for data up to ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rank, step: {"data": 5.0} if step < 3 else {},  # workers start
+        lambda rank, step: {"data": 2.0} if step == 20 else {},  # one slow file
+        lambda rank, step: {"data": 0.01, "forward": 0.001, "backward": 0.001},  # a toy
+        lambda rank, step: {"data": 0.02},
+    ],
+)
+def test_data_in_time(tmp_path: Path, change):
+    assert findings(noisy_run(tmp_path, 2, 40, change)) == []

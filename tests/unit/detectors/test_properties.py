@@ -1,0 +1,97 @@
+"""What holds for every run: the order of ranks is nothing, one more healthy rank is nothing, damage is no crash."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtobs.detectors import FAMILIES, detectors, run_detectors
+from dtobs.detectors.base import named
+from dtobs.findings import CATALOGUE
+from tests.unit.detectors.runs import noisy_run
+
+FAULTS = {
+    "none": lambda rank, step: {},
+    "loud": lambda rank, step: {"local_norm": 80.0} if rank == 0 and step > 20 else {},
+    "nan": lambda rank, step: {"nonfinite": 1, "nonfinite_param": 0} if rank == 0 and step == 9 else {},
+    "loss": lambda rank, step: {"loss": float("inf")} if rank == 0 and step == 9 else {},
+    "slow": lambda rank, step: {"forward": 0.4} if rank == 0 else {"exposed": 0.4},
+    "same data": lambda rank, step: {"input_digest": step + 1} if rank < 2 else {},
+}
+
+
+def signature(run, place: dict[int, int]) -> set[tuple[str, tuple[int, ...]]]:
+    """Codes and ranks, with the ranks called by what `place` says."""
+    view = run.view()
+    found = run_detectors(view, ("silent", "performance"))
+    assert view.damaged == []
+    return {(f.code, tuple(sorted(place[r] for r in f.ranks))) for f in found}
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(sorted(FAULTS)), st.permutations(range(3)))
+def test_findings_follow_the_ranks(fault: str, order: list[int]):
+    change = FAULTS[fault]
+    with tempfile.TemporaryDirectory() as folder:
+        here = noisy_run(Path(folder) / "a", 3, 34, change)
+        there = noisy_run(Path(folder) / "b", 3, 34, lambda rank, step: change(order[rank], step))
+        found = signature(here, {r: r for r in range(3)})
+        assert found == signature(there, dict(enumerate(order)))
+        assert bool(found) == (fault != "none")
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(sorted(FAULTS)), st.integers(0, 1000))
+def test_a_healthy_rank_more_adds_nothing(fault: str, seed: int):
+    with tempfile.TemporaryDirectory() as folder:
+        small = noisy_run(Path(folder) / "a", 3, 34, FAULTS[fault], seed)
+        large = noisy_run(Path(folder) / "b", 4, 34, FAULTS[fault], seed)
+        same = {r: r for r in range(4)}
+        assert signature(large, same) == signature(small, same)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 400))
+def test_damaged_recordings_never_raise(seed: int, count: int):
+    """Bytes changed anywhere: detectors answer, or say which of them could not."""
+    random = np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        run = noisy_run(Path(folder), 2, 20)
+        for path in sorted(Path(folder).glob("ranks/*/*")):
+            data = bytearray(path.read_bytes())
+            for place in random.integers(0, min(len(data), 1 << 14), count):
+                data[place] = random.integers(0, 256)
+            path.write_bytes(bytes(data))
+        run_detectors(run.view(), ("silent", "performance"))
+
+
+def test_a_detector_that_fails_is_a_line_and_not_a_crash(tmp_path: Path, monkeypatch):
+    def broken(view):
+        raise ZeroDivisionError("no steps")
+
+    broken.__module__ = "dtobs.detectors.silent.broken"
+    view = noisy_run(tmp_path, 2, 20, FAULTS["loss"]).view()
+    monkeypatch.setattr("dtobs.detectors.silent.DETECTORS", (broken, *detectors(("silent",))))
+    assert [f.code for f in run_detectors(view, ("silent",))] == ["loss-nonfinite"]
+    assert view.damaged == ["dtobs.detectors.silent.broken failed: ZeroDivisionError: no steps"]
+
+
+def test_every_detector_names_a_code_and_says_what_why_and_what_next():
+    for detector in detectors(("silent", "performance")):
+        code = detector.__name__.replace("_", "-")
+        assert code in CATALOGUE
+        text = __import__(detector.__module__, fromlist=["x"]).__doc__
+        assert text.startswith(f"{code}: ")
+        assert all(part in text for part in ("What it does:", "Why it hurts:", "What to do next:"))
+    assert {
+        CATALOGUE[d.__name__.replace("_", "-")].family for d in detectors(("silent", "performance"))
+    } < set(FAMILIES)
+
+
+def test_ranks_in_words():
+    assert [named(r) for r in ([3], [5, 2], [5, 0, 2])] == ["rank 3", "ranks 2 and 5", "ranks 0, 2 and 5"]
+    assert named(range(128)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 120 more"

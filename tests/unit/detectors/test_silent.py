@@ -1,0 +1,301 @@
+"""Silent errors: each has runs in which it must be found, and twins in which it must not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dtobs.detectors import run_detectors
+from dtobs.events import NONFINITE_MARK, Kind
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.fake import FakeRun
+from dtobs.recording.meta import Parameter
+from tests.unit.detectors.runs import PARAMETERS, noisy_run
+
+NAN, INF = math.nan, math.inf
+
+
+def findings(run: FakeRun) -> list[Finding]:
+    view = run.view()
+    found = run_detectors(view, ("silent", "performance"))
+    assert view.damaged == []
+    return found
+
+
+def only(run: FakeRun) -> Finding:
+    (found,) = findings(run)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_runs_have_no_finding(tmp_path: Path, world: int, seed: int):
+    assert findings(noisy_run(tmp_path, world, 80, seed=seed)) == []
+
+
+def test_an_empty_run_has_no_finding(tmp_path: Path):
+    assert findings(FakeRun(tmp_path)) == []
+    FakeRun(tmp_path / "b").rank(0)
+    assert findings(FakeRun(tmp_path / "b")) == []
+
+
+# replica-divergence
+
+
+def diverging(tmp_path: Path, world: int, odd: int, *, again: bool = False) -> FakeRun:
+    run = FakeRun(tmp_path, world)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*PARAMETERS).digests(1, 2, 3, step=-1)
+        for step in range(10):
+            wrong = number == odd and step >= 6 and not (again and step == 9)
+            rank.step(params_digest=99 if wrong else step + 1)
+            rank.digests(10 + step, 77 if wrong else 20 + step, 78 if wrong else 30 + step)
+    return run
+
+
+def test_the_odd_copy_is_named_with_its_first_step_and_parameter(tmp_path: Path):
+    found = only(diverging(tmp_path, 3, odd=1))
+    assert (found.code, found.ranks, found.step) == ("replica-divergence", (1,), 6)
+    assert found.summary == (
+        "rank 1 differs from ranks 0 and 2 in block.weight and 1 more, first seen after step 6;"
+        " they were equal after step 5"
+    )
+    assert found.evidence[0]["parameter"] == "block.weight"
+
+
+def test_of_two_copies_none_is_accused_alone(tmp_path: Path):
+    found = only(diverging(tmp_path, 2, odd=1))
+    assert (found.ranks, found.confidence) == ((0, 1), Confidence.CERTAIN)
+    assert "which of them is wrong cannot be told" in found.summary
+
+
+def test_copies_that_meet_again_are_periodic_averaging(tmp_path: Path):
+    assert findings(diverging(tmp_path, 3, odd=1, again=True)) == []
+
+
+def test_only_equal_keys_are_compared(tmp_path: Path):
+    run = FakeRun(tmp_path, 4)
+    for number, rank in enumerate(run.ranks):
+        shard = Parameter("weight", (8,), "float32", f"mesh:2:aa/0.S(0).{number % 2}")
+        rank.parameters(shard, Parameter("own", (8,), "float32", ""))
+        rank.step(params_digest=number + 1).digests(number % 2, number)
+    assert findings(run) == []
+
+
+def test_copies_within_a_larger_layout(tmp_path: Path):
+    """Tensor parallel: the norm is a copy on both ranks, the matrix is not."""
+    run = FakeRun(tmp_path, 2, layout=None)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(
+            Parameter("matrix", (8,), "float32", f"mesh:1:aa/0.S(0).{number}"),
+            Parameter("norm", (8,), "float32", "mesh:2:aa/"),
+        )
+        rank.step(params_digest=number + 1).digests(number, 5 + number)
+    found = only(run)
+    assert (found.code, found.ranks, found.evidence[0]["parameter"]) == ("replica-divergence", (0, 1), "norm")
+
+
+# seed-policy
+
+
+def test_models_that_began_differently(tmp_path: Path):
+    run = FakeRun(tmp_path, 3)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*PARAMETERS).digests(1 + (number == 2), 2, 3, step=-1)
+        rank.step(params_digest=1 + (number == 2)).digests(4 + (number == 2), 5, 6)
+    divergence, seeds = findings(run)
+    assert (divergence.code, divergence.ranks) == ("replica-divergence", (2,))
+    assert (seeds.code, seeds.ranks, seeds.group) == ("seed-policy", (2,), "initial parameters")
+    assert seeds.summary.startswith("rank 2 began with other parameters than the others (first embed.weight)")
+
+
+def test_declared_values(tmp_path: Path):
+    run = noisy_run(tmp_path, 3)
+    for number, rank in enumerate(run.ranks):
+        rank.meta("policy", equal={"seed": 7 if number else 8}, differ={"dropout seed": number})
+    found = only(run)
+    assert (found.code, found.ranks, found.group) == ("seed-policy", (0,), "seed")
+    assert found.summary == "seed must be equal on all ranks: rank 0 8, the others 7"
+
+
+def test_declared_values_that_must_differ(tmp_path: Path):
+    run = noisy_run(tmp_path, 3)
+    for number, rank in enumerate(run.ranks):
+        rank.meta("policy", equal={"seed": 7}, differ={"dropout seed": min(number, 1)})
+    found = only(run)
+    assert found.ranks == (1, 2)
+    assert (
+        found.summary
+        == "dropout seed must differ between ranks that read different data: ranks 1 and 2 have 1"
+    )
+
+
+DROPOUT = {"kind": "ddp", "data_ranks": [0, 1, 2], "stage": 0, "coordinates": {}, "dropout": 4}
+
+
+def test_equal_dropout_on_different_data(tmp_path: Path):
+    def same(rank: int, step: int) -> dict[str, float]:
+        return {"rng_torch": 1000 + step} if rank < 2 else {}
+
+    found = only(noisy_run(tmp_path, 3, change=same, layout=DROPOUT))
+    assert (found.code, found.ranks, found.confidence) == ("seed-policy", (0, 1), Confidence.LIKELY)
+    assert findings(noisy_run(tmp_path / "no dropout", 3, change=same)) == []
+
+
+def test_equal_generators_that_nobody_uses_while_training(tmp_path: Path):
+    run = noisy_run(tmp_path, 3, change=lambda rank, step: {"rng_torch": 5}, layout=DROPOUT)
+    assert findings(run) == []
+
+
+@pytest.mark.parametrize(("rule", "odd"), [("equal", (2,)), ("differ", (0, 1))])
+def test_declared_generators(tmp_path: Path, rule: str, odd: tuple[int, ...]):
+    run = noisy_run(tmp_path, 3, change=lambda rank, step: {"rng_torch": 1000 + step} if rank < 2 else {})
+    for rank in run.ranks:
+        rank.meta("policy", generators=rule)
+    found = only(run)
+    assert (found.code, found.ranks, found.group) == ("seed-policy", odd, "generators")
+
+
+# data-overlap
+
+
+def test_ranks_that_read_the_same(tmp_path: Path):
+    run = noisy_run(
+        tmp_path, 4, change=lambda rank, step: {"input_digest": 50 + step} if rank in (1, 3) else {}
+    )
+    found = only(run)
+    assert (found.code, found.ranks, found.step) == ("data-overlap", (1, 3), 0)
+    assert found.summary == "ranks 1 and 3 read the same data in 40 of 40 steps"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rank, step: {"input_digest": 7},  # a constant batch
+        lambda rank, step: {"input_digest": 50} if step == 5 else {},  # once by chance
+        lambda rank, step: (
+            {"input_digest": 50 + step} if step % 4 == 0 else {}
+        ),  # few samples, drawn at random
+        lambda rank, step: {"input_digest": 0},  # not measured
+        lambda rank, step: {"input_digest": 50 + step + rank},  # the same data, a step apart
+    ],
+)
+def test_equal_inputs_that_prove_nothing(tmp_path: Path, change):
+    assert findings(noisy_run(tmp_path, 3, change=change)) == []
+
+
+def test_ranks_that_share_samples_by_design(tmp_path: Path):
+    """Tensor parallel pairs read the same; which ranks are peers is not known at all in the second run."""
+    run = FakeRun(tmp_path, 4, layout=None)
+    for number, rank in enumerate(run.ranks):
+        rank.meta("layout", kind="fsdp", data_ranks=[number % 2, number % 2 + 2], stage=0, dropout=0)
+        for step in range(20):
+            rank.step(input_digest=100 * (number // 2) + step + 1)
+    assert findings(run) == []
+    same = lambda rank, step: {"input_digest": step + 1}  # noqa: E731
+    assert findings(noisy_run(tmp_path / "unknown", 2, change=same, layout=None)) == []
+
+
+# local-gradient-outlier
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("factor", [50.0, 1 / 50])
+def test_one_loud_rank_is_found_within_a_few_steps(tmp_path: Path, world: int, factor: float):
+    run = noisy_run(tmp_path, world, 30)
+    for step in range(30, 35):
+        for number, rank in enumerate(run.ranks):
+            rank.step(step, local_norm=1.2 * (factor if number == 1 else 1.0))
+    found = only(run)
+    assert (found.code, found.ranks, found.step) == ("local-gradient-outlier", (1,), 30)
+    assert found.evidence[0]["ratio"] == pytest.approx(factor, rel=0.5)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_rank_loud_from_the_beginning(tmp_path: Path, world: int):
+    loud = lambda rank, step: {"local_norm": 60.0 + step % 3} if rank == 1 else {"local_norm": 1.0}  # noqa: E731
+    found = only(noisy_run(tmp_path, world, 20, change=loud))
+    assert (found.code, found.ranks) == ("local-gradient-outlier", (1,))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rank, step: {"local_norm": 3.0 if rank == 0 else 1.0},  # steadily heavier data
+        lambda rank, step: {"local_norm": 50.0 if step >= 20 else 1.0},  # a spike of the whole job
+        lambda rank, step: {"local_norm": 4.0} if (rank, step) == (1, 20) else {},  # one hard batch
+        lambda rank, step: {"local_norm": 20.0} if (rank, step) in ((0, 13), (0, 15), (1, 14)) else {},
+        lambda rank, step: {"local_norm": NAN},  # not measured
+        lambda rank, step: {"local_norm": NAN} if step == 20 else {},
+        lambda rank, step: {"local_norm": 0.0},
+    ],
+)
+def test_norms_that_accuse_nobody(tmp_path: Path, change):
+    assert findings(noisy_run(tmp_path, 3, change=change)) == []
+
+
+def test_one_wild_step_does_not_blind_the_next(tmp_path: Path):
+    def change(rank: int, step: int) -> dict[str, float]:
+        return {"local_norm": 1e9} if step == 10 else {"local_norm": 90.0} if rank == 2 and step >= 30 else {}
+
+    found = only(noisy_run(tmp_path, 3, change=change))
+    assert found.ranks == (2,)
+
+
+# gradient-nonfinite, loss-nonfinite
+
+
+def test_the_rank_that_computed_the_nan_is_named(tmp_path: Path):
+    def change(rank: int, step: int) -> dict[str, float]:
+        bad = {"local_norm": NAN, "nonfinite": 2, "nonfinite_param": 1}
+        return bad if (rank == 1 and step == 30) or step > 30 else {}
+
+    found = only(noisy_run(tmp_path, 3, change=change))
+    assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (1,), 30)
+    assert found.summary == (
+        "rank 1 computes NaN or infinity in step 30: first in the gradient of block.weight and 1 more parameters"
+    )
+    assert found.evidence[-1] == {
+        "what": "first parameter",
+        "rank": 1,
+        "parameter": "block.weight",
+        "module": "block",
+    }
+
+
+def test_a_nan_in_a_step_that_never_ended(tmp_path: Path):
+    run = noisy_run(tmp_path, 2)
+    run.rank(1).event(Kind.MARK, op=NONFINITE_MARK, seq=2, value=NAN)
+    run.rank(1).event(Kind.MARK, op=NONFINITE_MARK, seq=1, value=NAN)
+    found = only(run)
+    assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (1,), 40)
+    assert "block.weight" in found.summary
+
+
+def test_overflow_is_how_a_loss_scaler_finds_its_scale(tmp_path: Path):
+    def overflow(first: int, last: int):
+        def change(rank: int, step: int) -> dict[str, float]:
+            bad = {"nonfinite": 1, "nonfinite_param": 0, "local_norm": INF} if first <= step < last else {}
+            return {"loss_scale": 1024.0, **bad}
+
+        return change
+
+    assert findings(noisy_run(tmp_path / "a", 2, change=overflow(0, 6))) == []
+    assert only(noisy_run(tmp_path / "b", 2, change=overflow(5, 40))).code == "gradient-nonfinite"
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_loss(tmp_path: Path, value: float):
+    def change(rank: int, step: int) -> dict[str, float]:
+        return {"loss": value} if step > 20 or (rank == 1 and step == 20) else {}
+
+    found = only(noisy_run(tmp_path, 2, change=change))
+    assert (found.code, found.ranks, found.step) == ("loss-nonfinite", (1,), 20)
+    assert found.summary == f"rank 1 has a loss of {value} in step 20"
+
+
+def test_a_loss_that_nobody_reports_is_no_loss_of_nan(tmp_path: Path):
+    run = noisy_run(tmp_path, 2, change=lambda rank, step: {"loss": NAN, "losses": 0} if step % 2 else {})
+    assert findings(run) == []

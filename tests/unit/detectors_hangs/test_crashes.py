@@ -1,0 +1,207 @@
+"""Ranks that ended: the first cause is named; lost connections, timeouts and terminated ranks are its consequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtobs.events import RankState
+from dtobs.recording.fake import FakeRank
+from dtobs.recording.process import ProcessState
+from tests.unit.detectors_hangs.trouble import found
+
+GLOO_CLOSED = (
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
+)
+GLOO_TIMEOUT = (
+    "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv"
+)
+GLOO_SIZE = "[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8192 vs 4096"
+
+
+def fails(rank: FakeRank, type_: str, message: str, **fields: object) -> None:
+    """The rank raises now and ends."""
+    given = {"t_ns": rank.clock_ns, "step": rank.next_step, "traceback": ["Traceback", "  boom"]} | fields
+    rank.meta("exception", type=type_, message=message, **given)
+    rank.close(RankState.FAILED)
+
+
+def gone(code: int | None, pid: int = 77, oom: bool = False, ended_ns: int = 0) -> ProcessState:
+    return ProcessState(pid, alive=False, exit_code=code, oom_killed=oom, ended_ns=ended_ns)
+
+
+def test_uncaught_exception_is_found_at_once_with_its_line(training):
+    run = training(2)
+    run.rank(0).collective(wait=True)
+    frame = {"file": "/me/train.py", "line": 12, "function": "load"}
+    fails(run.rank(1), "ValueError", "bad sample 17", frame=frame)
+    (finding,) = found(run.view(later=1)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("uncaught-exception", (1,), "certain")
+    assert finding.summary == "rank 1 raised ValueError: bad sample 17 at /me/train.py:12 in load"
+    assert finding.evidence[0]["traceback"] == ["Traceback", "  boom"]
+
+
+@pytest.mark.parametrize(
+    ("type_", "message"),
+    [
+        ("RuntimeError", GLOO_CLOSED),
+        (
+            "torch.distributed.DistBackendError",
+            "NCCL error: remote process exited or there was a network error",
+        ),
+        ("RuntimeError", GLOO_TIMEOUT),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+        ("torch.distributed.DistNetworkError", "The client socket has timed out after 60s"),
+    ],
+)
+def test_consequences_of_an_exception_are_not_accused(training, type_, message):
+    run = training(3)
+    fails(run.rank(1).advance(-1), "ValueError", "bad sample")
+    fails(run.rank(0), type_, message)
+    fails(run.rank(2), type_, message)
+    (finding,) = found(run.view(later=100)).values()
+    assert (finding.code, finding.ranks) == ("uncaught-exception", (1,))
+
+
+def test_a_users_own_timeout_is_a_cause(training):
+    run = training(2)
+    fails(run.rank(1), "TimeoutError", "the feature store did not answer within 30 s")
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    assert found(run.view(later=1))["uncaught-exception"].ranks == (1,)
+
+
+def test_the_same_exception_on_all_ranks_is_one_finding(training):
+    run = training(3)
+    for rank in run.ranks:
+        fails(rank, "IndexError", "index out of range")
+    (finding,) = found(run.view(later=1)).values()
+    assert finding.ranks == (0, 1, 2)
+
+
+def test_ranks_terminated_by_the_launcher_are_innocent(training):
+    run = training(3)
+    fails(run.rank(2), "ValueError", "bad sample")
+    view = run.view(later=1, processes={0: gone(-15), 1: gone(-15), 2: gone(1)})
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks) == ("uncaught-exception", (2,))
+
+
+def test_killed_rank(training):
+    run = training(2)
+    run.rank(0).collective(wait=True)
+    (finding,) = found(run.view(later=1, processes={1: gone(-9)})).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("rank-dead", (1,), "certain")
+    assert "killed by SIGKILL" in finding.summary
+
+
+def test_killed_rank_and_peers_that_lost_it(training):
+    run = training(2)
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1, processes={0: gone(1), 1: gone(-9)})).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (1,))
+
+
+def test_a_death_nobody_saw(training):
+    run = training(2)
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1, processes={0: gone(None), 1: gone(None)})).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("rank-dead", (1,), "likely")
+
+
+def test_all_ranks_gone_unseen_is_only_possible(training):
+    run = training(2)
+    (finding,) = found(run.view(later=1, processes={0: gone(None), 1: gone(None)})).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("rank-dead", (0, 1), "possible")
+
+
+def test_stragglers_killed_by_the_launcher_later_are_innocent(training):
+    run = training(2)
+    fails(run.rank(1), "ValueError", "bad sample")
+    late = run.rank(1).clock_ns + 30 * 10**9
+    (finding,) = found(run.view(later=40, processes={0: gone(-9, ended_ns=late), 1: gone(1)})).values()
+    assert (finding.code, finding.ranks) == ("uncaught-exception", (1,))
+
+
+def test_oom_kill_is_told_from_a_kill(training):
+    run = training(2)
+    (finding,) = found(run.view(later=1, processes={1: gone(-9, oom=True)})).values()
+    assert (finding.code, finding.ranks) == ("rank-oom-killed", (1,))
+
+
+def test_a_job_that_somebody_ended_is_no_finding(training):
+    run = training(2)
+    assert found(run.view(later=100, processes={0: gone(-15), 1: gone(-15)})) == {}
+
+
+def test_ctrl_c_is_no_finding(training):
+    run = training(2)
+    for rank in run.ranks:
+        fails(rank, "KeyboardInterrupt", "")
+    assert found(run.view(later=100, processes={0: gone(-2), 1: gone(1)})) == {}
+
+
+def test_one_terminated_rank_that_its_peers_lost(training):
+    run = training(2)
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1, processes={0: gone(1), 1: gone(-15)})).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (1,))
+
+
+def test_exited_early_while_peers_wait(training):
+    run = training(2)
+    run.rank(1).close()
+    run.rank(0).step().collective(wait=True)
+    assert found(run.view(later=5)) == {}, "peers may finish something of their own"
+    (finding,) = found(run.view(later=61, processes={1: gone(0)})).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
+    assert "rank 1 ended normally after 20 steps, of which its peers did 21" in finding.summary
+
+
+def test_exited_early_and_the_connection_was_lost(training):
+    run = training(2)
+    run.rank(1).close()
+    run.rank(0).collective()
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1, processes={0: gone(1), 1: gone(0)})).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
+
+
+def test_exit_without_closing_counts_as_exit(training):
+    run = training(2)
+    run.rank(0).collective(wait=True)
+    (finding,) = found(run.view(later=61, processes={1: gone(0)})).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
+
+
+def test_a_timeout_is_explained_by_the_rank_that_was_missing(training):
+    """Rank 0 gave up, the launcher then terminated rank 1, which had never joined."""
+    run = training(2)
+    run.rank(1).phase("data")
+    run.rank(0).collective(wait=True).advance(5)
+    fails(run.rank(0), "RuntimeError", GLOO_TIMEOUT)
+    (finding,) = found(run.view(later=1, processes={0: gone(1), 1: gone(-15)})).values()
+    assert (finding.code, finding.ranks) == ("stuck-in-dataloader", (1,))
+
+
+def test_a_lost_connection_that_nothing_explains_is_possible(training):
+    run = training(2)
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("uncaught-exception", (0,), "possible")
+
+
+def test_abort_of_a_communication_library_is_explained_by_the_mismatch(training):
+    from dtobs.recording.meta import Op
+
+    run = training(3)
+    for number, size in enumerate((4, 8, 4)):
+        run.rank(number).collective(Op("all_reduce", "sum", ((size,),), ("float32",)))
+    fails(run.rank(0), "RuntimeError", GLOO_SIZE)
+    view = run.view(later=1, processes={0: gone(1), 2: gone(-6)})
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks) == ("shape-mismatch", (1,))
+
+
+def test_unexplained_abort_is_a_death(training):
+    run = training(2)
+    (finding,) = found(run.view(later=1, processes={1: gone(-6)})).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("rank-dead", (1,), "likely")

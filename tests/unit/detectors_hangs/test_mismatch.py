@@ -1,0 +1,112 @@
+"""Ranks that do not agree on a collective, and differences that are legitimate."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtobs.recording.meta import Op, Site
+from tests.unit.detectors_hangs.trouble import found
+
+SUM = Op("all_reduce", "sum", ((4, 8),), ("float32",))
+
+
+def op(
+    name: str = "all_reduce", reduce_op: str = "sum", shape: tuple[int, ...] = (4, 8), dtype: str = "float32"
+):
+    return Op(name, reduce_op, (shape,), (dtype,))
+
+
+@pytest.mark.parametrize(
+    ("other", "code"),
+    [
+        (op(shape=(4, 9)), "shape-mismatch"),
+        (op(dtype="float64"), "dtype-mismatch"),
+        (op(reduce_op="max"), "reduce-op-mismatch"),
+        (op("broadcast", ""), "collective-mismatch"),
+    ],
+)
+def test_the_minority_is_named_without_a_stall(training, other, code):
+    run = training(3)
+    for number in (0, 1, 2):
+        run.rank(number).collective(other if number == 1 else SUM, site=Site("model.py", 40 + number, "sync"))
+    for rank in run.ranks:
+        rank.step()
+    (finding,) = found(run.view(later=1)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == (code, (1,), "certain")
+    assert f"rank 1 called {other} at model.py:41 in sync, but ranks 0 and 2 called {SUM}" in finding.summary
+    assert "#21 of group default" in finding.summary
+
+
+def test_of_two_ranks_both_are_named_with_both_lines(training):
+    run = training(2)
+    run.rank(0).collective(SUM, site=Site("a.py", 1, "f"))
+    run.rank(1).collective(op(shape=(5,)), site=Site("b.py", 2, "g"))
+    finding = found(run.view(later=1))["shape-mismatch"]
+    assert finding.ranks == (0, 1)
+    assert "at a.py:1 in f" in finding.summary
+    assert "at b.py:2 in g" in finding.summary
+
+
+def test_wrong_order_is_one_finding(training):
+    run = training(2)
+    run.rank(0).collective("all_reduce").collective("broadcast", wait=True)
+    run.rank(1).collective("broadcast").collective("all_reduce", wait=True)
+    (finding,) = found(run.view(later=100)).values()
+    assert finding.code == "collective-mismatch"
+
+
+def test_different_roots_do_not_match(training):
+    run = training(2)
+    run.rank(0).collective(Op("broadcast", "", ((4,),), ("float32",), root=0))
+    run.rank(1).collective(Op("broadcast", "", ((4,),), ("float32",), root=1))
+    assert list(found(run.view())) == ["collective-mismatch"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (op(shape=(4, 8)), op(shape=(32,))),  # as many elements
+        (op("all_to_all", "", (3,)), op("all_to_all", "", (5,))),
+        (op("all_gather", "", (3,)), op("all_gather", "", (5,))),  # the run goes on: its backend allows it
+        (op("scatter", "", (3,)), op("scatter", "", (12,))),
+        (Op("barrier"), Op("barrier", dtypes=("uint8",))),
+    ],
+)
+def test_legitimate_differences(training, left, right):
+    run = training(2)
+    run.rank(0).collective(left).collective(SUM)
+    run.rank(1).collective(right).collective(SUM)
+    assert found(run.view(later=1)) == {}
+
+
+def test_uneven_gather_counts_where_the_run_stopped(training):
+    run = training(3)
+    for number, size in enumerate((3, 3, 5)):
+        run.rank(number).collective(op("all_gather", "", (size,)), wait=True)
+    (finding,) = found(run.view(later=61)).values()
+    assert (finding.code, finding.ranks) == ("shape-mismatch", (2,))
+
+
+def test_only_what_both_still_hold_is_compared(tmp_path):
+    """Rank 1's ring has wrapped: what it lost is not held against it."""
+    from dtobs.recording.fake import FakeRun
+
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        rank.step()
+    for _ in range(20):
+        run.rank(0).collective(SUM)
+    run.rank(1).collective(SUM, seq=15)
+    for _ in range(5):
+        run.rank(1).collective(SUM)
+    assert found(run.view(later=1)) == {}
+
+
+def test_each_group_is_judged_for_itself(training):
+    run = training(4)
+    left, right = run.group("left", (0, 1)), run.group("right", (2, 3))
+    for number in (0, 1):
+        run.rank(number).collective("all_reduce", left)
+    for number in (2, 3):
+        run.rank(number).collective("all_gather", right)
+    assert found(run.view(later=1)) == {}

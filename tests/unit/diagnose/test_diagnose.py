@@ -1,0 +1,216 @@
+"""From a target to a verdict: what can be a target, what the journal adds, and which cause is the root."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from dtobs.diagnose import diagnose, gather
+from dtobs.diagnose.analyse import merge, rank_causes
+from dtobs.diagnose.gather import Evidence
+from dtobs.errors import TargetError
+from dtobs.findings import Confidence, Finding
+from dtobs.monitor.journal import Journal
+from dtobs.recording.capture import Capture, RankCapture
+from dtobs.recording.fake import FakeRun
+from dtobs.recording.journal import Entry
+from dtobs.recording.process import ProcessState
+from dtobs.recording.rundir import read_json
+from dtobs.reports import json as json_report
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> FakeRun:
+    """Rank 1 of 3 sits in its loader."""
+    run = FakeRun(tmp_path / "run", 3)
+    for _ in range(10):
+        for rank in run.ranks:
+            rank.step().collective()
+    for rank in (0, 2):
+        run.rank(rank).phase("backward").collective(wait=True)
+    run.rank(1).phase("data")
+    return run
+
+
+def entry(finding: Finding, attempt: int = 0) -> Entry:
+    return Entry("found", "2026-11-20T12:00:00Z", 1, attempt, finding)
+
+
+def test_a_hung_run(hung):
+    diagnosis = diagnose(Evidence("the-run", hung.view(later=70)))
+    assert diagnosis.verdict is not None
+    assert (diagnosis.verdict.code, diagnosis.verdict.ranks) == ("stuck-in-dataloader", (1,))
+    assert [diagnosis.ranks[r].state for r in range(3)] == ["waiting", "loading", "waiting"]
+    assert diagnosis.ranks[0].last_collective == "all_reduce(sum, float32[1024]) #11 of default"
+    assert diagnosis.ranks[0].waited_seconds == 70
+    assert (diagnosis.target, diagnosis.world_size, diagnosis.missing_ranks) == ("the-run", 3, ())
+
+
+def test_the_json_is_as_published(hung):
+    schema = read_json(json_report.SCHEMA_PATH)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for later in (0, 70):
+        value = diagnose(Evidence("the-run", hung.view(later=later))).to_json()
+        jsonschema.validate(value, schema)
+        assert (value["verdict"] is None) == (later == 0)
+
+
+def test_ranks_that_never_recorded_are_named(tmp_path):
+    run = FakeRun(tmp_path, 4)
+    for number in (0, 2):
+        run.rank(number).step()
+    assert diagnose(Evidence("x", run.view())).missing_ranks == (1, 3)
+
+
+def test_a_pause_that_is_no_stall_yet_is_noted(hung):
+    diagnosis = diagnose(Evidence("x", hung.view(later=30)))
+    assert diagnosis.verdict is None
+    assert diagnosis.notes == (
+        "nothing has moved for 30 s; it counts as a stall after 60 s (the default hang timeout)",
+    )
+
+
+def test_a_directory_is_a_target(hung):
+    evidence = gather(hung.directory.root)
+    assert evidence.view.ranks == [0, 1, 2]
+    assert evidence.journal == ()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nowhere", "there is no nowhere: give a run directory"),
+    ],
+)
+def test_wrong_targets_say_what_to_give(tmp_path, monkeypatch, target, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TargetError, match=message):
+        gather(target)
+
+
+def test_a_file_is_no_target(tmp_path):
+    file = tmp_path / "train.log"
+    file.touch()
+    with pytest.raises(TargetError, match="is a file: give the run directory"):
+        gather(file)
+
+
+def test_another_directory_is_no_target(tmp_path):
+    with pytest.raises(TargetError):
+        gather(tmp_path)
+
+
+def test_a_capture_is_judged_at_its_moment(hung):
+    """Long after the processes are gone, its capture still tells what held the run up."""
+    view = hung.view(later=70)
+    alive = {r: RankCapture(r, ProcessState(1, alive=True, state="S")) for r in range(3)}
+    folder = hung.directory.captures / "20261120T120000.000Z"
+    Capture(view.now_ns, "20261120T120000.000Z", "stalled", alive).save(folder)
+    diagnosis = diagnose(gather(folder))
+    assert diagnosis.verdict is not None
+    assert diagnosis.verdict.code == "stuck-in-dataloader"
+
+
+def test_a_capture_away_from_its_run_says_so(tmp_path):
+    Capture(1, "x", "stalled").save(tmp_path / "elsewhere" / "a" / "b")
+    with pytest.raises(TargetError, match="outside of its run directory"):
+        gather(tmp_path / "elsewhere" / "a" / "b")
+
+
+def test_living_ranks_are_asked_only_when_nothing_moves(hung):
+    asked = []
+
+    def take(view, reason):
+        asked.append(reason)
+        return Capture(view.now_ns, "", reason)
+
+    gather(hung.directory.root, take)
+    assert asked == [], "its clock is that of a moment ago"
+
+
+def test_the_journal_keeps_what_has_scrolled_away(hung):
+    seen = Finding("gradient-nonfinite", "rank 0 had a NaN", (0,), Confidence.CERTAIN, step=3)
+    Journal(hung.directory.findings).update([seen], 5, may_clear=True)
+    evidence = replace(gather(hung.directory.root), view=hung.view(later=70))
+    codes = [f.code for f in diagnose(evidence).findings]
+    assert codes == ["stuck-in-dataloader", "gradient-nonfinite"]
+
+
+def test_cleared_findings_are_history(hung):
+    journal = Journal(hung.directory.findings)
+    journal.update([Finding("straggler", "slow", (0,))], 5, may_clear=True)
+    journal.update([], 6, may_clear=True)
+    journal.update([], 7, may_clear=True)
+    assert gather(hung.directory.root).journal == ()
+
+
+def test_a_job_that_was_cancelled_is_noted(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(3)
+    ended = {r: ProcessState(1, alive=False, exit_code=-15) for r in (0, 1)}
+    diagnosis = diagnose(Evidence("x", run.view(later=9, processes=ended)))
+    assert diagnosis.findings == ()
+    assert diagnosis.notes == (
+        "the job did not finish: its ranks were killed by SIGTERM, which is how a launcher ends a job",
+    )
+
+
+def test_a_hang_that_passed_is_history(hung):
+    view = hung.view(later=40)
+    found = Finding("rank-stopped", "rank 1 is suspended", (1,), Confidence.CERTAIN)
+    before = replace(entry(found), t_ns=view.now_ns)
+    assert [f.code for f in diagnose(Evidence("x", view, (before,))).findings] == ["rank-stopped"]
+    hung.rank(1).advance(100).step().collective()
+    assert diagnose(Evidence("x", hung.view(), (before,))).findings == ()
+
+
+def dead(*ranks: int, confidence: Confidence = Confidence.CERTAIN, since: int = 0) -> Finding:
+    return Finding("rank-dead", "gone", ranks, confidence, since_ns=since)
+
+
+HANG = Finding("rank-not-joined", "away", (1,), Confidence.LIKELY, since_ns=100)
+
+
+def test_merge_keeps_the_surer_and_the_earlier():
+    now = [dead(1, confidence=Confidence.LIKELY, since=50)]
+    (kept,) = merge(now, [entry(dead(1, since=70))])
+    assert kept.confidence is Confidence.CERTAIN
+    (kept,) = merge([dead(1, since=70)], [entry(dead(1, since=50))])
+    assert kept.since_ns == 50
+
+
+def test_merge_drops_what_was_outgrown_or_only_guessed():
+    assert merge([dead(0, 1)], [entry(dead(0))]) == [dead(0, 1)]
+    guess = Finding("uncaught-exception", "lost a peer", (0,), Confidence.POSSIBLE)
+    assert merge([dead(1)], [entry(guess)]) == [dead(1)]
+    assert merge([], [entry(guess)]) == [guess]
+
+
+def test_a_hang_that_somebody_then_killed_is_the_root_cause():
+    assert rank_causes([dead(0, 1, since=500), HANG])[0] is HANG
+    assert rank_causes([HANG, dead(0, since=50)])[0].code == "rank-dead"
+
+
+def test_a_guess_never_beats_what_is_known():
+    guess = dead(0, confidence=Confidence.POSSIBLE, since=1)
+    assert rank_causes([guess, HANG])[0] is HANG
+
+
+def test_what_stops_the_run_comes_before_wrong_numbers_and_slowness():
+    wrong = Finding("replica-divergence", "differ", (1,), step=2)
+    slow = Finding("straggler", "slow", (0,), step=1)
+    silent = Finding("reduce-op-mismatch", "sum and max", (0, 1), Confidence.CERTAIN, step=1, since_ns=1)
+    ordered = [f.code for f in rank_causes([slow, wrong, silent, HANG])]
+    assert ordered == ["rank-not-joined", "reduce-op-mismatch", "replica-divergence", "straggler"]
+
+
+def test_an_exception_about_nan_is_the_consequence_of_the_nan():
+    raised = Finding(
+        "uncaught-exception", "rank 0 raised RuntimeError: loss is NaN for 3 steps", (0,), since_ns=9
+    )
+    source = Finding("gradient-nonfinite", "rank 1, layers.3.weight", (1,), Confidence.CERTAIN, step=4)
+    assert [f.code for f in rank_causes([raised, source])] == ["gradient-nonfinite", "uncaught-exception"]
+    other = Finding("uncaught-exception", "rank 0 raised KeyError: 'banana'", (0,), since_ns=9)
+    assert rank_causes([other, source])[0] is other

@@ -1,0 +1,71 @@
+"""`dtobs diagnose DUMPS/`: the command on folders of Flight Recorder dumps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import dtobs.reports
+from dtobs.cli import main
+from dtobs.diagnose import holds_dumps
+from dtobs.flight_recorder.layout import Layout
+from dtobs.flight_recorder.simulate import Fault
+from dtobs.flight_recorder.synthetic import Job, write_dumps
+
+SCHEMA = json.loads((Path(dtobs.reports.__file__).parent / "diagnosis.schema.json").read_text())
+LAYOUT = Layout(dp=3, tp=1, pp=1)
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Path:
+    folder = tmp_path / "dumps"
+    write_dumps(Job(LAYOUT, Fault("rank-not-joined", 1, "dp"), entries=30, steps=8), folder)
+    return folder
+
+
+def test_text(hung: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["diagnose", str(hung)]) == 4
+    text = capsys.readouterr().out
+    assert text.startswith("Rank 1 has not issued all_reduce [4096, 1024] Float")
+    assert "rank-not-joined (critical, certain)" in text
+    assert "   0  waiting" in text
+
+
+def test_json_is_of_the_published_schema(hung: Path, capsys: pytest.CaptureFixture[str]):
+    (hung / "nccl_trace_rank_0").unlink()
+    assert main(["diagnose", "--json", str(hung)]) == 4
+    value = json.loads(capsys.readouterr().out)
+    jsonschema.validate(value, SCHEMA)
+    assert value["verdict"]["code"] == "rank-not-joined"
+    assert value["verdict"]["ranks"] == [1]
+    assert (value["missing_ranks"], value["world_size"]) == ([0], 3)
+
+
+def test_html(hung: Path, tmp_path: Path):
+    assert main(["diagnose", str(hung), "--html", str(tmp_path / "report.html")]) == 4
+    assert "rank-not-joined" in (tmp_path / "report.html").read_text()
+
+
+def test_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_dumps(Job(LAYOUT, None, entries=30, steps=8), tmp_path)
+    assert main(["diagnose", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("nothing found")
+
+
+def test_damaged_files_are_noted(hung: Path, capsys: pytest.CaptureFixture[str]):
+    (hung / "nccl_trace_rank_2").write_bytes(b"\x80\x02")
+    assert main(["diagnose", str(hung)]) == 4
+    text = " ".join(capsys.readouterr().out.split())
+    assert "note: not used:" in text
+    assert "nccl_trace_rank_2: it is cut off: the process died while it wrote the dump" in text
+
+
+def test_run_directories_are_no_dumps(hung: Path, tmp_path: Path):
+    assert holds_dumps(hung)
+    (hung / "run.json").write_text("{}")
+    assert not holds_dumps(hung)
+    assert not holds_dumps(tmp_path)
+    assert not holds_dumps(tmp_path / "absent")

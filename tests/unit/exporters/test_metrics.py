@@ -1,0 +1,196 @@
+"""The table of metrics, the exposition it makes, and the sources behind it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dtobs.errors import DependencyMissing
+from dtobs.exporters import prometheus
+from dtobs.exporters.metrics import BY_NAME, TABLE
+from dtobs.exporters.prometheus import exposition
+from dtobs.exporters.totals import BUCKETS, StepTotals
+from dtobs.findings import CATALOGUE
+from dtobs.recording.fake import FakeRun
+from dtobs.recording.process import ProcessState
+from tests.unit.exporters.looks import full_look
+
+GOLDEN = Path(__file__).with_name("exposition.golden.txt")
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (s.name, tuple(sorted((k, v) for k, v in s.labels.items() if k != "run"))): s.value
+        for family in text_string_to_metric_families(text.decode())
+        for s in family.samples
+    }
+
+
+@pytest.mark.parametrize("metric", TABLE, ids=lambda m: m.name)
+def test_rows_follow_the_naming_rules(metric):
+    assert re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", metric.name)
+    assert not metric.name.endswith("_total")  # the type adds it
+    assert len(metric.help) > 10
+    assert not metric.help.endswith(".")
+    assert "run" not in metric.labels
+    assert set(metric.labels) <= {
+        "rank", "code", "severity", "phase", "reason", "state", "part", "world_size", "torch", "dtobs",
+    }  # fmt: skip
+    assert (metric.source is None) == (metric.kind == "histogram")
+    assert metric.kind != "histogram" or "rank" not in metric.labels
+
+
+def test_names_are_unique():
+    assert len(BY_NAME) == len(TABLE)
+
+
+def test_every_metric_can_be_sourced(tmp_path: Path):
+    families = {f.name for f in prometheus.families(full_look(tmp_path / "run"))}
+    assert families == {f"dtobs_{metric.name}" for metric in TABLE}
+
+
+def test_exposition_is_the_golden_one(tmp_path: Path, update_golden: bool):
+    lines = exposition(full_look(tmp_path / "run")).decode().splitlines(keepends=True)
+    # The codes that are not there grow with the catalogue and have a test of their own.
+    text = "".join(x for x in lines if not (x.startswith("dtobs_findings{") and x.endswith(" 0.0\n")))
+    if update_golden:
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+def test_promtool_has_nothing_to_say(tmp_path: Path, require_program: Callable[[str], str]):
+    done = subprocess.run(
+        [require_program("promtool"), "check", "metrics"],
+        input=exposition(full_look(tmp_path / "run")),
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.decode(), done.stdout.decode()) == (0, "", "")
+
+
+def test_values(tmp_path: Path):
+    found = samples(exposition(full_look(tmp_path / "run")))
+    assert found["dtobs_steps_total", (("rank", "1"),)] == 20
+    assert found["dtobs_ranks", (("state", "stopped"),)] == 1
+    assert found["dtobs_ranks", (("state", "running"),)] == 1
+    assert found["dtobs_findings", (("code", "rank-stopped"), ("severity", "critical"))] == 1
+    assert found["dtobs_findings", (("code", "straggler"), ("severity", "warning"))] == 0
+    assert found["dtobs_finding_rank", (("code", "rank-stopped"), ("rank", "1"))] == 1
+    assert sum(name == "dtobs_findings" for name, _ in found) == len(CATALOGUE)
+    assert found["dtobs_arrival_skew_seconds", (("rank", "0"),)] == 0
+    assert found["dtobs_arrival_skew_seconds", (("rank", "1"),)] == pytest.approx(0.001)
+    assert found["dtobs_mfu_ratio", ()] == pytest.approx(5e10 / 0.11 / 1e12)
+    assert found["dtobs_checkpoint_age_seconds", ()] == pytest.approx(30, abs=1e-3)
+    assert found["dtobs_step_duration_seconds_count", ()] == 40
+    assert found["dtobs_step_duration_seconds_bucket", (("le", "0.1"),)] == 0
+    assert found["dtobs_step_duration_seconds_bucket", (("le", "0.25"),)] == 40
+    assert found["dtobs_monitor_errors_total", (("part", "journal"),)] == 2
+
+
+def test_time_is_partitioned_into_goodput_and_badput(tmp_path: Path):
+    look = full_look(tmp_path / "run")
+    found = samples(exposition(look))
+    bad = {
+        dict(labels)["reason"]: v
+        for (name, labels), v in found.items()
+        if name == "dtobs_badput_seconds_total"
+    }
+    assert bad["data"] == pytest.approx(0.02)
+    assert bad["communication"] == pytest.approx(0.1)
+    assert bad["checkpoint"] == pytest.approx(0.2)
+    elapsed = 20 * 0.11
+    assert sum(bad.values()) + look.totals.ranks[0].productive == pytest.approx(elapsed)
+    assert found["dtobs_goodput_ratio", ()] == pytest.approx(20 * 0.094 / (elapsed + 1.0))
+
+
+def test_noise_scale_formula(tmp_path: Path):
+    # |G_small|² = 4 at b = 1024, |G_big|² = 2.25 at B = 2048:
+    # |G|² = (B·2.25 − b·4) / (B − b), S = (4 − 2.25) / (1/b − 1/B)
+    found = samples(exposition(full_look(tmp_path / "run")))
+    signal = (2048 * 2.25 - 1024 * 4) / 1024
+    noise = (4 - 2.25) / (1 / 1024 - 1 / 2048)
+    assert found["dtobs_gradient_noise_scale_tokens", ()] == pytest.approx(noise / signal)
+
+
+def test_only_the_lead_speaks_for_the_run_and_each_node_for_its_ranks(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", world=4, ranks_per_node=2)
+    run.steps(3)
+    view = run.view()
+    look = full_look(tmp_path / "other")
+    first = samples(exposition(replace(look, view=view, node=0, leads=True, totals=StepTotals())))
+    second = samples(exposition(replace(look, view=view, node=1, leads=False, totals=StepTotals())))
+    assert {labels for name, labels in first if name == "dtobs_steps_total"} == {
+        (("rank", "0"),),
+        (("rank", "1"),),
+    }
+    assert {labels for name, labels in second if name == "dtobs_steps_total"} == {
+        (("rank", "2"),),
+        (("rank", "3"),),
+    }
+    assert not {name for name, _ in second} & {"dtobs_findings", "dtobs_ranks", "dtobs_run_info"}
+
+
+def test_an_empty_run_and_values_nobody_reported(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", world=2)
+    look = full_look(tmp_path / "other")
+    empty = samples(exposition(replace(look, view=run.view(), totals=StepTotals())))
+    assert empty["dtobs_ranks", (("state", "missing"),)] == 2
+    run.rank(0)
+    some = samples(exposition(replace(look, view=run.view(), totals=StepTotals())))
+    assert not [name for name, _ in some if name in ("dtobs_loss", "dtobs_learning_rate", "dtobs_mfu_ratio")]
+
+
+def test_states_of_processes(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", world=4)
+    run.steps(1)
+    run.rank(3).close()
+    dead = ProcessState(1, alive=False, exit_code=-9)
+    view = run.view(processes={0: dead, 3: dead})
+    found = samples(exposition(replace(full_look(tmp_path / "other"), view=view, totals=StepTotals())))
+    states = {dict(labels)["state"]: v for (name, labels), v in found.items() if name == "dtobs_ranks"}
+    assert {k: v for k, v in states.items() if v} == {"dead": 1, "running": 2, "closed": 1}
+    assert ("dtobs_heartbeat_age_seconds", (("rank", "3"),)) not in found
+
+
+def test_labels_are_escaped(tmp_path: Path):
+    text = exposition(full_look(tmp_path / 'ru"n\\x'))
+    assert b'run="ru\\"n\\\\x"' in text
+    assert samples(text)
+
+
+def test_without_prometheus_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(DependencyMissing, match=r"dtobs\[prometheus\]"):
+        exposition(full_look(tmp_path / "run"))
+
+
+class TestTotals:
+    def test_each_step_counts_once_and_over_restarts(self, tmp_path: Path):
+        totals, heard = StepTotals(), []
+        totals.listeners.append(lambda walls: heard.extend(walls))
+        run = FakeRun(tmp_path / "run", world=1)
+        for _ in range(3):
+            run.steps(5)
+            totals.update(run.view(), [0])
+            totals.update(run.view(), [0])
+        assert totals.count == totals.ranks[0].steps == len(heard) == 15
+        again = FakeRun(tmp_path / "run", world=1, attempt=1)
+        again.steps(2)
+        totals.update(again.view(), [0])
+        assert totals.count == 17
+        assert totals.ranks[0].parts["forward"] == pytest.approx(17 * 0.04)
+
+    def test_buckets_are_sorted_and_the_last_is_open(self, tmp_path: Path):
+        assert list(BUCKETS) == sorted(BUCKETS)
+        run = FakeRun(tmp_path / "run", world=1)
+        run.rank(0).step(forward=1000.0)
+        totals = StepTotals()
+        totals.update(run.view(), [0])
+        assert totals.buckets[-1] == 1

@@ -1,0 +1,240 @@
+"""Damaged and hostile dumps: a typed error that says what, never code that runs, never memory or time without bound."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtobs.errors import DumpError, TargetError
+from dtobs.flight_recorder import analyse_dumps, dumps_from_objects, load_dumps
+from dtobs.flight_recorder.columns import RankColumns, columns_of
+from dtobs.flight_recorder.decode import decode, read_dump
+from dtobs.flight_recorder.layout import Layout
+from dtobs.flight_recorder.reader import DumpReader
+from dtobs.flight_recorder.synthetic import Job, dumps_of
+
+GOOD = dict(dumps_of(Job(Layout(dp=2, tp=1, pp=1), None, entries=12, steps=4)))
+PICKLE = pickle.dumps(GOOD[0], protocol=2)
+JSON = json.dumps(GOOD[0]).encode()
+
+
+@pytest.fixture(scope="module")
+def reader():
+    with DumpReader() as child:
+        yield child
+
+
+class Creates:
+    """Unpickled by an ordinary unpickler, this creates the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+def test_no_code_runs(tmp_path: Path):
+    proof = tmp_path / "proof"
+    attack = pickle.dumps({"entries": [], "version": Creates(proof)}, protocol=2)
+    with pytest.raises(DumpError, match=r"asks for posix\.mkdir"):
+        decode(attack)
+    assert not proof.exists()
+    pickle.loads(attack)  # the attack is real
+    assert proof.exists()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"\x80\x02cos\nsystem\n(S'true'\ntR.",
+        b"\x80\x02ios\nsystem\n.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        b"\x80\x02Pname\n.",
+        b"\x80\x02U\x04nameQ.",
+        b"\x80\x02cbuiltins\neval\n(X\x04\x00\x00\x001+1 tR.",
+        b"\x80\x02(c__main__\nx\no.",
+        b"\x80\x02\x82\x01.",
+    ],
+    ids=["global", "inst", "stack-global", "persid", "binpersid", "eval", "obj", "extension"],
+)
+def test_opcodes_that_look_something_up_are_refused(attack: bytes):
+    with pytest.raises(DumpError):
+        decode(attack)
+
+
+def test_zip_bomb_is_refused():
+    bomb = gzip.compress(bytes(1 << 22))
+    with pytest.raises(DumpError, match="unpacks to more than 100000 bytes"):
+        decode(bomb, max_bytes=100_000)
+
+
+def test_file_too_large_is_not_read(tmp_path: Path):
+    path = tmp_path / "rank0"
+    path.touch()
+    os.truncate(path, 1 << 40)  # sparse: no bytes on the disk
+    with pytest.raises(DumpError, match="it has 1099511627776 bytes, more than"):
+        read_dump(path)
+
+
+def test_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path):
+    os.mkfifo(tmp_path / "rank0")
+    with pytest.raises(DumpError, match="not a regular file"):
+        read_dump(tmp_path / "rank0")
+
+
+def _memory_bomb() -> bytes:
+    return b"\x80\x02K\x01r\xff\xff\xff\x7f."  # remember this under number 2³¹
+
+
+def _nested_tuples() -> bytes:
+    """A dict key whose hash visits 2⁶⁰ tuples."""
+    body = b")q\x000"  # each is remembered and taken off the stack
+    for depth in range(60):
+        number = bytes([depth])
+        body += b"h" + number + b"h" + number + b"\x86q" + bytes([depth + 1]) + b"0"
+    return b"\x80\x02}" + body + b"h\x3cK\x01s."
+
+
+def _deep_tuple() -> bytes:
+    """A dict key nested so deep that its hash leaves the C stack."""
+    return b"\x80\x02}K\x01" + b"\x85" * 5_000_000 + b"K\x01s."
+
+
+@pytest.mark.parametrize(
+    ("bomb", "message"),
+    [
+        (_memory_bomb(), "memory|no valid pickle"),
+        (_deep_tuple(), "ended with -11|no valid pickle|no list of entries"),
+    ],
+    ids=["memory", "c-stack"],
+)
+def test_bombs_cost_one_error_and_the_reader_goes_on(
+    tmp_path: Path, reader: DumpReader, bomb: bytes, message: str
+):
+    (tmp_path / "rank0").write_bytes(bomb)
+    (tmp_path / "rank1").write_bytes(PICKLE)
+    with pytest.raises(DumpError, match=message):
+        reader.read(tmp_path / "rank0")
+    assert len(reader.read(tmp_path / "rank1").entries) == 12
+
+
+def test_a_bomb_in_time_is_stopped(tmp_path: Path):
+    (tmp_path / "rank0").write_bytes(_nested_tuples())
+    with (
+        DumpReader(cpu_seconds=1) as reader,
+        pytest.raises(DumpError, match="takes more CPU time than a dump can"),
+    ):
+        reader.read(tmp_path / "rank0")
+
+
+def check(data: bytes) -> None:
+    """Whatever the bytes are: columns, which can be analysed, or a DumpError."""
+    try:
+        columns = columns_of(decode(data))
+    except DumpError:
+        return
+    assert isinstance(columns, RankColumns)
+    analyse_dumps(dumps_from_objects({0: decode(data), 1: GOOD[1]}))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, len(PICKLE)))
+def test_pickle_cut_anywhere(length: int):
+    if length == len(PICKLE):
+        check(PICKLE)
+        return
+    with pytest.raises(DumpError, match=r"cut off|empty|neither"):
+        decode(PICKLE[:length])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, len(JSON) - 1))
+def test_json_cut_anywhere(length: int):
+    with pytest.raises(DumpError):
+        decode(JSON[:length])
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_bytes_changed_anywhere_in_json(data: st.DataObject):
+    mutated = bytearray(JSON)
+    for _ in range(data.draw(st.integers(1, 4))):
+        mutated[data.draw(st.integers(0, len(mutated) - 1))] = data.draw(st.integers(0, 255))
+    check(bytes(mutated))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_bytes_changed_anywhere_in_a_pickle(
+    reader: DumpReader, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
+    """Through the child process: a changed byte may ask an unpickler for gigabytes."""
+    mutated = bytearray(PICKLE)
+    for _ in range(data.draw(st.integers(1, 4))):
+        mutated[data.draw(st.integers(0, len(mutated) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "mutated0"
+    path.write_bytes(mutated)
+    with contextlib.suppress(DumpError):
+        assert reader.read(path).entries.dtype.names
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=12,
+)
+_FIELDS = sorted(GOOD[0]["entries"][0])
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.integers(0, 11), st.sampled_from(_FIELDS), _json)
+def test_any_value_in_any_field(entry: int, field: str, value: object):
+    entries = [dict(e) for e in GOOD[0]["entries"]]
+    entries[entry][field] = value
+    _analyse({**GOOD[0], "entries": entries})
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(sorted(GOOD[0])), _json)
+def test_any_value_at_the_top(field: str, value: object):
+    _analyse({**GOOD[0], field: value})
+
+
+def _analyse(dump: object) -> None:
+    try:
+        dumps = dumps_from_objects({0: dump, 1: GOOD[1]})
+    except DumpError:
+        return
+    analyse_dumps(dumps)
+
+
+def test_others_are_used_when_one_is_damaged(tmp_path: Path):
+    for rank in (0, 1):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(GOOD[rank], protocol=2))
+    (tmp_path / "nccl_trace_rank_2").write_bytes(PICKLE[:100])
+    dumps = load_dumps(tmp_path)
+    assert [d.rank for d in dumps.ranks] == [0, 1]
+    (problem,) = dumps.problems
+    assert (
+        str(problem)
+        == f"{tmp_path}/nccl_trace_rank_2: it is cut off: the process died while it wrote the dump"
+    )
+    assert analyse_dumps(dumps).missing_ranks == (2,)
+
+
+def test_none_usable_is_an_error_that_shows_the_first(tmp_path: Path):
+    for rank in (0, 1):
+        (tmp_path / f"dump_{rank}.json").write_text("{")
+    with pytest.raises(
+        TargetError, match=r"none of the 2 dumps in .* The first: .*dump_0\.json: its JSON is cut off"
+    ):
+        load_dumps(tmp_path)

@@ -1,0 +1,139 @@
+"""A verdict depends on what happened, not on how the dumps came to us."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtobs.findings import Confidence
+from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
+from dtobs.flight_recorder.layout import Layout
+from dtobs.flight_recorder.simulate import Fault
+from dtobs.flight_recorder.synthetic import Job, dumps_of
+
+LAYOUT = Layout(dp=2, tp=2, pp=2)
+GROUPED = (
+    "rank-not-joined",
+    "device-stopped",
+    "network-stalled",
+    "shape-mismatch",
+    "dtype-mismatch",
+    "collective-mismatch",
+    "call-site-mismatch",
+)
+FAULTS: list[Fault | None] = [
+    None,
+    *(Fault(name, 1, axis) for name in GROUPED for axis in ("world", "tp", "dp")),
+    Fault("group-deadlock", 1),
+    Fault("p2p-unmatched", 1),
+]
+CASES = {
+    fault: dict(dumps_of(Job(LAYOUT, fault, entries=120, steps=8, simulated_steps=3))) for fault in FAULTS
+}
+_faults = st.sampled_from(FAULTS)
+
+
+def verdicts(dumps):
+    return [
+        (f.code, f.ranks, f.confidence, f.summary) for f in analyse_dumps(dumps_from_objects(dumps)).findings
+    ]
+
+
+def accuses_no_innocent(
+    fault: Fault, code: str, ranks: tuple[int, ...], confidence: Confidence, summary: str
+) -> bool:
+    """Two ranks that disagree between themselves are both named, and the summary says so."""
+    guilty = set(fault.expected(LAYOUT)[1])
+    tie = len(ranks) == 2 and fault.rank in ranks and ("disagree" in summary or "each other" in summary)
+    return confidence is Confidence.POSSIBLE or set(ranks) <= guilty or tie
+
+
+@settings(deadline=None, max_examples=40)
+@given(_faults, st.randoms(use_true_random=False))
+def test_order_of_files(fault: Fault | None, rng: random.Random):
+    ranks = list(CASES[fault])
+    rng.shuffle(ranks)
+    assert verdicts({rank: CASES[fault][rank] for rank in ranks}) == verdicts(CASES[fault])
+
+
+@settings(deadline=None, max_examples=40)
+@given(_faults, st.randoms(use_true_random=False))
+def test_order_of_entries_in_a_file(fault: Fault | None, rng: random.Random):
+    shuffled = {}
+    for rank, dump in CASES[fault].items():
+        entries = list(dump["entries"])
+        rng.shuffle(entries)
+        shuffled[rank] = {**dump, "entries": entries}
+    assert verdicts(shuffled) == verdicts(CASES[fault])
+
+
+@settings(deadline=None, max_examples=40)
+@given(_faults, st.randoms(use_true_random=False))
+def test_names_of_groups(fault: Fault | None, rng: random.Random):
+    numbers = {str(n): str(m) for n, m in enumerate(rng.sample(range(1000, 9999), 40))}
+    renamed = copy.deepcopy(CASES[fault])
+    for dump in renamed.values():
+        dump["pg_config"] = {numbers[name]: value for name, value in dump["pg_config"].items()}
+        for entry in dump["entries"]:
+            name, description = entry["process_group"]
+            entry["process_group"] = (numbers[name], description)
+    ours, theirs = analyse_dumps(dumps_from_objects(renamed)), analyse_dumps(dumps_from_objects(CASES[fault]))
+    assert [(f.code, f.ranks) for f in ours.findings] == [(f.code, f.ranks) for f in theirs.findings]
+
+
+@settings(deadline=None, max_examples=40)
+@given(_faults, st.lists(st.integers(-7200, 7200), min_size=8, max_size=8))
+def test_clock_skew(fault: Fault | None, seconds: list[int]):
+    job = Job(
+        LAYOUT, fault, entries=120, steps=8, clock_skew_ns={r: s * 10**9 for r, s in enumerate(seconds)}
+    )
+    assert verdicts(dict(dumps_of(job))) == verdicts(CASES[fault])
+
+
+@settings(deadline=None, max_examples=40)
+@given(_faults, st.integers(0, 10**9))
+def test_record_ids(fault: Fault | None, offset: int):
+    """A rank that attached its recorder later has other record ids; nothing may rest on them across ranks."""
+    moved = copy.deepcopy(CASES[fault])
+    for rank, dump in moved.items():
+        for entry in dump["entries"]:
+            entry["record_id"] += offset * (rank + 1)
+    assert verdicts(moved) == verdicts(CASES[fault])
+
+
+@settings(deadline=None, max_examples=300)
+@given(_faults, st.sets(st.integers(0, 7), min_size=1))
+def test_any_subset_of_dumps_accuses_no_innocent(fault: Fault | None, kept: set[int]):
+    found = verdicts({rank: CASES[fault][rank] for rank in kept})
+    if fault is None:
+        assert found == []
+        return
+    for finding in found:
+        assert accuses_no_innocent(fault, *finding), finding
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f is not None], ids=lambda f: f"{f.name}-{f.axis}")
+def test_a_missing_dump_alone_accuses_nobody(fault: Fault):
+    dumps = {rank: dump for rank, dump in CASES[fault].items() if rank != fault.rank}
+    analysis = analyse_dumps(dumps_from_objects(dumps))
+    assert analysis.missing_ranks == (fault.rank,)
+    assert all(fault.rank not in f.ranks for f in analysis.findings)
+    if fault.name == "rank-not-joined":
+        assert [f.code for f in analysis.findings] == ["dumps-missing"]
+        assert f"the dumps of rank {fault.rank} are missing" in analysis.findings[0].summary
+
+
+@settings(deadline=None, max_examples=60)
+@given(_faults, st.dictionaries(st.integers(0, 7), st.integers(1, 119), min_size=1))
+def test_wrapped_rings(fault: Fault | None, lost: dict[int, int]):
+    """Rings that hold less of the past accuse nobody else."""
+    cut = {
+        rank: {**dump, "entries": dump["entries"][lost.get(rank, 0) :]} for rank, dump in CASES[fault].items()
+    }
+    for finding in verdicts(cut):
+        assert fault is not None, finding
+        assert accuses_no_innocent(fault, *finding), finding

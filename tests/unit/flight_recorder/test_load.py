@@ -1,0 +1,130 @@
+"""Folders of dumps: names, formats, several files of a rank, several children."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import pickle
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtobs.errors import DumpError, TargetError
+from dtobs.flight_recorder import analyse_dumps, dumps_from_objects, load_dumps, reader
+from dtobs.flight_recorder.layout import Layout
+from dtobs.flight_recorder.names import find_dumps, rank_of
+from dtobs.flight_recorder.simulate import Fault
+from dtobs.flight_recorder.synthetic import Job, dumps_of, write_dumps
+
+JOB = Job(Layout(dp=3, tp=1, pp=1), Fault("rank-not-joined", 1, "dp"), entries=30, steps=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("nccl_trace_rank_3", 3),
+        ("dump_12.pickle", 12),
+        ("rank3.json", 3),
+        ("rank-00003.fr.json", 3),
+        ("comm_lib_trace_rank_17.pkl.gz", 17),
+        ("0", 0),
+        ("host7_rank_4", 4),
+        ("rank-00003.stacks.txt", None),
+        ("notes.txt", None),
+        ("run.json", None),
+        ("report_2026.html", None),
+        ("x_99999999", None),
+    ],
+)
+def test_rank_of(name: str, rank: int | None):
+    assert rank_of(name) == rank
+
+
+def _pickle(dump):
+    return pickle.dumps(dump, protocol=2)
+
+
+def _json(dump):
+    return json.dumps(dump).encode()
+
+
+@pytest.mark.parametrize(
+    "encode", [_pickle, _json, lambda d: gzip.compress(_pickle(d)), lambda d: gzip.compress(_json(d))]
+)
+def test_formats_give_one_verdict(tmp_path: Path, encode):
+    for rank, dump in dumps_of(JOB):
+        (tmp_path / f"dump_{rank}").write_bytes(encode(dump))
+    found = analyse_dumps(load_dumps(tmp_path)).findings
+    assert [(f.code, f.ranks) for f in found] == [JOB.expected]
+    assert found == analyse_dumps(dumps_from_objects(dict(dumps_of(JOB)))).findings
+
+
+def test_several_files_of_a_rank(tmp_path: Path):
+    write_dumps(JOB, tmp_path)
+    (tmp_path / "rank1.json").write_text("{}")
+    (tmp_path / "older_2").write_bytes(b"")
+    os.utime(tmp_path / "older_2", (0, 0))
+    chosen, notes = find_dumps(tmp_path)
+    assert [f.path.name for f in chosen] == [f"nccl_trace_rank_{r}" for r in range(3)]
+    assert notes == [
+        "rank 1 has several dumps: nccl_trace_rank_1 is used, not rank1.json",
+        "rank 2 has several dumps: nccl_trace_rank_2 is used, not older_2",
+    ]
+
+
+def test_several_children_give_the_same_dumps(tmp_path: Path):
+    job = Job(Layout(dp=5, tp=4, pp=1), Fault("rank-not-joined", 7, "dp"), entries=30, steps=8)
+    write_dumps(job, tmp_path)
+    one, three = load_dumps(tmp_path, children=1), load_dumps(tmp_path, children=3)
+    assert np.array_equal(one.entries, three.entries)
+    assert (one.operations, one.sites) == (three.operations, three.sites)
+    assert [g.label for g in one.groups] == [g.label for g in three.groups]
+
+
+def test_folders_that_are_none(tmp_path: Path):
+    with pytest.raises(TargetError, match="holds no Flight Recorder dump: no file whose name ends in a rank"):
+        load_dumps(tmp_path)
+    with pytest.raises(TargetError, match="cannot be listed"):
+        load_dumps(tmp_path / "absent")
+
+
+def test_json_that_is_something_else(tmp_path: Path):
+    (tmp_path / "config_1.json").write_text('{"lr": 1}')
+    with pytest.raises(TargetError, match="it holds no list of entries: not a Flight Recorder dump"):
+        load_dumps(tmp_path)
+
+
+def test_objects_that_are_no_dump():
+    with pytest.raises(DumpError, match="the dump of rank 4: it holds no list of entries"):
+        dumps_from_objects({4: []})
+
+
+def test_world_and_missing_ranks(tmp_path: Path):
+    write_dumps(JOB, tmp_path)
+    (tmp_path / "nccl_trace_rank_0").unlink()
+    dumps = load_dumps(tmp_path)
+    assert (dumps.world_size, dumps.missing_ranks) == (3, (0,))
+
+
+def test_a_process_with_many_open_files_reads_dumps_too(tmp_path: Path):
+    write_dumps(JOB, tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit[1] < 1300:
+        pytest.skip(f"only {limit[1]} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit[0], 1300), limit[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert [dump.rank for dump in load_dumps(tmp_path).ranks] == [0, 1, 2]
+
+
+def test_a_reader_that_fails_raises_where_its_results_are_read(tmp_path: Path, monkeypatch):
+    write_dumps(JOB, tmp_path)
+    monkeypatch.setattr(reader.DumpReader, "read", lambda self, path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load_dumps(tmp_path)

@@ -1,0 +1,186 @@
+"""The loop's decisions, tick by tick, on fake runs: budget, failures, who leads, when it ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from dtobs.findings import Finding
+from dtobs.monitor.address import addresses, announce, withdraw
+from dtobs.monitor.lock import NodeLock
+from dtobs.monitor.loop import Monitor, Timing
+from dtobs.recording.fake import FakeRun
+from dtobs.recording.journal import read_journal
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.view import RunView
+
+DEAD = Finding("rank-dead", "rank 1 is gone", (1,))
+
+
+def nothing(_: RunView) -> list[Finding]:
+    return []
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    made = FakeRun(tmp_path / "run", world=2)
+    made.steps(3)
+    return made
+
+
+def moved(run: FakeRun) -> None:
+    for rank in run.ranks:
+        rank.clock_ns = time.monotonic_ns()
+        rank.step()
+
+
+def test_findings_reach_the_journal_and_the_exporters(run: FakeRun):
+    monitor = Monitor(run.directory, 0, detect=lambda _: [DEAD])
+    assert monitor.tick() > 0
+    assert [e.finding.code for e in read_journal(run.directory.findings)] == ["rank-dead"]
+    look = monitor.export()
+    assert [f.code for f in look.findings] == ["rank-dead"]
+    assert look.totals.count == 6
+    assert monitor.stats.passes == 1
+
+
+def test_a_detector_that_throws_is_counted_and_said_once(run: FakeRun, caplog: pytest.LogCaptureFixture):
+    def throws(_: RunView) -> list[Finding]:
+        raise ZeroDivisionError("odd data")
+
+    monitor = Monitor(run.directory, 0, detect=throws, timing=Timing(pass_min=0, pass_max=0))
+    with caplog.at_level(logging.WARNING, "dtobs.monitor"):
+        for _ in range(3):
+            assert monitor.tick() > 0
+    assert monitor.stats.errors == {"detectors": 3}
+    assert [r.message for r in caplog.records] == ["the detectors failed: ZeroDivisionError: odd data"]
+
+
+def test_a_single_failed_detector_is_counted(run: FakeRun):
+    def one_failed(view: RunView) -> list[Finding]:
+        view.damaged.append("dtobs.detectors.x failed: KeyError: 1")
+        return [DEAD]
+
+    monitor = Monitor(run.directory, 0, detect=one_failed)
+    monitor.tick()
+    assert monitor.stats.errors == {"detectors": 1}
+    assert len(monitor.journal.findings) == 1
+
+
+def test_passes_keep_their_budget(run: FakeRun):
+    def expensive(_: RunView) -> list[Finding]:
+        begin = time.process_time()
+        while time.process_time() - begin < 0.05:
+            pass
+        return []
+
+    monitor = Monitor(
+        run.directory, 0, detect=expensive, timing=Timing(pass_min=0, pass_max=1000, budget=0.001)
+    )
+    for _ in range(5):
+        monitor.tick()
+    assert monitor.stats.passes == 1  # 0.05 s of work at a thousandth of a core: the next is a minute away
+
+
+def test_only_the_lowest_node_judges_the_run(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", world=4, ranks_per_node=2)
+    run.steps(2)
+    first = Monitor(run.directory, 0, detect=lambda _: [DEAD])
+    second = Monitor(run.directory, 1, detect=lambda _: [DEAD])
+    assert (first.leads, second.leads) == (True, False)
+    second.tick()
+    assert not run.directory.findings.exists()
+    assert second.export().findings == []
+    first.tick()
+    assert len(read_journal(run.directory.findings)) == 1
+
+
+def test_a_full_disk_keeps_findings_in_memory(run: FakeRun, caplog: pytest.LogCaptureFixture):
+    run.directory.findings.mkdir()  # a file cannot be opened here
+    monitor = Monitor(run.directory, 0, detect=lambda _: [DEAD])
+    with caplog.at_level(logging.WARNING, "dtobs.monitor"):
+        monitor.tick()
+        monitor.tick()
+    assert monitor.export().findings == monitor.journal.findings != []
+    assert monitor.stats.errors["journal"] == 2
+    assert len([r for r in caplog.records if "kept in memory" in r.message]) == 1
+
+
+def test_a_damaged_page_file_is_said_and_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    run = RunDirectory(tmp_path)
+    run.pages(0).parent.mkdir(parents=True)
+    run.pages(0).write_bytes(b"something else" * 1000)
+    monitor = Monitor(run, 0, detect=nothing)
+    with caplog.at_level(logging.WARNING, "dtobs.monitor"):
+        assert monitor.tick() > 0
+    assert "is not a dtobs page file" in caplog.text
+
+
+def test_without_any_rank_it_gives_up(tmp_path: Path):
+    (tmp_path / "nodes").mkdir()
+    assert Monitor(RunDirectory(tmp_path), 0, detect=nothing).tick() > 0
+    assert Monitor(RunDirectory(tmp_path), 0, detect=nothing, timing=Timing(join=0)).tick() < 0
+
+
+def test_a_run_that_closed_ends_it(run: FakeRun):
+    monitor = Monitor(run.directory, 0, detect=nothing, timing=Timing(clean_end=0))
+    assert monitor.tick() > 0
+    for rank in run.ranks:
+        rank.close()
+    assert monitor.tick() > 0
+    assert monitor.tick() < 0
+
+
+def test_who_scrapes_sees_the_end(run: FakeRun):
+    monitor = Monitor(run.directory, 0, detect=lambda _: [DEAD], timing=Timing(clean_end=0))
+    monitor.tick()
+    monitor.scrape()
+    for rank in run.ranks:
+        rank.close()
+    monitor.tick()
+    assert monitor.tick() > 0  # the last scrape was before the end
+    monitor._idle_since -= 30
+    monitor.scrape()
+    assert monitor.tick() < 0
+
+
+def test_a_new_attempt_clears_what_was_found(run: FakeRun, tmp_path: Path):
+    monitor = Monitor(run.directory, 0, detect=lambda _: [DEAD] if monitor.ranks.attempt == 0 else [])
+    monitor.tick()
+    again = FakeRun(tmp_path / "run", world=2, attempt=1)
+    again.steps(1)
+    monitor.tick()
+    assert monitor.journal.findings == []
+    assert [(e.event, e.attempt) for e in read_journal(run.directory.findings)] == [
+        ("found", 0),
+        ("cleared", 0),
+    ]
+
+
+def test_the_lock_lets_one_in(tmp_path: Path):
+    first, second = NodeLock(tmp_path / "lock"), NodeLock(tmp_path / "lock")
+    assert first.acquire()
+    assert not second.acquire()
+    first.release()
+    assert second.acquire()
+    second.release()
+
+
+class TestAddresses:
+    def test_nodes_share_the_file(self, tmp_path: Path):
+        run = RunDirectory(tmp_path)
+        announce(run, 0, "http://127.0.0.1:1")
+        announce(run, 1, "http://127.0.0.1:2")
+        assert addresses(run) == {0: "http://127.0.0.1:1", 1: "http://127.0.0.1:2"}
+        withdraw(run, 0)
+        assert addresses(run) == {1: "http://127.0.0.1:2"}
+        assert oct(run.monitor_json.stat().st_mode & 0o777) == "0o600"
+
+    def test_a_damaged_file_is_replaced(self, tmp_path: Path):
+        run = RunDirectory(tmp_path)
+        run.monitor_json.write_text("{")
+        announce(run, 0, None)
+        assert addresses(run) == {}

@@ -1,0 +1,142 @@
+"""Gradient, digest, generator and input probes in one process, through the session."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dtobs
+from dtobs.detectors import run_detectors
+from dtobs.probes.registry import default_probes
+from dtobs.recording.view import StepWindow, load_run
+
+
+def train(
+    model: nn.Module, run_dir: Path, steps: int = 3, spoil=lambda step, loss: loss, **options
+) -> StepWindow:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dtobs.attach(model, optimizer, run_dir=run_dir, monitor=False, **options) as session:
+        for step in range(steps):
+            loss = spoil(step, model(torch.randn(4, 3)).square().mean())
+            loss.backward()
+            session.report(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    view = load_run(run_dir)
+    assert int(view.page(0)["probe_failures"]) == 0
+    return view.steps()
+
+
+def test_every_field_is_filled_in(tmp_path: Path):
+    window = train(nn.Linear(3, 2), tmp_path)
+    for name in ("local_norm", "sample_norm", "learning_rate", "loss"):
+        assert np.isfinite(window.field(name)).all(), name
+    for name in ("rng_torch", "input_digest", "params_digest"):
+        assert (window.records[name] != 0).all(), name
+    assert (window.records["losses"] == 1).all()
+    assert len(np.unique(window.records["input_digest"])) == 3
+    assert load_run(tmp_path).digests(0)["step"].tolist() == [0, 1, 2, 3]
+
+
+def test_generators_that_are_used_move(tmp_path: Path):
+    torch.manual_seed(1)
+    used = train(nn.Linear(3, 2), tmp_path / "used").records["rng_torch"][0]
+    assert len(np.unique(used)) == 3
+    fixed = torch.ones(4, 3)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path / "idle", monitor=False):
+        for _ in range(3):
+            model(fixed).sum().backward()
+            optimizer.step()
+    records = load_run(tmp_path / "idle").steps().records[0]
+    assert len(np.unique(records["rng_torch"])) == len(np.unique(records["input_digest"])) == 1
+
+
+def test_observing_draws_no_random_number(tmp_path: Path):
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), torch.rand(()).item()
+
+    def seeded(observe: bool) -> tuple[float, float, float]:
+        random.seed(5), np.random.seed(5), torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+        if observe:
+            train(model, tmp_path)
+        else:
+            for _ in range(3):
+                model(torch.randn(4, 3))
+        return draw()
+
+    assert seeded(True) == seeded(False)
+
+
+def test_the_first_non_finite_parameter_is_named(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    handle = model[1].weight.register_hook(lambda g: g * float("nan"))
+    window = train(model, tmp_path, 1)
+    handle.remove()
+    assert (int(window.records["nonfinite"][0, 0]), int(window.records["nonfinite_param"][0, 0])) == (1, 2)
+    (found,) = run_detectors(load_run(tmp_path), ("silent",))
+    assert "first in the gradient of 1.weight" in found.summary
+
+
+def test_a_nan_that_ends_the_program_is_found_as_well(tmp_path: Path):
+    def check_and_give_up(step: int, loss: torch.Tensor) -> torch.Tensor:
+        (loss * float("nan")).backward()
+        raise FloatingPointError("the loop checks for itself")
+
+    with pytest.raises(FloatingPointError):
+        train(nn.Linear(3, 2), tmp_path, spoil=check_and_give_up)
+    found = {f.code: f for f in run_detectors(load_run(tmp_path), ("silent",))}
+    assert "first in the gradient of weight" in found["gradient-nonfinite"].summary
+
+
+def test_squares_that_overflow_are_finite_gradients(tmp_path: Path):
+    window = train(nn.Linear(3, 2), tmp_path, 1, spoil=lambda step, loss: loss * 1e30)
+    assert window.records["nonfinite"][0, 0] == 0
+    assert math.isfinite(float(window.records["local_norm"][0, 0]))
+
+
+def test_sparse_and_unused_and_frozen_parameters(tmp_path: Path):
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3, sparse=True)
+            self.unused = nn.Linear(2, 2)
+            self.frozen = nn.Linear(3, 3)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.frozen(self.embed(torch.tensor([1, 1, 4])))
+
+    window = train(Odd(), tmp_path)
+    assert (window.field("local_norm") > 0).all()
+
+
+def test_the_model_can_be_copied_and_saved_while_observed_and_is_as_it_was_after(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    call = nn.Sequential.__call__
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        model(torch.randn(4, 3)).sum().backward()
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        assert all(p._post_accumulate_grad_hooks is None for p in twin.parameters())
+        optimizer.step()
+    assert nn.Sequential.__call__ is call
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_probes_are_fresh_each_time():
+    first, second = default_probes(), default_probes()
+    assert [p.name for p in first] == [p.name for p in second]
+    assert not set(map(id, first)) & set(map(id, second))

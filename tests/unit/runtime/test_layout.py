@@ -1,0 +1,170 @@
+"""Which layout a request gives on how many ranks, and what an impossible one says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import flags, mesh
+from runtime.errors import LayoutError
+from runtime.mesh import DIMENSIONS, Layout
+from runtime.parallel.pipeline import stage_count, stage_layers, stage_numbers
+from runtime.seeds import process_seed
+
+
+def resolve(world: int, *arguments: str) -> Layout:
+    return mesh.resolve(flags.load(["--preset", "debug", *arguments], {}), world)
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments", "expected"),
+    [
+        (1, (), "one rank"),
+        (4, (), "replicate 4"),
+        (4, ("--parallel.shard", "4"), "shard 4"),
+        (4, ("--parallel.shard", "-1"), "shard 4"),
+        (4, ("--parallel.shard", "2"), "replicate 2 x shard 2"),
+        (8, ("--parallel.replicate", "2", "--parallel.shard", "-1"), "replicate 2 x shard 4"),
+    ],
+)
+def test_layouts(world: int, arguments: tuple[str, ...], expected: str) -> None:
+    layout = resolve(world, *arguments)
+    assert str(layout) == expected
+    assert layout.world == world
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments", "message"),
+    [
+        (
+            4,
+            ("--parallel.shard", "3"),
+            "shard 3 needs a multiple of 3 ranks and there are 4; their product must divide 4: each can be one of"
+            " 1, 2, 4",
+        ),
+        (
+            4,
+            ("--parallel.shard", "2", "--parallel.replicate", "1"),
+            "shard 2 needs 2 ranks and there are 4; their product must be 4: each can be one of 1, 2, 4",
+        ),
+        (
+            4,
+            ("--parallel.shard", "-1", "--parallel.replicate", "-1"),
+            "only one of --parallel.replicate and --parallel.shard can be -1",
+        ),
+        (2, ("--parallel.shard", "0"), "--parallel.shard is 0; it must be at least 1, or -1 for the rest"),
+        (
+            8,
+            ("--parallel.tensor", "4"),
+            "--parallel.tensor 4 does not divide the model (kv_heads 2, ffn 384, vocabulary 512); it can be 1, 2",
+        ),
+        (
+            8,
+            ("--parallel.pipeline", "8", "--accumulate", "8"),
+            "4 layers cannot fill 8 stages of 1F1B on --parallel.pipeline 8; --model.layers must be at least 8",
+        ),
+        (
+            4,
+            ("--parallel.pipeline", "4", "--accumulate", "3"),
+            "3 micro-batches cannot fill 1F1B on --parallel.pipeline 4; --data.accumulate must be at least 4",
+        ),
+        (
+            2,
+            ("--parallel.pipeline", "2", "--accumulate", "3", "--pipeline.schedule", "DualPipeV"),
+            "3 micro-batches cannot fill DualPipeV on --parallel.pipeline 2; --data.accumulate must be at least 4",
+        ),
+        (
+            2,
+            ("--parallel.pipeline", "2", "--accumulate", "2", "--model.tie_embeddings"),
+            "--model.tie_embeddings needs embedding and head on one rank; use --parallel.pipeline 1",
+        ),
+        (
+            2,
+            ("--parallel.tensor", "2", "--data.sequence", "63"),
+            "--data.sequence 63 does not divide by --parallel.tensor 2; it can be 62",
+        ),
+        (2, ("--parallel.expert", "2"), "--parallel.expert 2 needs a model with --model.experts"),
+        (
+            3,
+            ("--preset", "debug-moe", "--parallel.expert", "3"),
+            "--parallel.expert 3 does not divide --model.experts 4; it can be 1, 2, 4",
+        ),
+        (
+            2,
+            ("--preset", "debug-moe", "--parallel.context", "2"),
+            "the balance loss of the experts looks at whole sequences, which --parallel.context cuts;"
+            " use --model.balance_loss 0 or --parallel.context 1",
+        ),
+        (
+            2,
+            ("--parallel.context", "2", "--data.sequence", "66"),
+            "--data.sequence 66 does not divide into 2 x context x tensor = 4 parts; it can be 64",
+        ),
+        (
+            4,
+            ("--parallel.zero1", "--parallel.shard", "2"),
+            "--parallel.zero1 works with replicate only; the layout is replicate 2 x shard 2",
+        ),
+        (
+            2,
+            ("--parallel.offload",),
+            "--parallel.offload keeps shards in host memory; it needs --parallel.shard above 1",
+        ),
+        (
+            2,
+            ("--data.global_batch", "12"),
+            "--data.global_batch 12 does not divide by batch 4 x 2 data ranks; it can be 8 or 16",
+        ),
+    ],
+)
+def test_an_impossible_layout_says_what_would_work(
+    world: int, arguments: tuple[str, ...], message: str
+) -> None:
+    config = flags.load(["--preset", "debug", *arguments], {})
+    with pytest.raises(LayoutError) as caught:
+        mesh.resolve(config, world)
+    assert str(caught.value) == message
+
+
+def test_the_global_batch_is_kept_by_accumulation() -> None:
+    config = flags.load(["--preset", "debug", "--data.global_batch", "32"], {})
+    assert [mesh.micro_batches(config, mesh.resolve(config, world)) for world in (1, 2, 4)] == [8, 4, 2]
+
+
+@given(st.lists(st.integers(1, 3), min_size=6, max_size=6))
+def test_coordinates_and_data_ranks(sizes: list[int]) -> None:
+    layout = Layout(**dict(zip(DIMENSIONS, sizes, strict=True)))
+    places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.world)]
+    assert len(set(places)) == layout.world
+    numbers = [layout.data_rank(rank) for rank in range(layout.world)]
+    assert sorted(set(numbers)) == list(range(layout.data))
+    assert all(numbers.count(n) == layout.world // layout.data for n in set(numbers))
+
+
+def test_dropout_differs_between_data_ranks_and_is_equal_along_tensor() -> None:
+    layout = Layout(replicate=2, tensor=2)
+    seeds = [process_seed(1, layout, rank, sequence_parallel=False) for rank in range(4)]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert len({process_seed(1, layout, rank, sequence_parallel=True) for rank in range(4)}) == 4
+
+
+@given(st.integers(1, 30), st.integers(1, 8))
+def test_stages_share_the_layers_evenly_and_in_order(layers: int, stages: int) -> None:
+    shares = [stage_layers(layers, stages, stage) for stage in range(stages)]
+    assert [layer for share in shares for layer in share] == list(range(layers))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"])
+def test_every_stage_lies_on_one_rank(schedule: str) -> None:
+    held = [number for rank in range(4) for number in stage_numbers(schedule, rank, 4)]
+    assert sorted(held) == list(range(stage_count(schedule, 4)))
+
+
+def test_fp8_without_torchao_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh.float8, "available", lambda: False)
+    with pytest.raises(
+        LayoutError, match="--precision fp8 needs torchao, which is not installed: pip install torchao"
+    ):
+        resolve(1, "--precision", "fp8")

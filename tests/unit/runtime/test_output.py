@@ -1,0 +1,80 @@
+"""Per-rank logs, the launcher's identity, the console's lines, and the generators' state."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.output import RankOutput
+from runtime.progress import Progress
+from runtime.rundir import launcher_identity
+from runtime.seeds import capture_generators, restore_generators, seed_process
+
+
+@pytest.mark.parametrize("console", [True, False])
+def test_output_goes_to_the_log_and_to_the_console_where_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, console: bool
+) -> None:
+    before = sys.stdout, sys.stderr
+    output = RankOutput(tmp_path, console=console)
+    print("out")
+    print("err", file=sys.stderr)
+    output.close()
+    output.close()
+    assert (sys.stdout, sys.stderr) == before
+    assert (tmp_path / "stdout.log").read_text() == "out\n"
+    assert (tmp_path / "stderr.log").read_text() == "err\n"
+    assert (tmp_path / "stdout.log").stat().st_mode & 0o777 == 0o600
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (("out\n", "err\n") if console else ("", ""))
+
+
+def test_a_second_attempt_appends(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        output = RankOutput(tmp_path, console=False)
+        print(text)
+        output.close()
+    assert (tmp_path / "stdout.log").read_text() == "one\ntwo\n"
+
+
+def test_the_launchers_identity_is_stable_and_absent_without_one() -> None:
+    assert launcher_identity({}) is None
+    first = launcher_identity({"TORCHELASTIC_RUN_ID": "none"})
+    assert first == launcher_identity({"TORCHELASTIC_RUN_ID": "none"})
+    assert f"-{os.getppid()}-" in str(first)
+
+
+def test_progress_lines_appear_when_a_global_loss_is_reported() -> None:
+    lines: list[str] = []
+    progress = Progress(lines.append, steps=20, peak_flops=0.0)
+    progress.step(1)
+    progress.report(loss=1.0, global_tokens=100.0, learning_rate=0.5, gradient_norm=2.0)
+    assert lines == []
+    progress.report(global_loss=1.25)
+    assert lines[0].startswith("step      1/20  loss 1.2500  ")
+    assert lines[0].endswith("gradient norm 2.000  lr 5.00e-01")
+    progress.report(validation_loss=3.0)
+    progress.report(validation_loss=2.0)
+    assert lines[1] == "step      1  validation loss 3.0000"
+    assert "1 steps, 100 tokens" in progress.summary()
+    assert "validation loss 3.0000 → 2.0000" in progress.summary()
+
+
+def test_generators_come_back() -> None:
+    seed_process(7)
+    random.gauss(0, 1)
+    np.random.standard_normal(3)
+    state = capture_generators()
+
+    def draw() -> tuple[object, ...]:
+        return random.gauss(0, 1), random.random(), *np.random.standard_normal(3), torch.rand(1).item()
+
+    expected = draw()
+    restore_generators(state)
+    assert draw() == expected

@@ -1,0 +1,193 @@
+"""The small parts under the session: names of operators, call sites, run.json, patches. Tried with torch 2.13."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtobs
+from dtobs.probes import backward as backward_module
+from dtobs.probes.c10d_ops import canonical_name, discover
+from dtobs.probes.call_site import CallSites
+from dtobs.probes.patches import Patches
+from dtobs.recording.meta import MetaWriter, read_meta
+from dtobs.recording.recorder import Recorder
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.view import load_run
+from dtobs.session import Session
+from dtobs.session.identity import Identity, agree
+from dtobs.session.run_info import git_revision, hide_arguments, without_secrets
+from tests.unit.session.conftest import make_model, train
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("c10d::allreduce_", "all_reduce"),
+        ("c10d::_allgather_base_", "all_gather"),
+        ("c10d::allgather_into_tensor_coalesced_", "all_gather_coalesced"),
+        ("c10d::_reduce_scatter_base_", "reduce_scatter"),
+        ("c10d::alltoall_base_", "all_to_all"),
+        ("c10d::monitored_barrier_", "monitored_barrier"),
+        ("c10d::recv_any_source_", "recv"),
+        ("c10d::send", "send"),
+        ("c10d::something_new_", "something_new"),
+    ],
+)
+def test_names_of_operators(operator: str, name: str):
+    assert canonical_name(operator) == name
+
+
+def test_every_operator_of_this_torch_is_understood():
+    found = {o.overload._schema.name: o for o in discover()}
+    assert len(found) >= 20
+    for operator in found.values():
+        arguments = operator.overload._schema.arguments
+        assert "ProcessGroup" in str(arguments[operator.group].type)
+        assert "Tensor" in str(arguments[operator.payload].type)
+    assert [n for n, o in found.items() if o.blocking] == ["c10d::monitored_barrier_"]
+
+
+def test_a_call_site_is_the_users_line(tmp_path: Path):
+    meta = MetaWriter(tmp_path / "meta.jsonl")
+    sites = CallSites(meta)
+
+    def library() -> int:
+        return sites.here(0)
+
+    here, again = library(), library()
+    meta.close()
+    assert here == again
+    site = read_meta(tmp_path / "meta.jsonl").sites[here]
+    assert (site.file, site.function.rsplit(".", 1)[-1]) == (__file__, "library")
+    assert sites.is_library(torch.nn.__file__)
+    assert sites.is_library(threading_file())
+    assert not sites.is_library(pytest.__file__)
+    assert not sites.is_library(__file__)
+
+
+def threading_file() -> str:
+    import threading
+
+    return threading.__file__
+
+
+def test_secrets_are_left_out():
+    config = {
+        "api_key": "a",
+        "tokens": 3,
+        "tokenizer": "bpe",
+        "hub": {"hf_token": "b", "list": [{"password": "c"}]},
+    }
+    assert without_secrets(config) == {
+        "api_key": "(hidden)",
+        "tokens": 3,
+        "tokenizer": "bpe",
+        "hub": {"hf_token": "(hidden)", "list": [{"password": "(hidden)"}]},
+    }
+    argv = ["train.py", "--api-key=a", "--hub.token", "b", "--data.tokens", "5", "--lr", "1"]
+    assert hide_arguments(argv) == [
+        "train.py",
+        "--api-key=(hidden)",
+        "--hub.token",
+        "(hidden)",
+        "--data.tokens",
+        "5",
+        "--lr",
+        "1",
+    ]
+
+
+def test_git_revision(tmp_path: Path):
+    assert git_revision(tmp_path) is None
+    git = tmp_path / ".git"
+    git.mkdir()
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    (git / "packed-refs").write_text("# pack-refs\nabc123 refs/heads/main\n")
+    (tmp_path / "deep").mkdir()
+    assert git_revision(tmp_path / "deep") == "abc123"
+    (git / "refs/heads").mkdir(parents=True)
+    (git / "refs/heads/main").write_text("def456\n")
+    assert git_revision(tmp_path) == "def456"
+
+
+def test_identity_from_torchrun():
+    values = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_RUN_ID": "job7",
+    }
+    assert Identity.find(values) == Identity(5, 8, 1, 1, 2, "job7")
+    assert Identity.find({}) == Identity(0, 1, 0, 0, 0, "")
+    assert Identity.find({"RANK": "x", "TORCHELASTIC_RUN_ID": "none"}) == Identity(0, 1, 0, 0, 0, "")
+
+
+def test_a_restart_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("DTOBS_RUN_DIR", "DTOBS_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    first = dtobs.attach(name="tiny", monitor=False)
+    first.close()
+    started = json.loads((first.run_dir / "run.json").read_text())["started"]
+    earlier = first.run_dir.rename(first.run_dir.with_name("20260101T000000Z-tiny"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second = dtobs.attach(name="tiny", monitor=False)
+    second.close()
+    assert second.run_dir == earlier
+    assert json.loads((earlier / "run.json").read_text())["started"] == started
+    assert load_run(earlier).attempt == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job8")
+    third = dtobs.attach(name="tiny", monitor=False)
+    third.close()
+    assert third.run_dir != earlier
+
+
+class Owner:
+    def method(self) -> int:
+        return 1
+
+
+def test_patches_are_undone_unless_somebody_came_after():
+    original = vars(Owner)["method"]
+    patches = Patches()
+    patches.replace(Owner, "method", lambda before: lambda self: before(self) + 1)
+    assert Owner().method() == 2
+    patches.undo()
+    assert vars(Owner)["method"] is original
+    patches.replace(Owner, "method", lambda before: lambda self: before(self) + 1)
+    ours = Owner.method
+    Owner.method = lambda self: ours(self) + 10  # type: ignore[method-assign]
+    patches.undo()
+    assert Owner().method() == 12
+    Owner.method = original  # type: ignore[method-assign]
+    with pytest.raises(AttributeError, match="defines no absent"):
+        patches.replace(Owner, "absent", lambda before: before)
+
+
+def test_without_the_queue_of_callbacks_backward_is_still_seen(
+    attach: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+):
+    assert backward_module._queue_callback() is not None  # torch 2.13 has it
+    monkeypatch.setattr(backward_module, "_queue_callback", lambda: None)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer) as session:
+        train(model, optimizer, 2)
+    view = load_run(session.run_dir)
+    assert (view.rank_steps(0)["backward_ns"] > 0).all()
+    assert view.page(0)["probe_failures"] == 0
+
+
+def test_a_second_run_in_a_directory_is_another_attempt(tmp_path: Path):
+    who = Identity(rank=0, world_size=1, local_rank=0, node=0, attempt=0)
+    assert agree(tmp_path, "run", who) == (tmp_path, 0)
+    Recorder(RunDirectory(tmp_path), 0, 1).close()
+    assert agree(tmp_path, "run", who) == (tmp_path, 1)
