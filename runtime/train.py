@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,8 @@ from runtime.world import Place, World
 if TYPE_CHECKING:
     from dtobs.session.session import Session
 
+_SECONDS_TO_SPEAK = 5.0
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
@@ -50,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = world.choose_device(config.run.device, place)
     except UsageError as error:
         if place.local_rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:  # the launcher ends all when one has ended: leave the first the time to say it
+            time.sleep(_SECONDS_TO_SPEAK)
         return 2
     return Run(config, layout, place, device).execute()
 
@@ -225,15 +231,23 @@ class Run:
             _print(note)
 
     def _say_once(self, text: str) -> None:
-        """Write one line to standard error, from the first rank that has this very line to say."""
-        first = True
-        if self.world is not None:
-            try:
-                first = self.world.store.add(f"said/{text}", 1) == 1
-            except (dist.DistError, RuntimeError):  # the store went with the process that kept it
-                first = True
+        """Write one line to standard error, from the first rank that has this very line to say.
+
+        The others stay until it is written: the launcher ends all ranks when one has ended.
+        """
+        if self.world is None:
+            print(text, file=sys.stderr, flush=True)
+            return
+        try:
+            first = self.world.store.add(f"saying/{text}", 1) == 1
+            if not first:
+                self.world.store.wait([f"said/{text}"], timedelta(seconds=_SECONDS_TO_SPEAK))
+        except (dist.DistError, RuntimeError):  # the store went with the process that kept it
+            first = True
         if first:
             print(text, file=sys.stderr, flush=True)
+            with suppress(dist.DistError, RuntimeError):
+                self.world.store.set(f"said/{text}", "")
 
 
 def _closing_lines(progress: Progress, run_dir: Path) -> str:

@@ -61,10 +61,10 @@ def choose_device(asked: str, place: Place) -> torch.device:
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if place.local_rank >= count:
+    if place.local_size > count:
         raise UsageError(
-            f"local rank {place.local_rank} has no CUDA device: there are {count}; start at most"
-            f" {max(count, 1)} processes a node or use --device cpu"
+            f"{place.local_size} processes on this node and {count} CUDA devices: start at most {max(count, 1)}"
+            " processes a node or use --device cpu"
         )
     return torch.device("cuda", place.local_rank)
 
