@@ -92,14 +92,17 @@ class Finding:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Finding:
         """Read a finding back. Raises KeyError, TypeError or ValueError when `value` is not one of ours."""
+        group, evidence = value["group"], tuple(value["evidence"])
+        if not isinstance(group, str | None) or not all(isinstance(e, dict) and "what" in e for e in evidence):
+            raise TypeError("a finding's group is a name, and its evidence are objects that say what they are")
         return cls(
             code=str(value["code"]),
             summary=str(value["summary"]),
             ranks=tuple(int(r) for r in value["ranks"]),
             confidence=Confidence(value["confidence"]),
             step=None if value["step"] is None else int(value["step"]),
-            group=value["group"],
-            evidence=tuple(value["evidence"]),
+            group=group,
+            evidence=evidence,
             next_step=str(value["next_step"]),
             since_ns=int(value.get("since_ns", 0)),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtobs.diagnose.model import Diagnosis, RankStatus
-from dtobs.flight_recorder import DumpAnalysis, analyse_dumps, load_dumps
+from dtobs.flight_recorder import DumpAnalysis, Dumps, analyse_dumps, load_dumps
 from dtobs.flight_recorder.names import find_dumps
 
 _OURS = ("run.json", "capture.json", "nodes", "monitor.json")
@@ -20,9 +20,14 @@ def holds_dumps(path: Path) -> bool:
 
 def diagnose_dumps(folder: Path) -> Diagnosis:
     """The diagnosis of the dumps in `folder`. Raises TargetError when none of them can be used."""
-    analysis = analyse_dumps(load_dumps(folder))
+    return diagnosis_of(str(folder), load_dumps(folder))
+
+
+def diagnosis_of(target: str, dumps: Dumps) -> Diagnosis:
+    """The diagnosis of dumps that are loaded. Pure."""
+    analysis = analyse_dumps(dumps)
     return Diagnosis(
-        target=str(folder),
+        target=target,
         world_size=analysis.world_size,
         verdict=analysis.findings[0] if analysis.findings else None,
         findings=analysis.findings,

@@ -27,7 +27,11 @@ def gather_monitors(addresses: Sequence[str]) -> Evidence:
 
     Raises UsageError for no address or addresses of different runs, ServiceError when one of them does not answer.
     """
-    answers = [fetch_view(address) for address in dict.fromkeys(addresses)]
+    return evidence_of(" ".join(addresses), [fetch_view(address) for address in dict.fromkeys(addresses)])
+
+
+def evidence_of(target: str, answers: Sequence[tuple[RunView, list[Finding]]]) -> Evidence:
+    """The answers of one or several monitors of one run, put together. Raises UsageError for different runs."""
     names = list(dict.fromkeys(view.root.name for view, _ in answers))
     if len(names) > 1:
         raise UsageError(f"these are monitors of different runs: {', '.join(names)}; give those of one run")
@@ -38,7 +42,7 @@ def gather_monitors(addresses: Sequence[str]) -> Evidence:
     ]
     where = f"{view.root} on {_host(view)}"
     view.damaged.append(f"seen through a monitor: stacks and events are only in the run directory, {where}")
-    return Evidence(" ".join(addresses), view, tuple(entries), judged=True)
+    return Evidence(target, view, tuple(entries), judged=True)
 
 
 def _merge_views(views: list[RunView]) -> RunView:

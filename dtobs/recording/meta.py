@@ -145,7 +145,7 @@ def read_meta(path: Path) -> Meta:
     meta = Meta()
     for entry in _lines(path, meta):
         try:
-            _take(meta, entry)
+            take(meta, entry)
         except (KeyError, TypeError, ValueError, OverflowError):
             meta.damaged += 1
     return meta
@@ -171,7 +171,8 @@ def _lines(path: Path, meta: Meta) -> Iterator[dict[str, Any]]:
             meta.damaged += 1
 
 
-def _take(meta: Meta, e: dict[str, Any]) -> None:
+def take(meta: Meta, e: dict[str, Any]) -> None:
+    """Add one entry to `meta`. Raises KeyError, TypeError, ValueError or OverflowError when it is not one of ours."""
     match e.get("t"):
         case "group":
             meta.groups[int(e["id"])] = Group(

@@ -29,6 +29,9 @@ MAGIC = b"DTOBSPG1"
 HEADER_BYTES = 4096
 HALF_BYTES = 1024
 SLOT_BYTES = 2 * HALF_BYTES
+MAX_WORLD = 1 << 21
+"""Ranks that a job may have; a larger number is damage."""
+MAX_NS = 1 << 61  #: 73 years: no clock says more, and the sum of two such times fits into an int64
 MAX_SLOTS = 1 << 17  #: of a file; more is damage, not a node
 
 PAGE_INTS = (
@@ -121,10 +124,7 @@ class PageWriter:
                 # Reserved, not sparse: a store into a sparse page of a full disk would be a SIGBUS.
                 os.posix_fallocate(fd, 0, HEADER_BYTES)
                 os.posix_fallocate(fd, offset, SLOT_BYTES)
-                header = json.dumps(
-                    {"schema": SCHEMA, "slot_bytes": SLOT_BYTES, "fields": _fields()}
-                ).encode()
-                os.pwrite(fd, MAGIC + len(header).to_bytes(4, "little") + header, 0)
+                os.pwrite(fd, header(), 0)
                 self._map = mmap.mmap(fd, offset + SLOT_BYTES)
             finally:
                 os.close(fd)
@@ -180,8 +180,26 @@ class PageWriter:
         self._map.close()
 
 
+def header() -> bytes:
+    """The first `HEADER_BYTES` of a page file."""
+    text = json.dumps({"schema": SCHEMA, "slot_bytes": SLOT_BYTES, "fields": _fields()}).encode()
+    return (MAGIC + len(text).to_bytes(4, "little") + text).ljust(HEADER_BYTES, b"\0")
+
+
 def _fields() -> list[list[str]]:
     return [[name, PAGE_DTYPE[name].str] for name in PAGE_DTYPE.names or ()]
+
+
+def plausible(pages: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """bool[n]: which pages could be a rank's: numbers of ranks in range, and times that can be added up.
+
+    A page whose checksum is right can still be somebody's invention.
+    """
+    good = (pages["rank"] >= 0) & (pages["rank"] < pages["world_size"]) & (pages["world_size"] <= MAX_WORLD)
+    for name in PAGE_INTS:
+        if name.endswith("_ns"):
+            good &= (pages[name] >= -MAX_NS) & (pages[name] <= MAX_NS)
+    return np.asarray(good)
 
 
 class PageReader:

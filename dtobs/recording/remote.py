@@ -41,6 +41,11 @@ def fetch_view(address: str) -> tuple[RunView, list[Finding]]:
     except (OSError, HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServiceError(f"no monitor answers at {address}: {reason}. Has the run ended?") from error
+    return read_answer(url, body)
+
+
+def read_answer(url: str, body: bytes) -> tuple[RunView, list[Finding]]:
+    """The view and the findings in what `url` answered. Raises ServiceError when it is something else."""
     if len(body) > MAX_BYTES:
         raise ServiceError(f"{url} answers with more than {MAX_BYTES >> 20} MiB: that is no dtobs monitor")
     try:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from dtobs.errors import ServiceError
 from dtobs.events import STEP_DTYPE
 from dtobs.findings import Finding
-from dtobs.recording.meta import Group, Meta, Op, Site
-from dtobs.recording.page import PAGE_DTYPE
+from dtobs.recording.meta import Meta, take
+from dtobs.recording.page import MAX_NS, PAGE_DTYPE, plausible
 from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
 
@@ -58,6 +58,16 @@ def decode_view(value: dict[str, Any]) -> tuple[RunView, list[Finding]]:
             {int(rank): ProcessState.from_json(state) for rank, state in value["processes"].items()},
             damaged=[str(line) for line in value["damaged"]],
         )
+        if (
+            not plausible(view.pages).all()
+            or len(set(view.ranks)) < len(view.ranks)
+            or view.ranks != sorted(view.ranks)
+        ):
+            raise ServiceError(
+                "the monitor's answer is not a view of a run: its pages hold numbers that no rank writes"
+            )
+        if not 0 <= view.now_ns <= MAX_NS:
+            raise ServiceError("the monitor's answer is not a view of a run: it says an impossible time")
         for rank in view.ranks:
             view._steps[rank] = _stamped(_array(value["steps"].get(str(rank), {}), STEP_DTYPE))
             view._meta[rank] = _meta(value["names"].get(str(rank), {}))
@@ -110,17 +120,11 @@ def _names(view: RunView, rank: int) -> dict[str, Any]:
 
 def _meta(names: dict[str, Any]) -> Meta:
     meta = Meta()
-    for number, group in names.get("groups", {}).items():
-        group["ranks"] = tuple(int(r) for r in group["ranks"])
-        meta.groups[int(number)] = Group(**group)
-    for number, op in names.get("ops", {}).items():
-        op["shapes"] = tuple(tuple(int(n) for n in shape) for shape in op["shapes"])
-        op["dtypes"] = tuple(str(d) for d in op["dtypes"])
-        meta.ops[int(number)] = Op(**op)
-    for number, site in names.get("sites", {}).items():
-        meta.sites[int(number)] = Site(**site)
+    for kind in ("group", "op", "site"):
+        for number, fields in names.get(f"{kind}s", {}).items():
+            take(meta, {**fields, "t": kind, "id": number})
     meta.phases = {int(number): str(name) for number, name in names.get("phases", {}).items()}
     meta.process = dict(names.get("process", {}))
-    meta.exceptions = list(names.get("exceptions", []))
+    meta.exceptions = [dict(raised) for raised in names.get("exceptions", [])]
     meta.pipeline = dict(names.get("pipeline", {}))
     return meta

@@ -1,0 +1,75 @@
+"""What a client sends to the monitor's server: bytes of any kind, answered or dropped, never a failure inside."""
+
+from __future__ import annotations
+
+import io
+from random import Random
+from typing import Any
+
+from dtobs.monitor.http import Pages, _Handler
+from tests.fuzz.mutate import mutate_bytes
+
+SEEDS = [
+    b"GET /metrics HTTP/1.1\r\nHost: localhost:9400\r\n\r\n",
+    b"GET /api/view?x=1 HTTP/1.0\r\nHost: 127.0.0.1\r\nAccept: */*\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nHost: [::1]:80\r\nAuthorization: Bearer abc\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\nabc",
+    b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+]
+_FAILED: list[str] = []
+
+
+class _Server:
+    names = frozenset({"localhost"})
+    pages = Pages(lambda: b"up 1\n", lambda: {"x": 1}, lambda: {"ok": True}, _FAILED.append)
+    token = "abc"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the handler asks its server for {name}: the fuzz target has to offer it")
+
+
+class _Socket:
+    """The connection, without a network: what was received, and what is answered."""
+
+    def __init__(self, data: bytes) -> None:
+        self.received, self.answer = io.BytesIO(data), bytearray()
+
+    def makefile(self, *_: Any, **__: Any) -> io.BytesIO:
+        return self.received
+
+    def sendall(self, data: bytes) -> None:
+        self.answer += data
+
+    def settimeout(self, _: float) -> None:
+        """Nothing here waits."""
+
+
+def check(data: bytes) -> bool:
+    """No exception, an answer that is one of ours, pages only for names of this host. Returns whether it answered."""
+    connection = _Socket(data)
+    _Handler(connection, ("127.0.0.1", 1), _Server())
+    assert not _FAILED, _FAILED
+    answer = bytes(connection.answer)
+    assert len(answer) < 10_000
+    if b"up 1\n" in answer or b'{"x":1}' in answer:
+        assert b"host:" in data.lower()
+    return bool(answer)
+
+
+def mutate(data: bytes, random: Random) -> bytes:
+    """Bytes, or words of HTTP."""
+    if random.random() < 0.5:
+        word = random.choice(
+            (
+                b"\r\n",
+                b"GET ",
+                b" HTTP/9.9",
+                b"Host: ",
+                b"%2e%2e/",
+                b"\r\n Host: x",
+                b"Content-Length: -1\r\n",
+            )
+        )
+        at = random.randint(0, len(data))
+        return data[:at] + word + data[at:]
+    return mutate_bytes(data, random)
