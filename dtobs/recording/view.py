@@ -21,14 +21,11 @@ from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE
 from dtobs.recording.capture import Capture, latest_capture
 from dtobs.recording.clocks import shift, shifts
 from dtobs.recording.meta import Group, Meta, read_meta
-from dtobs.recording.page import PAGE_DTYPE, PageReader
+from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
 from dtobs.recording.process import ProcessState, read_process
 from dtobs.recording.ring import adapt, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
-
-MAX_WORLD = 1 << 21
-"""Ranks that a job may have; a larger number is damage."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +214,7 @@ def load_run(
     for node in run.nodes():
         try:
             with contextlib.closing(PageReader(run.pages(node))) as reader:
-                parts.append(reader.read())
+                parts.append(_believable(run.pages(node), reader.read(), damaged))
         except RecordingError as error:
             damaged.append(str(error))
             continue
@@ -227,7 +224,8 @@ def load_run(
     pages = np.concatenate(parts) if parts else np.zeros(0, PAGE_DTYPE)
     if len(pages):
         pages = pages[pages["attempt"] == pages["attempt"].max()]
-        pages = pages[np.argsort(pages["rank"], kind="stable")]
+        pages = pages[np.lexsort((-pages["heartbeat_ns"], pages["rank"]))]
+        pages = pages[np.unique(pages["rank"], return_index=True)[1]]  # the last written of each rank
     try:
         info = run.read_run()
     except TargetError as error:
@@ -312,6 +310,15 @@ def _exits(run: RunDirectory, view: RunView) -> dict[int, ProcessState]:
     found: dict[int, ProcessState] = {}
     for node in run.nodes():
         try:
+def _believable(path: Path, pages: npt.NDArray[np.void], damaged: list[str]) -> npt.NDArray[np.void]:
+    good = plausible(pages)
+    if not good.all():
+        damaged.append(
+            f"{path}: {int((~good).sum())} pages hold numbers that no rank writes, and are left out"
+        )
+    return np.asarray(pages[good])
+
+
             lines = run.exits(node).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue
