@@ -138,8 +138,16 @@ TABLE: tuple[Metric, ...] = (
         "counter",
         "Time not spent productively, by reason; mean over the node",
         ("reason",),
-        "step history",
+        "step history of all attempts",
         s.badput,
+    ),
+    Metric(
+        "redone_steps",
+        "counter",
+        "Steps done again because a restart went back to a checkpoint",
+        (),
+        "step history of all attempts",
+        s.redone_steps,
     ),
     Metric(
         "model_flops_per_second",

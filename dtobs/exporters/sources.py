@@ -175,12 +175,15 @@ def mfu(look: Look) -> Iterator[Sample]:
 
 
 def goodput(look: Look) -> Iterator[Sample]:
-    """Productive share of the time since the ranks attached, mean over this node's ranks."""
+    """Productive share of the time since the run began, restarts included, mean over this node's ranks."""
     shares = []
     for row in look.pages:
         totals = look.totals.ranks.get(int(row["rank"]))
-        elapsed = (look.view.now_ns - totals.first_attach_ns) / 1e9 if totals else 0.0
-        if totals and elapsed > 0:
+        if totals is None:
+            continue
+        since_ns = totals.last_end_ns or int(row["attach_ns"])
+        elapsed = totals.elapsed + max(0, look.view.now_ns - since_ns) / 1e9
+        if elapsed > 0:
             shares.append(min(1.0, totals.productive / elapsed))
     if shares:
         yield (), sum(shares) / len(shares)
@@ -188,20 +191,29 @@ def goodput(look: Look) -> Iterator[Sample]:
 
 def badput(look: Look) -> Iterator[Sample]:
     """Seconds by what they were spent on instead, mean over this node's ranks, up to each rank's last step."""
-    ranks = list(look.totals.ranks.values())
+    here = {int(row["rank"]) for row in look.pages}  # not those that a restart took to another node
+    ranks = [totals for rank, totals in look.totals.ranks.items() if rank in here]
     if not ranks:
         return
     reasons = {
         "startup": [r.startup for r in ranks],
-        "data": [r.parts["data"] for r in ranks],
-        "communication": [r.parts["exposed"] for r in ranks],
-        "checkpoint": [r.parts["checkpoint"] for r in ranks],
-        "validation": [r.parts["validation"] for r in ranks],
-        "other": [r.parts["other"] for r in ranks],
+        "restart": [r.restart for r in ranks],
+        "redone": [sum(r.redone.values()) for r in ranks],
+        "data": [r.first_time("data") for r in ranks],
+        "communication": [r.first_time("exposed") for r in ranks],
+        "checkpoint": [r.first_time("checkpoint") for r in ranks],
+        "validation": [r.first_time("validation") for r in ranks],
+        "other": [r.first_time("other") for r in ranks],
         "between-steps": [r.between for r in ranks],
     }
     for reason, seconds in reasons.items():
         yield (reason,), sum(seconds) / len(seconds)
+
+
+def redone_steps(look: Look) -> Iterator[Sample]:
+    """The most that any rank of this node did again: all do the same steps."""
+    if look.leads and look.totals.ranks:
+        yield (), float(max(r.redone_steps for r in look.totals.ranks.values()))
 
 
 def checkpoint_age(look: Look) -> Iterator[Sample]:

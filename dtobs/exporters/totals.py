@@ -1,4 +1,9 @@
-"""Sums over all steps that a node has done: what a counter and a histogram need and the bounded history forgets."""
+"""Sums over all steps that a node has done: what a counter and a histogram need and the bounded history forgets.
+
+They go over all attempts, also those before this monitor. A step that an attempt does again, because it went back to
+a checkpoint, is time lost, whatever it was spent on; so is the time from the last step before a restart to the first
+one after it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import STEP_PARTS
-from dtobs.recording.view import RunView
+from dtobs.recording.attempts import (
+    Attempt,
+    Clock,
+    attempt_steps,
+    earlier_attempts,
+    last_end_ns,
+    reached,
+)
+from dtobs.recording.view import RunView, boot_id
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper bounds of the histogram of step durations, in seconds."""
@@ -17,31 +30,44 @@ _SPARE = 8
 PRODUCTIVE = ("forward", "backward", "optimizer")
 
 
+def _no_time() -> dict[str, float]:
+    return dict.fromkeys(STEP_PARTS, 0.0)
+
+
 @dataclass
 class RankTotals:
-    """Seconds of one rank since the monitor first saw it, over all attempts."""
+    """Seconds of one rank over all attempts that it took part in."""
 
-    first_attach_ns: int
     attempt: int = -1
-    stamp: int = 0  #: the last record taken
+    stamp: int = 0  #: the last record taken of this attempt
     done: int = 0  #: the page's count of steps then
     steps: int = 0
+    redone_steps: int = 0
     last_end_ns: int = 0
-    startup: float = 0.0
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+    startup: float = 0.0  #: until the first step of the run
+    restart: float = 0.0  #: from the last step before each restart to the first one after it
+    span: float = 0.0  #: from the first step of each attempt to its last
+    parts: dict[str, float] = field(default_factory=_no_time)
+    redone: dict[str, float] = field(default_factory=_no_time)  #: of `parts`, spent on steps done before
+
+    def first_time(self, part: str) -> float:
+        """Seconds of one part in steps that had not been done before."""
+        return self.parts[part] - self.redone[part]
 
     @property
     def productive(self) -> float:
         """Seconds of computing that moved the training on."""
-        return sum(self.parts[part] for part in PRODUCTIVE)
+        return sum(self.first_time(part) for part in PRODUCTIVE)
 
     @property
     def between(self) -> float:
-        """Seconds outside start-up and steps, up to the end of the last step."""
-        if not self.last_end_ns:
-            return 0.0
-        elapsed = (self.last_end_ns - self.first_attach_ns) / 1e9
-        return max(0.0, elapsed - self.startup - sum(self.parts.values()))
+        """Seconds between the steps of an attempt."""
+        return max(0.0, self.span - sum(self.parts.values()))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds up to the end of the last step."""
+        return self.startup + self.restart + self.span
 
 
 @dataclass
@@ -54,6 +80,9 @@ class StepTotals:
     )  #: not cumulative; the last is +Inf
     seconds: float = 0.0
     listeners: list[Callable[[npt.NDArray[np.float64]], None]] = field(default_factory=list)
+    _earlier: tuple[Attempt, ...] = ()
+    _before: int = 0  #: the attempt that they are earlier than
+    _clock: Clock = field(default_factory=lambda: Clock("", 0))
 
     @property
     def count(self) -> int:
@@ -62,31 +91,77 @@ class StepTotals:
 
     def update(self, view: RunView, ranks: list[int]) -> None:
         """Take what the given ranks have done since the last time."""
+        if view.attempt != self._before:
+            self._before, self._clock = view.attempt, _clock(view)
+            self._earlier = tuple(earlier_attempts(view.root, view.attempt, self._clock))
         for rank in ranks:
             self._take(view, rank)
 
     def _take(self, view: RunView, rank: int) -> None:
         page = view.page(rank)
-        totals = self.ranks.setdefault(rank, RankTotals(int(page["attach_ns"])))
-        if totals.attempt != int(page["attempt"]):
-            totals.attempt, totals.stamp, totals.done = int(page["attempt"]), 0, 0
+        totals = self.ranks.setdefault(rank, RankTotals())
+        attempt, attach_ns = int(page["attempt"]), int(page["attach_ns"])
+        if totals.attempt != attempt:
+            self._take_earlier(view, rank, totals)
+            totals.attempt, totals.stamp, totals.done = attempt, 0, 0
         fresh = _since(view, rank, totals.stamp, int(page["steps_done"]) - totals.done)
         totals.done = int(page["steps_done"])
+        self._add(totals, fresh, self._earlier, attach_ns)
+
+    def _take_earlier(self, view: RunView, rank: int, totals: RankTotals) -> None:
+        """Attempts that nobody watched, or that ended between two looks."""
+        for place, attempt in enumerate(self._earlier):
+            if attempt.number < totals.attempt:
+                continue
+            if attempt.number > totals.attempt:
+                totals.stamp = 0
+            steps = attempt_steps(view.root, rank, attempt.number, self._clock)
+            fresh = steps[steps["stamp"] > totals.stamp]
+            self._add(totals, fresh, self._earlier[:place], attempt.attach_ns)
+
+    def _add(
+        self,
+        totals: RankTotals,
+        fresh: npt.NDArray[np.void],
+        earlier: tuple[Attempt, ...],
+        attach_ns: int,
+    ) -> None:
+        """Take records of one attempt that come after `totals.stamp`."""
         if not len(fresh):
             return
-        if totals.stamp == 0 and int(fresh["stamp"][0]) == 1:
-            totals.startup += max(0, int(fresh["begin_ns"][0]) - int(page["attach_ns"])) / 1e9
-        totals.stamp = int(fresh["stamp"][-1])
-        totals.last_end_ns = int(fresh["end_ns"][-1])
+        begin_ns, end_ns = int(fresh["begin_ns"][0]), int(fresh["end_ns"][-1])
+        if totals.stamp == 0:
+            if int(fresh["stamp"][0]) > 1:
+                pass  # the history has wrapped before anybody looked
+            elif any(attempt.end_ns for attempt in earlier):
+                totals.restart += max(0, begin_ns - last_end_ns(earlier)) / 1e9
+            else:
+                since = min([attach_ns, *(attempt.attach_ns for attempt in earlier)])
+                totals.startup += max(0, begin_ns - since) / 1e9
+            totals.span += (end_ns - begin_ns) / 1e9
+        else:
+            totals.span += max(0, end_ns - totals.last_end_ns) / 1e9
+        totals.stamp, totals.last_end_ns = int(fresh["stamp"][-1]), end_ns
         totals.steps += len(fresh)
+        again = fresh[fresh["step"] <= reached(earlier)]
+        totals.redone_steps += len(again)
         for part in STEP_PARTS:
             totals.parts[part] += float(fresh[f"{part}_ns"].sum()) / 1e9
+            totals.redone[part] += float(again[f"{part}_ns"].sum()) / 1e9
         walls = np.asarray((fresh["end_ns"] - fresh["begin_ns"]) / 1e9, np.float64)
         for place in np.searchsorted(BUCKETS, walls, side="left"):
             self.buckets[int(place)] += 1
         self.seconds += float(walls.sum())
         for listener in self.listeners:
             listener(walls)
+
+
+def _clock(view: RunView) -> Clock:
+    """The axis of the view's times: the clock of this host where ranks ran here, else that of the first node."""
+    boots = {rank: view.meta(rank).process.get("boot_id") for rank in view.ranks}
+    here = boot_id()
+    rank = next((rank for rank in view.ranks if boots[rank] == here), view.ranks[0])
+    return Clock(str(boots[rank]), int(view.page(rank)["clock_offset_ns"]))
 
 
 def _since(view: RunView, rank: int, stamp: int, expected: int) -> npt.NDArray[np.void]:

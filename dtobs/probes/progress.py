@@ -101,6 +101,7 @@ class Progress:
         self.active = True
         self.in_step = False
         self.explicit_steps = False
+        self._numbered = False  # whether the user has said a step's number
         self.host_waits = True  #: False where a wait only orders device streams and says nothing of time
         self.micro_batches = 0
         self.part = OTHER  #: part of the phase, also while waiting inside it
@@ -232,6 +233,9 @@ class Progress:
         if threading.get_ident() != self.thread or not self.active:
             return
         self.explicit_steps = True
+        if step is not None and not self._numbered:
+            self._numbered = True
+            self._context.recorder.meta.add("process", steps_numbered=True)
         if self.in_step:
             self.finish_step()
             self.flush()

@@ -41,7 +41,7 @@ from dtobs.recording.pipeline_ring import PipelineWriter
 from dtobs.recording.process import ProcessState
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.view import RunView, load_run
+from dtobs.recording.view import RunView, boot_id, load_run
 
 HEALTHY_SECONDS = {"data": 0.001, "forward": 0.040, "backward": 0.050, "exposed": 0.005, "optimizer": 0.004}
 """The parts of a step when nobody says otherwise: 100 ms."""
@@ -75,10 +75,15 @@ class FakeRank:
             attempt=run.attempt,
             pid=run.pid_of(rank),
         )
-        process: dict[str, Any] = {"pid": run.pid_of(rank), "host": f"host{rank // run.ranks_per_node}"}
-        self.recorder.meta.add(
-            "process", **process, **({} if run.live else {"boot_id": "of another machine"})
-        )
+        process: dict[str, Any] = {
+            "pid": run.pid_of(rank),
+            "host": f"host{rank // run.ranks_per_node}",
+            "attach_ns": self.clock_ns,
+            "clock_offset_ns": self.recorder.page.get("clock_offset_ns"),
+            "steps_numbered": True,
+            "boot_id": boot_id() if run.live else "of another machine",
+        }
+        self.recorder.meta.add("process", **process)
         if run.layout is not None:
             self.recorder.meta.add("layout", **run.layout)
         self.page(attach_ns=self.clock_ns)
@@ -270,7 +275,7 @@ class FakeRun:
 
     `live` runs look as if this very process were every rank, on this host; the others come from another machine that
     is gone. `ranks_per_node` spreads the ranks over nodes. `layout` is every rank's ``layout`` entry: by default all
-    ranks are data-parallel; None leaves it unknown.
+    ranks are data-parallel; None leaves it unknown. `start_ns` is what all clocks show at first.
     """
 
     def __init__(
@@ -282,6 +287,7 @@ class FakeRun:
         attempt: int = 0,
         ranks_per_node: int = 8,
         info: dict[str, Any] | None = None,
+        start_ns: int | None = None,
         layout: dict[str, Any] | Literal["ddp"] | None = "ddp",
     ) -> None:
         self.directory = RunDirectory(root)
@@ -294,7 +300,7 @@ class FakeRun:
             "dropout": 0,
         }
         self.layout = everyone if layout == "ddp" else layout
-        self.start_ns = time.monotonic_ns()
+        self.start_ns = time.monotonic_ns() if start_ns is None else start_ns
         self.groups: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.directory.create()
         self.directory.write_run({"name": "fake", "world_size": world, **(info or {})})

@@ -194,3 +194,52 @@ class TestTotals:
         totals = StepTotals()
         totals.update(run.view(), [0])
         assert totals.buckets[-1] == 1
+
+    def restarted(self, run: FakeRun, first_step: int = 3) -> FakeRun:
+        """Up to step 9, a second later a restart, nine seconds after that five steps from `first_step` on."""
+        run.steps(10 - run.rank(0).next_step)
+        end_ns = run.rank(0).clock_ns
+        again = FakeRun(run.directory.root, world=1, attempt=1, start_ns=end_ns + 1_000_000_000)
+        again.rank(0).advance(9.0).next_step = first_step
+        again.steps(5)
+        return again
+
+    @pytest.mark.parametrize("watched", [True, False], ids=["one-monitor", "a-later-monitor"])
+    def test_a_restart_costs_the_time_down_and_the_steps_done_again(self, tmp_path: Path, watched: bool):
+        totals, run = StepTotals(), FakeRun(tmp_path / "run", world=1)
+        if watched:
+            run.steps(4)
+            totals.update(run.view(), [0])  # the other six it did not see in time
+        again = self.restarted(run)
+        totals.update(again.view(), [0])
+        rank = totals.ranks[0]
+        assert (rank.steps, rank.redone_steps) == (15, 5)
+        assert rank.restart == pytest.approx(10.0)
+        assert sum(rank.redone.values()) == pytest.approx(5 * 0.1)
+        assert rank.productive == pytest.approx(10 * 0.094)
+        assert rank.elapsed == pytest.approx(11.5)
+        look = replace(full_look(tmp_path / "other"), view=again.view(later=0.5), totals=totals)
+        found = samples(exposition(look))
+        assert found["dtobs_badput_seconds_total", (("reason", "restart"),)] == pytest.approx(10.0)
+        assert found["dtobs_badput_seconds_total", (("reason", "redone"),)] == pytest.approx(0.5)
+        assert found["dtobs_redone_steps_total", ()] == 5
+        assert found["dtobs_goodput_ratio", ()] == pytest.approx(0.94 / 12.0)
+
+    def test_steps_that_go_on_are_not_done_again(self, tmp_path: Path):
+        totals = StepTotals()
+        totals.update(self.restarted(FakeRun(tmp_path / "run", world=1), first_step=10).view(), [0])
+        assert (totals.ranks[0].redone_steps, totals.ranks[0].steps) == (0, 15)
+
+    def test_a_rank_that_is_new_after_a_restart_pays_for_it_too(self, tmp_path: Path):
+        one = FakeRun(tmp_path / "run", world=1)
+        one.steps(10)
+        start = one.rank(0).clock_ns + 2_000_000_000
+        two = FakeRun(tmp_path / "run", world=2, attempt=1, start_ns=start)
+        two.rank(0).next_step = two.rank(1).next_step = 8
+        two.steps(3)
+        totals = StepTotals()
+        totals.update(two.view(), [0, 1])
+        for rank in totals.ranks.values():
+            assert rank.restart == pytest.approx(2.0)
+            assert rank.redone_steps == 2
+        assert (totals.ranks[0].steps, totals.ranks[1].steps) == (13, 3)
