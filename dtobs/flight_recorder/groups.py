@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.flight_recorder.model import DEFAULT_GROUP, Group
+from dtobs.flight_recorder.operations import MAX_WORLD
 
-MAX_MEMBERS = 10_000_000
 _Key = tuple[str, str]  # a name, and the text of its ranks ("" when no dump has it)
 
 
@@ -92,6 +92,6 @@ def _ranks(text: str) -> set[int]:
         value = json.loads(text) if text else []
     except (ValueError, RecursionError):
         return set()
-    if not isinstance(value, list) or not all(type(r) is int and 0 <= r <= MAX_MEMBERS for r in value):
+    if not isinstance(value, list) or not all(type(r) is int and 0 <= r < MAX_WORLD for r in value):
         return set()
     return set(value)

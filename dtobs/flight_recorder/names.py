@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dtobs.errors import TargetError
 from dtobs.flight_recorder.model import SourceFile
+from dtobs.flight_recorder.operations import MAX_WORLD
 
-MAX_RANK = 10_000_000
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<rank>\d{1,8})(?P<suffix>(?:\.[A-Za-z][\w-]*)*)$")
 _SUFFIXES = {"", "bin", "dat", "dump", "fr", "gz", "json", "p", "pickle", "pkl", "trace"}
 
@@ -23,7 +23,7 @@ def rank_of(name: str) -> int | None:
     if match is None or not set(match["suffix"].lstrip(".").split(".")) <= _SUFFIXES:
         return None
     rank = int(match["rank"])
-    return rank if rank <= MAX_RANK else None
+    return rank if rank < MAX_WORLD else None
 
 
 def find_dumps(folder: Path) -> tuple[list[SourceFile], list[str]]:

@@ -27,6 +27,9 @@ Sizes = tuple[tuple[int, ...], ...]
 
 _P2P = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})$")
 
+MAX_WORLD = 1 << 21
+"""Ranks that a job may have; a dump that speaks of more is damaged or hostile."""
+
 # Different spellings of one collective, which ranks may mix without harm.
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "all_reduce": ("all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_coalesced"),
@@ -145,7 +148,7 @@ class Operation:
         small, large = (count_in, count_out) if self.family == "all_gather" else (count_out, count_in)
         if self.family not in ("all_gather", "reduce_scatter") or small <= 0 or large % small:
             return None
-        return large // small
+        return large // small if large // small <= MAX_WORLD else None
 
     def __str__(self) -> str:
         sizes = self.input_sizes or self.output_sizes
