@@ -43,8 +43,13 @@ class BackgroundSaver:
         self._thread.start()
 
     @property
-    def done(self) -> bool:
-        """True where a started save has ended and its outcome was not taken yet."""
+    def under_way(self) -> bool:
+        """True where a save was started and its outcome was not taken yet."""
+        return self._thread is not None
+
+    @property
+    def written(self) -> bool:
+        """True where the save under way has ended: `finish` will not wait."""
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self) -> Saved | None:

@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from runtime import manifest as manifests
 from runtime.errors import CheckpointError
 from runtime.manifest import FileSeal, Manifest
+from runtime.reader import MetadataReader
 from runtime.seeds import capture_generators, restore_generators
 
 T = TypeVar("T")
@@ -155,7 +156,7 @@ def load(folder: Path, manifest: Manifest, tensors: Tensors, *, layout: dict[str
     """
     same = manifest.layout == layout and manifest.world == dist.get_world_size()
     generators = generator_tensors(dist.get_rank()) if same else {}
-    reader = FileSystemReader(folder)
+    reader = MetadataReader(folder)
     _check_shapes(folder, reader, tensors)
     try:
         dcp.load(tensors | generators, storage_reader=reader)
@@ -167,7 +168,7 @@ def load(folder: Path, manifest: Manifest, tensors: Tensors, *, layout: dict[str
     return same
 
 
-def _check_shapes(folder: Path, reader: FileSystemReader, tensors: Tensors) -> None:
+def _check_shapes(folder: Path, reader: MetadataReader, tensors: Tensors) -> None:
     known = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         if name not in known:

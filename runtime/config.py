@@ -6,6 +6,7 @@ the README come from one place.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -96,6 +97,25 @@ class ModelConfig(Section):
             )
         if self.dropout >= 1:
             raise UsageError(f"--model.dropout is {self.dropout:g}; it must be below 1")
+
+
+def disagreement(there: Mapping[str, Any], here: ModelConfig) -> str:
+    """How a model's settings `there` differ from ours, and the flags that would agree; "" where none does."""
+    wrong = {name: value for name, value in there.items() if getattr(here, name) != value}
+    if not wrong:
+        return ""
+    numbers = ", ".join(
+        f"--model.{name} is {_text(value)} there and {_text(getattr(here, name))} here"
+        for name, value in wrong.items()
+    )
+    flags = " ".join(f"--model.{name} {_text(value)}" for name, value in wrong.items())
+    return f"another model: {numbers}; use {flags}"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -203,6 +223,9 @@ class CheckpointConfig(Section):
     last: bool = option(False, "save after the last step too")
     keep: int = option(3, "checkpoints kept", least=1)
     resume: str = option("", "'auto' (the newest good one of this run directory) or a checkpoint folder")
+    init: str = option(
+        "", "weights to start from: a folder of safetensors with Hugging Face Llama or Mixtral names"
+    )
     background: bool = option(False, "write while training goes on")
     strict: bool = option(False, "stop training when a save fails")
 

@@ -1,111 +1,118 @@
-"""`python -m runtime.export CHECKPOINT FOLDER`: a checkpoint as safetensors with Hugging Face Llama names.
+"""`python -m runtime.export CHECKPOINT FOLDER`: a checkpoint as safetensors with Hugging Face names.
 
-Needs no process group and no GPU: a checkpoint of any layout is read into whole tensors on one process. The folder
-gets `model.safetensors` and `config.json`; the tokenizer is in the tokens folder. Rotary positions pair element i with
-i + width/2, as Hugging Face's Llama does, so queries and keys need no permutation.
+Needs no process group and no GPU: a checkpoint of any layout is read on one process, a file's worth of whole tensors at
+a time. The folder gets model.safetensors (shards and an index above 5 GB), config.json, and the tokenizer where it is
+still where the training read it. Dense models get Llama's names, models with experts Mixtral's.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from runtime import manifest
+from runtime import huggingface, manifest
 from runtime.errors import CheckpointError, TrainingError, UsageError
+from runtime.manifest import Manifest
+from runtime.reader import MetadataReader
 
-_OUTSIDE = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-_INSIDE = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}
+_PREFIX = "model."
+_SHARD_BYTES = 5_000_000_000
 
 
-def hugging_face_name(name: str) -> str:
-    """`layers.3.attention.query.weight` → `model.layers.3.self_attn.q_proj.weight`.
-
-    Raises CheckpointError for a name that Hugging Face's Llama has no place for (experts).
-    """
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    layers, _, rest = name.partition(".")
-    number, _, rest = rest.partition(".")
-    part = rest.removesuffix(".weight")
-    if layers != "layers" or part not in _INSIDE:
-        raise CheckpointError(f"{name} has no name in a Llama model; models with experts cannot be exported")
-    return f"model.layers.{number}.{_INSIDE[part]}.weight"
-
-
-def hugging_face_config(model: dict[str, Any], sequence: int) -> dict[str, Any]:
-    """The config.json of a model with these settings."""
+def parameter_bytes(checkpoint: Path) -> dict[str, int]:
+    """The parameters of a checkpoint by their name in the plain model, with their sizes."""
+    known = MetadataReader(checkpoint).read_metadata().state_dict_metadata
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": model["dim"],
-        "num_hidden_layers": model["layers"],
-        "num_attention_heads": model["heads"],
-        "num_key_value_heads": model["kv_heads"],
-        "intermediate_size": model["ffn"],
-        "vocab_size": model["vocabulary"],
-        "rope_theta": model["rope_theta"],
-        "rms_norm_eps": model["norm_epsilon"],
-        "tie_word_embeddings": model["tie_embeddings"],
-        "max_position_embeddings": sequence,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "float32",
+        name.removeprefix(_PREFIX): entry.size.numel() * entry.properties.dtype.itemsize
+        for name, entry in known.items()
+        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
 
 
-def read_model(checkpoint: Path) -> dict[str, Tensor]:
-    """The parameters of a verified checkpoint as whole tensors, by their name in the plain model."""
-    reader = FileSystemReader(checkpoint)
+def read_parameters(checkpoint: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Parameters of a verified checkpoint as whole tensors, by their name in the plain model."""
+    reader = MetadataReader(checkpoint)
     known = reader.read_metadata().state_dict_metadata
+    entries = {name: known[f"{_PREFIX}{name}"] for name in names}
     tensors = {
-        name: torch.empty(known[name].size, dtype=known[name].properties.dtype)
-        for name in known
-        if name.startswith("model.")
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        wanted = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+    return tensors
 
 
-def export(checkpoint: Path, folder: Path) -> Path:
-    """Write the model of `checkpoint` into `folder`; the path of the tensors. Raises CheckpointError."""
+def shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Names in as few groups as their order allows, each of at most `limit` bytes unless one tensor is larger."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not groups or filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def export(checkpoint: Path, folder: Path, shard_bytes: int = _SHARD_BYTES) -> Path:
+    """Write the model of `checkpoint` into `folder`; the path of the tensors or of their index.
+
+    Raises CheckpointError where the checkpoint cannot be trusted or the folder not be written.
+    """
     found = manifest.verify(checkpoint)
-    tensors = {hugging_face_name(name): tensor for name, tensor in read_model(checkpoint).items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / "model.safetensors"
-        save_file(tensors, target, metadata={"format": "pt"})
-        config = hugging_face_config(found.config["model"], found.config["data"]["sequence"])
+        target = _write_tensors(checkpoint, folder, shard_bytes)
+        _copy_tokenizer(found, folder)
+        config = huggingface.config_of(found.config["model"], found.config["data"]["sequence"])
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"cannot write {folder}: {error.strerror}") from error
     return target
+
+
+def _write_tensors(checkpoint: Path, folder: Path, shard_bytes: int) -> Path:
+    sizes = parameter_bytes(checkpoint)
+    groups = shards(sizes, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        file = (
+            "model.safetensors"
+            if len(groups) == 1
+            else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        )
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in read_parameters(checkpoint, names).items():
+            tensors |= huggingface.tensors(name, parameter)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(groups) == 1:
+        return folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    table = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    index.write_text(json.dumps(table, indent=1), encoding="utf-8")
+    return index
+
+
+def _copy_tokenizer(found: Manifest, folder: Path) -> None:
+    file = Path(found.training.get("tokens", "")) / "tokenizer.json"
+    if file.is_file():
+        shutil.copyfile(file, folder / "tokenizer.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime import gradients, phases, resume
 from runtime.data.loader import ShardedLoader
+from runtime.errors import NonFiniteError
 from runtime.optimizer import set_learning_rate
 from runtime.parallel.pipeline import Pipeline
 from runtime.trainer import Trainer
@@ -22,6 +23,15 @@ from runtime.trainer import Trainer
 
 def train(trainer: Trainer) -> None:
     """Train from the step after `trainer.step` to the last one."""
+    try:
+        _steps(trainer)
+    except NonFiniteError:
+        # Every rank raises it in the same step, so a save that is still being written can end, and is a good one.
+        resume.finish(trainer)
+        raise
+
+
+def _steps(trainer: Trainer) -> None:
     config = trainer.config
     if trainer.step == 0:
         validate(trainer)

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from runtime import checkpoint, phases
+from runtime import checkpoint, huggingface, phases, pretrained
 from runtime.checkpoint import Saved
+from runtime.config import disagreement
+from runtime.data import tokenizer
 from runtime.errors import CheckpointError
 from runtime.manifest import Manifest, complete, verify
 from runtime.trainer import Trainer
@@ -21,8 +23,8 @@ from runtime.trainer import Trainer
 def save(trainer: Trainer) -> None:
     """Write a checkpoint of the finished step, or begin to. A failure is a warning, or an error when strict."""
     config, saver = trainer.config, trainer.background
-    finish(trainer)
     with phases.phase("checkpoint"):
+        finish(trainer)
         tensors = checkpoint.training_tensors(trainer.model.named_parameters, trainer.optimizer)
         tensors |= checkpoint.generator_tensors(dist.get_rank())
         write = functools.partial(
@@ -45,8 +47,13 @@ def save(trainer: Trainer) -> None:
 def finish(trainer: Trainer, *, wait: bool = True) -> None:
     """Take the outcome of a save in the background; without `wait` only where it has ended."""
     saver = trainer.background
-    if saver is not None and (wait or saver.done):
+    if saver is None or not saver.under_way:
+        return
+    if saver.written:
         _conclude(trainer, saver.finish)
+    elif wait:
+        with phases.phase("checkpoint"):
+            _conclude(trainer, saver.finish)
 
 
 def _conclude(trainer: Trainer, outcome: Callable[[], Saved | None]) -> None:
@@ -60,6 +67,21 @@ def _conclude(trainer: Trainer, outcome: Callable[[], Saved | None]) -> None:
         return
     if saved is not None:
         phases.report(checkpoint_bytes=saved.size_bytes, checkpoint_seconds=saved.seconds)
+
+
+def begin(trainer: Trainer) -> str:
+    """Go on from a checkpoint, or start from given weights, as the settings ask; a line about it, "" for neither.
+
+    Every rank must call it. Raises CheckpointError as `load` does, and where the weights cannot be read.
+    """
+    asked = trainer.config.checkpoint
+    note = load(trainer, asked.resume) if asked.resume else ""
+    if not asked.init or trainer.step > 0:
+        return note
+    folder = Path(asked.init).expanduser()
+    pretrained.load(trainer.model.named_parameters, folder, trainer.config.model.experts)
+    notes = [note, f"weights from {folder}", pretrained.tokenizer_note(trainer.tokens_folder, folder)]
+    return "; ".join(note for note in notes if note)
 
 
 def load(trainer: Trainer, asked: str) -> str:
@@ -76,6 +98,7 @@ def load(trainer: Trainer, asked: str) -> str:
     notes = [f"skipped a bad checkpoint: {complaint}" for complaint in complaints]
     if folder is None:
         return "; ".join([*notes, f"no checkpoint in {trainer.checkpoints} yet: starting from the beginning"])
+    _refuse_another_model(folder, manifest, trainer)
     tensors = checkpoint.training_tensors(trainer.model.named_parameters, trainer.optimizer)
     same_layout = checkpoint.load(folder, manifest, tensors, layout=asdict(trainer.layout))
     saved = manifest.training
@@ -85,6 +108,24 @@ def load(trainer: Trainer, asked: str) -> str:
     trainer.restore_position(saved)
     layout = "" if same_layout else " into another layout"
     return "; ".join([*notes, f"resumed{layout} from {folder} after step {trainer.step}"])
+
+
+def _refuse_another_model(folder: Path, manifest: Manifest, trainer: Trainer) -> None:
+    """Raise CheckpointError where the checkpoint's weights would mean something else in this training."""
+    model, here = manifest.config["model"], trainer.config.model
+    there = {
+        name: model[name] for name in huggingface.SETTINGS if here.experts or name != "experts_per_token"
+    }
+    if wrong := disagreement(there, here):
+        raise CheckpointError(f"{folder} is a checkpoint of {wrong}")
+    saved = manifest.training
+    if saved["tokenizer"] and trainer.tokenizer_digest and saved["tokenizer"] != trainer.tokenizer_digest:
+        file = Path(saved["tokens"]) / tokenizer.NAME
+        use = file if file.is_file() else "the one it was trained with"
+        raise CheckpointError(
+            f"{folder} was trained with another tokenizer than this corpus has: the same numbers mean other text;"
+            f" use --data.tokenizer {use}"
+        )
 
 
 def _find(root: Path, asked: str) -> tuple[Path | None, Manifest | None, list[str], str | None]:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from runtime import flags, loop, mesh, phases, resume, rundir, world
+from runtime import flags, loop, mesh, phases, pretrained, resume, rundir, world
 from runtime import trainer as trainers
 from runtime.config import Config
 from runtime.data.tokens import TokenFiles, prepare
@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = Place.of(os.environ)
         config = flags.load(arguments, os.environ)
         layout = mesh.resolve(config, place.size)
+        if config.checkpoint.init:
+            pretrained.check(config)
         device = world.choose_device(config.run.device, place)
     except UsageError as error:
         if place.local_rank == 0:
@@ -144,9 +146,7 @@ class Run:
             trainer = trainers.make(
                 self.config, self.layout, device_mesh, self.device, tokens, run_dir / "checkpoints"
             )
-            note = (
-                resume.load(trainer, self.config.checkpoint.resume) if self.config.checkpoint.resume else ""
-            )
+            note = resume.begin(trainer)
         if watch is not None:
             watch(trainer)
         if self.place.rank == 0:

@@ -15,6 +15,7 @@ from runtime import optimizer as optimizers
 from runtime import schedule, seeds
 from runtime.background import BackgroundSaver
 from runtime.config import Config
+from runtime.data import tokenizer
 from runtime.data.loader import ShardedLoader
 from runtime.data.tokens import TokenFiles
 from runtime.gradients import NonFiniteGuard
@@ -40,6 +41,8 @@ class Trainer:
     loss_scale: LossScale
     guard: NonFiniteGuard
     corpus_digest: str
+    tokenizer_digest: str
+    tokens_folder: Path
     checkpoints: Path
     background: BackgroundSaver | None
     step: int = 0
@@ -68,6 +71,8 @@ class Trainer:
             "step": self.step,
             "samples": self.loader.position,
             "corpus": self.corpus_digest,
+            "tokenizer": self.tokenizer_digest,
+            "tokens": str(self.tokens_folder),
             "seed": self.config.run.seed,
             "loss_scale": self.loss_scale.value,
             "loss_scale_good_steps": self.loss_scale.good_steps,
@@ -107,13 +112,17 @@ def make(
         layout=layout,
         model=model,
         optimizer=_optimizer(config, model, peak),
-        loader=_loader(config, layout, rank, device, tokens.training, config.run.seed),
+        loader=_loader(
+            config, layout, rank, device, tokens.training, config.run.seed, _ahead(config, device)
+        ),
         held_out=_held_out(config, layout, rank, device, tokens),
         micro_batches=count,
         peak_learning_rate=peak,
         loss_scale=LossScale.of(config.precision),
         guard=NonFiniteGuard(config.optimizer.nonfinite_limit),
         corpus_digest=tokens.digest,
+        tokenizer_digest=tokenizer.vocabulary_digest(tokens.folder),
+        tokens_folder=tokens.folder.absolute(),
         checkpoints=checkpoints,
         background=BackgroundSaver() if config.checkpoint.background else None,
     )
@@ -130,7 +139,13 @@ def _optimizer(config: Config, model: ParallelModel, peak: float) -> torch.optim
 
 
 def _loader(
-    config: Config, layout: Layout, rank: int, device: torch.device, stream: Any, seed: int
+    config: Config,
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    stream: Any,
+    seed: int,
+    ahead: int = 0,
 ) -> ShardedLoader:
     return ShardedLoader(
         stream,
@@ -145,7 +160,15 @@ def _loader(
         )
         if layout.context > 1
         else None,
+        ahead=ahead,
     )
+
+
+def _ahead(config: Config, device: torch.device) -> int:
+    """Micro-batches to read ahead: on a CPU the thread costs more than the read that it hides."""
+    if config.data.prefetch is not None:
+        return config.data.prefetch
+    return 1 if device.type == "cuda" else 0
 
 
 def _held_out(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from runtime.errors import DataError
 
+NAME = "tokenizer.json"
 END_OF_DOCUMENT = "<|end|>"
 _TRAINING_CHARACTERS = 8_000_000  # merges hardly change beyond this much text
 
@@ -39,13 +41,21 @@ def _beginning(texts: Iterable[str]) -> Iterator[str]:
 
 def read(path: Path) -> Tokenizer:
     """The tokenizer at `path` (a tokenizer.json or the folder that holds one)."""
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / NAME if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"--data.tokenizer {path} holds no tokenizer.json")
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception for any bad file
         raise DataError(f"{file} is not a tokenizer: {error}") from error
+
+
+def vocabulary_digest(folder: Path) -> str:
+    """Tells tokenizers apart by what each number means; "" where the folder holds none."""
+    if not (folder / NAME).is_file():
+        return ""
+    meanings = sorted((number, token) for token, number in read(folder).get_vocab().items())
+    return xxhash.xxh3_64_hexdigest(repr(meanings).encode())
 
 
 def end_of_document(tokenizer: Tokenizer) -> int | None:

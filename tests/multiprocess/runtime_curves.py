@@ -51,7 +51,7 @@ def train(rank: int, world: int, folder: str, arguments: tuple[str, ...]) -> dic
     made = trainer.make(
         config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), tokens, Path(folder) / "checkpoints"
     )
-    note = resume.load(made, config.checkpoint.resume) if config.checkpoint.resume else ""
+    note = resume.begin(made)
     recorder = Recorder()
     stop = phases.listen(recorder)
     loop.train(made)
