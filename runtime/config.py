@@ -203,6 +203,7 @@ class PrecisionConfig(Section):
 
     compute: str = option("fp32", "format of matrix products", choices=("fp32", "bf16", "fp16", "fp8"))
     fp8_recipe: str = option("tensorwise", "scaling of FP8", choices=("tensorwise", "rowwise"))
+    fp8_smallest: int = option(16, "fp8: linear layers with a shorter side stay in BF16", least=16)
     loss_scale: float = option(65536.0, "fp16: first loss scale", least=1)
     scale_window: int = option(1000, "fp16: good steps before the scale doubles", unit="steps", least=1)
 

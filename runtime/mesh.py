@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from runtime import float8
 from runtime.config import Config
 from runtime.errors import LayoutError
+from runtime.model import counts
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 DATA_DIMENSIONS = ("replicate", "shard", "expert")
@@ -110,6 +111,12 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
+def _around(number: int, step: int) -> str:
+    """The multiples of `step` next to `number`, which is none: "6 or 8"."""
+    below = number // step * step
+    return " or ".join(str(n) for n in (below, below + step) if n)
+
+
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
@@ -122,16 +129,14 @@ def _check_model(config: Config, layout: Layout) -> None:
             f"--parallel.tensor {layout.tensor} does not divide the model (kv_heads {model.kv_heads},"
             f" ffn {model.ffn}, vocabulary {model.vocabulary}); it can be {_listed(works)}"
         )
-    if layout.tensor > 1 and config.parallel.sequence and data.sequence % layout.tensor:
+    cut = {"context": 2 * layout.context if layout.context > 1 else 1}  # two chunks a rank
+    cut["tensor"] = layout.tensor if config.parallel.sequence else 1
+    parts = cut["context"] * cut["tensor"]
+    if data.sequence % parts:
+        why = " x ".join(f"{'2 x ' * (name == 'context')}{name}" for name, size in cut.items() if size > 1)
         raise LayoutError(
-            f"--data.sequence {data.sequence} does not divide by --parallel.tensor {layout.tensor};"
-            f" it can be {data.sequence // layout.tensor * layout.tensor}"
-        )
-    if layout.context > 1 and data.sequence % (2 * layout.context * layout.tensor):
-        step = 2 * layout.context * layout.tensor
-        raise LayoutError(
-            f"--data.sequence {data.sequence} does not divide into 2 x context x tensor = {step} parts;"
-            f" it can be {max(step, data.sequence // step * step)}"
+            f"--data.sequence {data.sequence} does not divide into {why} = {parts} parts;"
+            f" it can be {_around(data.sequence, parts)}"
         )
     if layout.expert > 1 and not model.experts:
         raise LayoutError(f"--parallel.expert {layout.expert} needs a model with --model.experts")
@@ -146,44 +151,58 @@ def _check_combination(config: Config, layout: Layout) -> None:
     asked = config.parallel
     if config.precision.compute == "fp8" and not float8.available():
         raise LayoutError("--precision fp8 needs torchao, which is not installed: pip install torchao")
-    if config.precision.compute == "fp8" and layout.tensor > 1:
-        raise LayoutError("--precision fp8 does not go with --parallel.tensor yet; use one of them")
     if layout.pipeline > 1:
-        stages = layout.pipeline * (1 if config.pipeline.schedule in ("GPipe", "1F1B") else 2)
-        if stages > config.model.layers:
-            raise LayoutError(
-                f"{config.model.layers} layers cannot fill {stages} stages of {config.pipeline.schedule} on"
-                f" --parallel.pipeline {layout.pipeline}; --model.layers must be at least {stages}"
-            )
-        least = 2 * layout.pipeline if config.pipeline.schedule == "DualPipeV" else layout.pipeline
-        count = micro_batches(config, layout)
-        if count < least:
-            raise LayoutError(
-                f"{count} micro-batches cannot fill {config.pipeline.schedule} on --parallel.pipeline"
-                f" {layout.pipeline}; --data.accumulate must be at least {least}"
-            )
-        if config.pipeline.schedule == "Interleaved1F1B" and count % layout.pipeline:
-            raise LayoutError(
-                f"Interleaved1F1B needs micro-batches in multiples of --parallel.pipeline {layout.pipeline};"
-                f" --data.accumulate {count} can be {count // layout.pipeline * layout.pipeline}"
-            )
-        if config.model.tie_embeddings:
-            raise LayoutError(
-                "--model.tie_embeddings needs embedding and head on one rank; use --parallel.pipeline 1"
-            )
-    if config.model.tie_embeddings and layout.tensor > 1:
-        raise LayoutError(
-            "--model.tie_embeddings does not go with --parallel.tensor; use --parallel.tensor 1"
-        )
-    if layout.context > 1 and config.model.experts and config.model.balance_loss > 0:
-        raise LayoutError(
-            "the balance loss of the experts looks at whole sequences, which --parallel.context cuts;"
-            " use --model.balance_loss 0 or --parallel.context 1"
-        )
-    if asked.zero1 and (layout.world != layout.replicate):
-        raise LayoutError(f"--parallel.zero1 works with replicate only; the layout is {layout}")
+        _check_pipeline(config, layout)
+    if asked.zero1:
+        _check_zero1(config, layout)
     if asked.offload and layout.shard == 1:
         raise LayoutError("--parallel.offload keeps shards in host memory; it needs --parallel.shard above 1")
+
+
+def _check_pipeline(config: Config, layout: Layout) -> None:
+    schedule, layers = config.pipeline.schedule, config.model.layers
+    a_rank = 1 if schedule in ("GPipe", "1F1B") else 2
+    if layout.pipeline * a_rank > layers:
+        fewer = f" or --parallel.pipeline at most {layers // a_rank}" if layers > a_rank else ""
+        raise LayoutError(
+            f"{layers} layers cannot fill {layout.pipeline * a_rank} stages of {schedule} on --parallel.pipeline"
+            f" {layout.pipeline}; --model.layers must be at least {layout.pipeline * a_rank}{fewer}"
+        )
+    count = micro_batches(config, layout)
+    # What sets their number, and how much of it makes one more.
+    flag, one = "--data.accumulate", 1
+    if config.data.global_batch:
+        flag, one = "--data.global_batch", config.data.batch * layout.data
+    least = layout.pipeline * (2 if schedule == "DualPipeV" else 1)
+    if count < least:
+        raise LayoutError(
+            f"{count} micro-batches cannot fill {schedule} on --parallel.pipeline {layout.pipeline};"
+            f" {flag} must be at least {least * one}"
+        )
+    if schedule == "Interleaved1F1B" and count % layout.pipeline:
+        raise LayoutError(
+            f"Interleaved1F1B needs micro-batches in multiples of --parallel.pipeline {layout.pipeline};"
+            f" {flag} {count * one} can be {_around(count * one, layout.pipeline * one)}"
+        )
+    if config.model.tie_embeddings:
+        raise LayoutError(
+            "--model.tie_embeddings needs embedding and head in one stage, and a pipeline has them at its two ends;"
+            " use --parallel.pipeline 1 with shard, tensor or context"
+        )
+
+
+def _check_zero1(config: Config, layout: Layout) -> None:
+    if layout.uses_fsdp:
+        raise LayoutError(
+            f"--parallel.zero1 shares the optimizer's state of plain replicas and the layout is {layout};"
+            " leave it out: --parallel.shard shares that state in every layout"
+        )
+    tensors = counts.tensors(config.model)
+    if layout.replicate > tensors:
+        raise LayoutError(
+            f"--parallel.zero1 deals {tensors} parameters to {layout.replicate} ranks, and some would get none;"
+            f" use at most {tensors} replicas, or --parallel.shard, which cuts each parameter"
+        )
 
 
 def micro_batches(config: Config, layout: Layout) -> int:
@@ -193,11 +212,9 @@ def micro_batches(config: Config, layout: Layout) -> int:
         return data.accumulate
     one = data.batch * layout.data
     if data.global_batch % one:
-        below = data.global_batch // one * one
-        works = [n for n in (below, below + one) if n]
         raise LayoutError(
             f"--data.global_batch {data.global_batch} does not divide by batch {data.batch} x {layout.data} data ranks;"
-            f" it can be {' or '.join(map(str, works))}"
+            f" it can be {_around(data.global_batch, one)}"
         )
     return data.global_batch // one
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from runtime import flags, loop, mesh, phases, pretrained, resume, rundir, world
+from runtime import flags, float8, loop, mesh, phases, pretrained, resume, rundir, world
 from runtime import trainer as trainers
 from runtime.config import Config
 from runtime.data.tokens import TokenFiles, prepare
@@ -227,6 +227,8 @@ class Run:
             _print(
                 f"no validation: the corpus holds out {len(tokens.validation)} tokens, fewer than one sample"
             )
+        if trainer.model.linear_layers:
+            _print(float8.summary(trainer.model.linear_layers))
         if note:
             _print(note)
 

@@ -43,6 +43,11 @@ def parameters(config: ModelConfig) -> Counts:
     return Counts(total, active, embedding)
 
 
+def tensors(config: ModelConfig) -> int:
+    """Parameters as tensors: 9 a block (10 with experts, for the router), the last norm, embedding and head."""
+    return config.layers * (10 if config.experts else 9) + (2 if config.tie_embeddings else 3)
+
+
 def flops_per_token(config: ModelConfig, sequence: int) -> float:
     """Operations of forward and backward for one token: the PaLM convention, 6N + 12·L·H·Q·T.
 

@@ -5,6 +5,7 @@ Shapes: N tokens, D model width, F hidden width, X experts, k experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         self.experts: nn.Module = Experts(config)
         self.loss_factor = 1.0  # of the whole loss, where it is scaled before its backward pass
+        # From the fractions of the tokens here to those of the whole sequence, where context parallelism cuts it.
+        self.over_sequence: Callable[[Tensor], Tensor] = lambda fractions_BX: fractions_BX
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] → [B, T, D]."""
@@ -77,7 +80,7 @@ class MixtureOfExperts(nn.Module):
 
     def _balance_loss(self, probabilities_BTX: Tensor, chosen_BTk: Tensor) -> Tensor:
         experts = probabilities_BTX.shape[-1]
-        visits_BX = F.one_hot(chosen_BTk.flatten(1), experts).float().mean(dim=1)
+        visits_BX = self.over_sequence(F.one_hot(chosen_BTk.flatten(1), experts).float().mean(dim=1))
         return experts * (visits_BX * probabilities_BTX.mean(dim=1)).sum(dim=-1).mean()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ class ParallelModel:
     parts: list[nn.Module]
     pipeline: pipelines.Pipeline | None = None
     loss_factor: float = 1.0  # see set_loss_factor
+    linear_layers: dict[str, str] = field(default_factory=dict)  # with fp8, see `float8.apply`
 
     def __post_init__(self) -> None:
         # Asked once: while FSDP2 holds gathered parameters it shows those, which the optimizer does not know.
@@ -127,10 +128,14 @@ def build(
     config: Config, layout: Layout, mesh: DeviceMesh, device: torch.device, micro_batches: int
 ) -> ParallelModel:
     """The model of `config` in `layout`, initialised from the seed, on `device`. Every rank must call it."""
-    parts = [_build_part(stage, config, layout, mesh, device) for stage in _stages(config, layout, mesh)]
+    linear_layers: dict[str, str] = {}
+    parts = [
+        _build_part(stage, config, layout, mesh, device, linear_layers)
+        for stage in _stages(config, layout, mesh)
+    ]
     if layout.replicate > 1 and not layout.uses_fsdp:
         parts = [ddp.apply(part, device) for part in parts]
-    model = ParallelModel(config, layout, mesh, parts)
+    model = ParallelModel(config, layout, mesh, parts, linear_layers=linear_layers)
     if layout.pipeline > 1:
 
         def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -150,7 +155,12 @@ def _stages(config: Config, layout: Layout, mesh: DeviceMesh) -> list[int | None
 
 
 def _build_part(
-    stage: int | None, config: Config, layout: Layout, mesh: DeviceMesh, device: torch.device
+    stage: int | None,
+    config: Config,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+    linear_layers: dict[str, str],
 ) -> nn.Module:
     with torch.device("meta"):
         part = Transformer(config.model, config.data.sequence)
@@ -163,17 +173,14 @@ def _build_part(
     for name, unit in _units(part):
         materialize(unit, name, config.model, config.run.seed, device)
         if config.precision.compute == "fp8" and name.startswith("layers."):
-            float8.apply(unit, config.precision.fp8_recipe, device)
+            found = float8.apply(unit, config.precision, device, ranks=layout.tensor)
+            linear_layers.update({f"{name}.{layer}": why for layer, why in found.items()})
         if layout.tensor > 1:
             tensor.apply(name, unit, mesh["tensor"], config)
         if layout.context > 1 and name.startswith("layers."):
             context.apply(unit, mesh.get_group("context"))
-        if layout.expert > 1 and name.startswith("layers."):
-            share = expert.apply(unit, mesh["expert"])
-            experts_mesh = fsdp.data_mesh(mesh, of_experts=True)
-            fsdp.shard_unit(
-                share, experts_mesh, config, reshard=config.parallel.reshard and layout.pipeline == 1
-            )
+        if config.model.experts and name.startswith("layers."):
+            _share_experts(unit, config, layout, mesh)
         if name.startswith("layers."):
             unit = _wrap_block(unit, config)
             part.layers[name.removeprefix("layers.")] = unit
@@ -189,6 +196,17 @@ def _build_part(
         fsdp.shard_unit(part, data_mesh, config, reshard=False)
         fsdp.prefetch(list(part.layers.values()))
     return part
+
+
+def _share_experts(block: nn.Module, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
+    """Cut one block's experts along the dimensions that cut them; those cut along `expert` are a unit of their own."""
+    names = tuple(name for name in ("expert", "tensor") if getattr(layout, name) > 1)
+    if not names:
+        return
+    share = expert.apply(block, mesh[names])
+    if layout.expert > 1:
+        reshard = config.parallel.reshard and layout.pipeline == 1
+        fsdp.shard_unit(share, fsdp.data_mesh(mesh, of_experts=True), config, reshard=reshard)
 
 
 def _wrap_block(block: nn.Module, config: Config) -> nn.Module:

@@ -2,7 +2,8 @@
 
     query, key, value, gate, up   by columns: a rank computes some heads, some hidden units
     output, down                  by rows: the ranks' partial sums are added (with sequence parallel: reduce-scattered)
-    embedding, head               over the vocabulary
+    embedding, head               over the vocabulary (alike, so they can be tied)
+    experts                       by hidden units, see `expert.py`
 
 Sequence parallelism (Korthikanti et al. 2022) keeps the residual stream and the norms cut over tokens, [B, T/n, D], and
 gathers them in front of attention and feed-forward: the same bytes on the wire, less memory.
@@ -83,7 +84,7 @@ def _feed_forward_plan(stream: Shard | Replicate) -> dict[str, ParallelStyle]:
 
 
 def _experts_plan(stream: Shard | Replicate) -> dict[str, ParallelStyle]:
-    """Experts are not cut: every rank of the group runs them on all tokens and keeps its part of the stream."""
+    """Every rank of the group routes all tokens and keeps its part of the stream; `expert.py` cuts the experts."""
     whole = Replicate()
     return {
         "feed_forward": PrepareModuleInputOutput(

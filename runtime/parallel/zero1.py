@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runtime.errors import LayoutError
-
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """The rank that owns each parameter: largest first, each to the rank with the least so far. Pure."""
@@ -28,13 +26,8 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def own_share(named: dict[str, nn.Parameter], group: dist.ProcessGroup) -> dict[str, nn.Parameter]:
-    """The parameters that this rank steps. Raises LayoutError where there are more ranks than parameters."""
-    ranks = dist.get_world_size(group)
-    if ranks > len(named):
-        raise LayoutError(
-            f"--parallel.zero1 shares {len(named)} parameters among at most as many ranks, not {ranks}"
-        )
-    owner = owners([parameter.numel() for parameter in named.values()], ranks)
+    """The parameters that this rank steps: at least one where there are as many parameters as ranks."""
+    owner = owners([parameter.numel() for parameter in named.values()], dist.get_world_size(group))
     here = dist.get_rank(group)
     return {
         name: parameter for (name, parameter), rank in zip(named.items(), owner, strict=True) if rank == here

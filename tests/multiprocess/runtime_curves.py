@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from runtime import flags, loop, mesh, phases, resume, trainer
 from runtime.data.tokens import prepare
-from tests.harness import run_ranks
+from tests.harness import RankFailure, RankResult, RankTimeout, run_ranks
 
 SMALL = (
     *("--preset", "debug", "--steps", "8", "--data.sequence", "32", "--data.validate_every", "0"),
@@ -79,6 +80,54 @@ def curves(
         function, world, str(folder), ("--data.cache", str(cache), *arguments), timeout=timeout
     )
     return [result.value for result in results]
+
+
+def train_in_turn(
+    rank: int, world: int, folder: str, layouts: Mapping[str, tuple[str, ...]]
+) -> dict[str, dict[str, Any]]:
+    """On one rank: `train` in each layout, one after the other in this process; its results by name."""
+    results = {}
+    for number, (name, arguments) in enumerate(layouts.items()):
+        try:
+            results[name] = train(rank, world, str(Path(folder) / str(number)), arguments)
+        except BaseException as error:
+            error.add_note(f"in the layout {name!r}: {' '.join(arguments)}")
+            raise
+    return results
+
+
+class Curves:
+    """Curves of many layouts. Those of one world size are trained in one start of the ranks, when first asked for:
+    starting them and torch's first use of each part cost more than the steps."""
+
+    def __init__(self, folder: Path, layouts: Mapping[str, tuple[int, tuple[str, ...]]]) -> None:
+        self._folder = folder
+        self._layouts = layouts
+        self._found: dict[int, list[RankResult] | Exception] = {}
+
+    def __call__(self, name: str) -> list[dict[str, Any]]:
+        """One result a rank. Raises what the training raised, for every layout of that world size."""
+        world = self._layouts[name][0]
+        if world not in self._found:
+            self._found[world] = self._train(world)
+        found = self._found[world]
+        if isinstance(found, Exception):
+            raise found
+        return [result.value[name] for result in found]
+
+    def _train(self, world: int) -> list[RankResult] | Exception:
+        cache = ("--data.cache", str(self._folder / "corpora"))
+        layouts = {name: (*cache, *arguments) for name, (n, arguments) in self._layouts.items() if n == world}
+        try:
+            return run_ranks(
+                train_in_turn,
+                world,
+                str(self._folder / str(world)),
+                layouts,
+                timeout=60.0 + 30.0 * len(layouts),
+            )
+        except (RankFailure, RankTimeout) as error:
+            return error
 
 
 def assert_same_curve(

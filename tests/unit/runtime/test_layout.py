@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from runtime import flags, mesh
+from runtime import flags, float8, mesh
 from runtime.errors import LayoutError
 from runtime.mesh import DIMENSIONS, Layout
+from runtime.model import counts
+from runtime.model.transformer import Transformer
 from runtime.parallel.pipeline import stage_count, stage_layers, stage_numbers
 from runtime.seeds import process_seed
 
@@ -34,94 +38,145 @@ def test_layouts(world: int, arguments: tuple[str, ...], expected: str) -> None:
     assert layout.world == world
 
 
+TIED = (
+    "--model.tie_embeddings needs embedding and head in one stage, and a pipeline has them at its two ends;"
+    " use --parallel.pipeline 1 with shard, tensor or context"
+)
+ZERO1 = (
+    "--parallel.zero1 shares the optimizer's state of plain replicas and the layout is {};"
+    " leave it out: --parallel.shard shares that state in every layout"
+)
+TENSOR = "--parallel.tensor {} does not divide the model (kv_heads {}, ffn {}, vocabulary {}); it can be {}"
+
+
 @pytest.mark.parametrize(
     ("world", "arguments", "message"),
     [
+        # the number of ranks
         (
             4,
-            ("--parallel.shard", "3"),
+            "--parallel.shard 3",
             "shard 3 needs a multiple of 3 ranks and there are 4; their product must divide 4: each can be one of"
             " 1, 2, 4",
         ),
         (
             4,
-            ("--parallel.shard", "2", "--parallel.replicate", "1"),
+            "--parallel.shard 2 --parallel.replicate 1",
             "shard 2 needs 2 ranks and there are 4; their product must be 4: each can be one of 1, 2, 4",
         ),
         (
+            6,
+            "--parallel.tensor 2 --parallel.context 2",
+            "context 2 x tensor 2 needs a multiple of 4 ranks and there are 6; their product must divide 6:"
+            " each can be one of 1, 2, 3, 6",
+        ),
+        (
             4,
-            ("--parallel.shard", "-1", "--parallel.replicate", "-1"),
+            "--parallel.shard -1 --parallel.replicate -1",
             "only one of --parallel.replicate and --parallel.shard can be -1",
         ),
-        (2, ("--parallel.shard", "0"), "--parallel.shard is 0; it must be at least 1, or -1 for the rest"),
-        (
-            8,
-            ("--parallel.tensor", "4"),
-            "--parallel.tensor 4 does not divide the model (kv_heads 2, ffn 384, vocabulary 512); it can be 1, 2",
-        ),
-        (
-            8,
-            ("--parallel.pipeline", "8", "--accumulate", "8"),
-            "4 layers cannot fill 8 stages of 1F1B on --parallel.pipeline 8; --model.layers must be at least 8",
-        ),
+        (2, "--parallel.shard 0", "--parallel.shard is 0; it must be at least 1, or -1 for the rest"),
+        # tensor
+        (8, "--parallel.tensor 4", TENSOR.format(4, 2, 384, 512, "1, 2")),
+        (3, "--parallel.tensor 3", TENSOR.format(3, 2, 384, 512, "1, 2")),
+        (2, "--parallel.tensor 2 --model.kv_heads 1", TENSOR.format(2, 1, 384, 512, "1")),
         (
             4,
-            ("--parallel.pipeline", "4", "--accumulate", "3"),
-            "3 micro-batches cannot fill 1F1B on --parallel.pipeline 4; --data.accumulate must be at least 4",
+            "--parallel.tensor 4 --model.kv_heads 4 --model.ffn 386",
+            TENSOR.format(4, 4, 386, 512, "1, 2"),
         ),
         (
             2,
-            ("--parallel.pipeline", "2", "--accumulate", "3", "--pipeline.schedule", "DualPipeV"),
+            "--parallel.tensor 2 --model.vocabulary 511",
+            TENSOR.format(2, 2, 384, 511, "1"),
+        ),
+        (
+            2,
+            "--parallel.tensor 2 --data.sequence 63",
+            "--data.sequence 63 does not divide into tensor = 2 parts; it can be 62 or 64",
+        ),
+        # context
+        (
+            2,
+            "--parallel.context 2 --data.sequence 66",
+            "--data.sequence 66 does not divide into 2 x context = 4 parts; it can be 64 or 68",
+        ),
+        (
+            4,
+            "--parallel.context 2 --parallel.tensor 2 --data.sequence 4",
+            "--data.sequence 4 does not divide into 2 x context x tensor = 8 parts; it can be 8",
+        ),
+        # pipeline
+        (
+            8,
+            "--parallel.pipeline 8 --accumulate 8",
+            "4 layers cannot fill 8 stages of 1F1B on --parallel.pipeline 8; --model.layers must be at least 8"
+            " or --parallel.pipeline at most 4",
+        ),
+        (
+            2,
+            "--parallel.pipeline 2 --accumulate 4 --pipeline.schedule ZBV --model.layers 2",
+            "2 layers cannot fill 4 stages of ZBV on --parallel.pipeline 2; --model.layers must be at least 4",
+        ),
+        (
+            4,
+            "--parallel.pipeline 4 --accumulate 3",
+            "3 micro-batches cannot fill 1F1B on --parallel.pipeline 4; --data.accumulate must be at least 4",
+        ),
+        (
+            4,
+            "--parallel.pipeline 2 --data.batch 2 --data.global_batch 4",
+            "1 micro-batches cannot fill 1F1B on --parallel.pipeline 2; --data.global_batch must be at least 8",
+        ),
+        (
+            2,
+            "--parallel.pipeline 2 --accumulate 3 --pipeline.schedule DualPipeV",
             "3 micro-batches cannot fill DualPipeV on --parallel.pipeline 2; --data.accumulate must be at least 4",
         ),
         (
             2,
-            ("--parallel.pipeline", "2", "--accumulate", "2", "--model.tie_embeddings"),
-            "--model.tie_embeddings needs embedding and head on one rank; use --parallel.pipeline 1",
+            "--parallel.pipeline 2 --accumulate 3 --pipeline.schedule Interleaved1F1B",
+            "Interleaved1F1B needs micro-batches in multiples of --parallel.pipeline 2; --data.accumulate 3 can be"
+            " 2 or 4",
         ),
-        (
-            2,
-            ("--parallel.tensor", "2", "--data.sequence", "63"),
-            "--data.sequence 63 does not divide by --parallel.tensor 2; it can be 62",
-        ),
-        (2, ("--parallel.expert", "2"), "--parallel.expert 2 needs a model with --model.experts"),
+        (2, "--parallel.pipeline 2 --accumulate 2 --model.tie_embeddings", TIED),
+        # experts
+        (2, "--parallel.expert 2", "--parallel.expert 2 needs a model with --model.experts"),
         (
             3,
-            ("--preset", "debug-moe", "--parallel.expert", "3"),
+            "--preset debug-moe --parallel.expert 3",
             "--parallel.expert 3 does not divide --model.experts 4; it can be 1, 2, 4",
         ),
+        (2, "--preset debug-moe --parallel.tensor 2 --model.ffn 129", TENSOR.format(2, 2, 129, 512, "1")),
+        # optimizer state
+        (4, "--parallel.zero1 --parallel.shard 2", ZERO1.format("replicate 2 x shard 2")),
+        (4, "--parallel.zero1 --parallel.tensor 2", ZERO1.format("replicate 2 x tensor 2")),
         (
             2,
-            ("--preset", "debug-moe", "--parallel.context", "2"),
-            "the balance loss of the experts looks at whole sequences, which --parallel.context cuts;"
-            " use --model.balance_loss 0 or --parallel.context 1",
+            "--parallel.zero1 --parallel.pipeline 2 --accumulate 2",
+            ZERO1.format("pipeline 2"),
+        ),
+        (
+            64,
+            "--parallel.zero1",
+            "--parallel.zero1 deals 39 parameters to 64 ranks, and some would get none; use at most 39 replicas,"
+            " or --parallel.shard, which cuts each parameter",
         ),
         (
             2,
-            ("--parallel.context", "2", "--data.sequence", "66"),
-            "--data.sequence 66 does not divide into 2 x context x tensor = 4 parts; it can be 64",
-        ),
-        (
-            4,
-            ("--parallel.zero1", "--parallel.shard", "2"),
-            "--parallel.zero1 works with replicate only; the layout is replicate 2 x shard 2",
-        ),
-        (
-            2,
-            ("--parallel.offload",),
+            "--parallel.offload",
             "--parallel.offload keeps shards in host memory; it needs --parallel.shard above 1",
         ),
+        # samples
         (
             2,
-            ("--data.global_batch", "12"),
+            "--data.global_batch 12",
             "--data.global_batch 12 does not divide by batch 4 x 2 data ranks; it can be 8 or 16",
         ),
     ],
 )
-def test_an_impossible_layout_says_what_would_work(
-    world: int, arguments: tuple[str, ...], message: str
-) -> None:
-    config = flags.load(["--preset", "debug", *arguments], {})
+def test_an_impossible_layout_says_what_would_work(world: int, arguments: str, message: str) -> None:
+    config = flags.load(["--preset", "debug", *arguments.split()], {})
     with pytest.raises(LayoutError) as caught:
         mesh.resolve(config, world)
     assert str(caught.value) == message
@@ -168,3 +223,26 @@ def test_fp8_without_torchao_says_what_is_missing(monkeypatch: pytest.MonkeyPatc
         LayoutError, match="--precision fp8 needs torchao, which is not installed: pip install torchao"
     ):
         resolve(1, "--precision", "fp8")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--model.tie_embeddings",), ("--preset", "debug-moe")])
+def test_the_number_of_parameter_tensors(arguments: tuple[str, ...]) -> None:
+    model = flags.load(["--preset", "debug", *arguments], {}).model
+    with torch.device("meta"):
+        assert counts.tensors(model) == len(list(Transformer(model, 8).parameters()))
+
+
+def test_fp8_says_which_layers_stay_as_they_are_and_why() -> None:
+    names = {"attention.query": (128, 128), "attention.key": (128, 24), "attention.output": (128, 128)}
+    layers = {name: nn.Linear(*sides) for name, sides in names.items()}
+    found = {f"layers.0.{name}": float8.obstacle(name, layer, 16, 4) for name, layer in layers.items()}
+    found["layers.0.feed_forward.router"] = float8.obstacle("feed_forward.router", nn.Linear(128, 16), 16)
+    assert float8.summary(found) == (
+        "fp8: 2 of 4 linear layers in rank 0's blocks; the rest of the model in bf16;"
+        " 1 x attention.key stays in bf16: 128 x 6 on a rank, not multiples of 16;"
+        " 1 x feed_forward.router stays in bf16: its numbers decide where tokens go"
+    )
+    assert (
+        float8.obstacle("attention.key", layers["attention.query"], 256)
+        == "128 x 128 on a rank, a side below 256"
+    )
