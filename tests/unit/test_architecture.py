@@ -40,10 +40,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "session": VOCABULARY | {"recording", "probes"},
     "integrations": VOCABULARY | {"session"},
     "drills": EVERYTHING_READ | {"session", "integrations"},
-    "cli": EVERYTHING_READ | {"reports", "tui", "monitor", "drills", "integrations", "session"},
+    "preflight": VOCABULARY,
+    "cli": EVERYTHING_READ | {"reports", "tui", "monitor", "drills", "preflight", "integrations", "session"},
     "__main__": {"cli"},
 }
-TORCH_ALLOWED = {"probes", "session", "drills", "integrations"}
+TORCH_ALLOWED = {"probes", "session", "drills", "preflight", "integrations"}
 # Optional packages, each imported only where it is used, and there only inside functions or the named parts.
 OPTIONAL = {
     "textual": {"tui"},

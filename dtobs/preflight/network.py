@@ -1,0 +1,146 @@
+"""The part of the judgement that is about what lies between ranks: reachability, clocks, links, values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dtobs.findings import Severity
+from dtobs.preflight import blame, units
+from dtobs.preflight.model import Evidence, Problem
+
+CLOCK_SECONDS = 0.1
+"""Two hosts' logs cannot be brought into one order when their clocks are further apart."""
+
+
+def unreachable(seen: Evidence) -> Iterator[Problem]:
+    """Connections between hosts that could not be made: the host that all of them share, else the links."""
+    bad = [one for one in seen.reached if one.error]
+    if not bad:
+        return
+    ends = [{one.source, one.target} for one in bad]
+    shared = set.intersection(*ends) if len(ends) > 1 else set()
+    good = {rank for one in seen.reached if not one.error for rank in (one.source, one.target)}
+    cause = shared - good if len(shared - good) == 1 else set()
+    links = tuple((seen.label(one.source), seen.label(one.target)) for one in bad)
+    if cause:
+        rank = next(iter(cause))
+        text = f"{seen.label(rank)} and the other hosts do not reach each other ({bad[0].error})"
+        concerned = [rank]
+    else:
+        shown = "; ".join(
+            f"{a} does not reach {b} ({one.error})" for (a, b), one in zip(links[:4], bad, strict=False)
+        )
+        more = f"; and {len(bad) - 4} more" if len(bad) > 4 else ""
+        text, concerned = shown + more, sorted(set.union(*ends))
+    yield Problem(
+        "unreachable",
+        Severity.CRITICAL,
+        text,
+        "Let the hosts connect to each other on all ports (firewall, security group), over the interface of the job.",
+        tuple(concerned),
+        seen.labels(concerned),
+        links,
+    )
+
+
+def clocks(seen: Evidence) -> Iterator[Problem]:
+    """Hosts whose wall clock is off from the median of all, seen from the one host that reached most."""
+    by_source: dict[int, dict[int, tuple[float, float]]] = {}
+    for one in seen.reached:
+        if not one.error:
+            told = by_source.setdefault(one.source, {one.source: (0.0, 0.0)})
+            told[one.target] = (one.clock_ahead_seconds, one.round_trip_seconds / 2)
+    if not by_source:
+        return
+    told = max(by_source.values(), key=len)
+    middle, middle_unsure = sorted(told.values())[(len(told) - 1) // 2]
+    for rank, (value, unsure) in sorted(told.items()):
+        off = value - middle
+        if abs(off) - unsure - middle_unsure <= CLOCK_SECONDS:
+            continue
+        way = "ahead of" if off > 0 else "behind"
+        other = "the other hosts" if len(told) > 2 else seen.label(next(r for r in told if r != rank))
+        yield Problem(
+            "clock-skew",
+            Severity.WARNING,
+            f"the clock of {seen.label(rank)} is {units.duration(abs(off))} {way} {other}",
+            "Let chrony or systemd-timesyncd keep the clocks of all hosts: logs and traces are put in order by them.",
+            (rank,),
+            seen.labels([rank]),
+        )
+
+
+def links(seen: Evidence) -> Iterator[Problem]:
+    """Hosts and links that are far below their peers."""
+    node_of = {rank: hello.node for rank, hello in seen.hellos.items()}
+    first = {node: min(r for r, n in node_of.items() if n == node) for node in node_of.values()}
+    name = {node: seen.label(rank) for node, rank in first.items()}
+    hosts: dict[int, list[str]] = {}
+    for one in [*blame.slow(seen.links, node_of), *blame.distant(seen.links, node_of)]:
+        value, peers = _measured(one.way, one.value), _measured(one.way, one.peers)
+        if one.other < 0:
+            hosts.setdefault(one.node, []).append(f"{one.way} {value}, the others {peers}")
+        else:
+            a, b = name[one.node], name[one.other]
+            yield _slow(
+                seen,
+                f"the link {a} → {b} {one.way} {value}, the others {peers}",
+                [first[one.node], first[one.other]],
+                (a, b),
+            )
+    for node, said in sorted(hosts.items()):
+        ranks = sorted(rank for rank, n in node_of.items() if n == node)
+        yield Problem(
+            "slow-host",
+            Severity.WARNING,
+            f"{name[node]} {'; '.join(said)}",
+            "Look at this host's network card, cable and switch port (ethtool), and at what else uses them.",
+            tuple(ranks),
+            (name[node],),
+        )
+    for link, median in blame.slow_within(seen.links, node_of):
+        ranks = [link.source, link.target]
+        pair = (f"rank {link.source}", f"rank {link.target}")
+        rate = f"{units.size(link.bytes_per_second)}/s, the other pairs {units.size(median)}/s"
+        yield _slow(seen, f"on {seen.label(link.source)}, {pair[0]} → {pair[1]} does {rate}", ranks, pair)
+
+
+def values(seen: Evidence) -> Iterator[Problem]:
+    """Wrong results of collectives and transfers, and the rank they come from."""
+    broken = [link for link in seen.links if link.wrong_bytes]
+    if not seen.wrong and not broken:
+        return
+    ranks, reason = blame.corrupting(seen.wrong, seen.links, seen.world, seen.pairs_checked)
+    if seen.wrong:
+        kinds = sorted({one.operation for one in seen.wrong})
+        one = max(seen.wrong, key=lambda w: w.wrong)
+        what = f"{', '.join(kinds)} return wrong values (of {one.dtype}: {one.wrong} of {one.elements} elements a rank)"
+    else:
+        link = broken[0]
+        what = f"{link.wrong_bytes} bytes from rank {link.source} to rank {link.target} arrived wrong"
+    who = f"{units.ranks(ranks)} on {', '.join(seen.labels(ranks)[:8])}"
+    yield Problem(
+        "wrong-values",
+        Severity.CRITICAL,
+        f"{what}; {'the cause is ' if len(ranks) == 1 else 'concerned: '}{who}: {reason}",
+        "Take this host out of the job; test its memory and devices (memtest, dcgmi diag -r 3).",
+        tuple(ranks),
+        seen.labels(ranks),
+        tuple((seen.label(link.source), seen.label(link.target)) for link in broken),
+    )
+
+
+def _slow(seen: Evidence, text: str, ranks: list[int], link: tuple[str, str]) -> Problem:
+    return Problem(
+        "slow-link",
+        Severity.WARNING,
+        text,
+        "Both ends do better elsewhere: look at what lies between them (switch, route, cable, PCIe path).",
+        tuple(sorted(ranks)),
+        seen.labels(ranks),
+        (link,),
+    )
+
+
+def _measured(way: str, value: float) -> str:
+    return f"in {units.duration(value)}" if way == "answers" else f"{units.size(value)}/s"
