@@ -93,8 +93,12 @@ class Finding:
     def from_json(cls, value: dict[str, Any]) -> Finding:
         """Read a finding back. Raises KeyError, TypeError or ValueError when `value` is not one of ours."""
         group, evidence = value["group"], tuple(value["evidence"])
-        if not isinstance(group, str | None) or not all(isinstance(e, dict) and "what" in e for e in evidence):
-            raise TypeError("a finding's group is a name, and its evidence are objects that say what they are")
+        if not isinstance(group, str | None) or not all(
+            isinstance(e, dict) and "what" in e for e in evidence
+        ):
+            raise TypeError(
+                "a finding's group is a name, and its evidence are objects that say what they are"
+            )
         return cls(
             code=str(value["code"]),
             summary=str(value["summary"]),
@@ -228,6 +232,21 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         Severity.CRITICAL,
         "Ranks wait for each other in a circle across process groups",
         "Issue the collectives of different groups in one order on all ranks.",
+    ),
+    (
+        "unused-parameters",
+        "hangs",
+        Severity.CRITICAL,
+        "A backward left out parameters that DDP waits for on the other ranks",
+        "Let every parameter take part in the loss on every rank and step, or pass find_unused_parameters=True to DDP.",
+    ),
+    (
+        "rendezvous-incomplete",
+        "hangs",
+        Severity.CRITICAL,
+        "The process group never comes about: ranks are missing at the rendezvous",
+        "Look at the ranks named: their hosts' launchers and logs, and the line where they are instead; check that "
+        "MASTER_ADDR and MASTER_PORT are reachable from them.",
     ),
     (
         "device-stopped",

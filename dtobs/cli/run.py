@@ -15,13 +15,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 
+from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DependencyMissing, TargetError, UsageError
 from dtobs.integrations.launch import Command, environment
 from dtobs.recording.rundir import RunDirectory, new_run_path
+from dtobs.recording.view import load_run
+
+_LOOK_SECONDS = 2.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         code = _with_screen(command, RunDirectory(root), args.name)
     else:
         _say(f"recording to {root}; 'dtobs top {root}' shows it live")
+        Thread(target=_watch_rendezvous, args=(root,), daemon=True).start()
         code = command.run()
     _conclude(root)
     return code
@@ -76,11 +83,26 @@ def _with_screen(command: Command, run: RunDirectory, name: str) -> int:
     return command.with_screen(viewer, run.root / "output.log")
 
 
+def _watch_rendezvous(root: Path) -> None:
+    """Say once who is missing while the ranks wait for their process group: no monitor runs before it is there."""
+    while not any((root / "nodes").glob("*")):
+        time.sleep(_LOOK_SECONDS)
+        try:
+            found = rendezvous_incomplete.find(load_run(root))
+        except TargetError:  # nobody has started yet
+            continue
+        if found:
+            _say(f"{found[0].code}: {found[0].summary}")
+            return
+
+
 def _conclude(root: Path) -> None:
     """Say what was found, if anything, and where to read on."""
     try:
         diagnosis = diagnose(gather(root))
     except TargetError:  # no run directory has come about
+        diagnosis = None
+    if diagnosis is None or not (diagnosis.ranks or diagnosis.findings):
         disabled = os.environ.get("DTOBS_DISABLE") == "1"
         _say(
             "nothing was recorded: "

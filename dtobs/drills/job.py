@@ -1,16 +1,16 @@
-"""A small real training job to inject faults into: a few linear layers under DDP or FSDP2, observed by dtobs.
+"""A small real training job to inject faults into: a few linear layers under any layout, observed by dtobs.
 
-A fault is a function that one rank, the odd one, calls at one point of one step. Everything else is an ordinary loop.
+A fault is a function that one rank, the odd one, calls at one point of the job. Everything else is an ordinary loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import dtobs
-from dtobs.drills.hangs import FAULTS, StopTraining, Strike
+from dtobs.drills.hangs import FAULTS, Fault, Strike
+from dtobs.drills.injectors import StopTraining
+from dtobs.drills.layouts import HIDDEN, WIDTH, Branched, Layout, spread
+from dtobs.session.identity import Identity
 
-Wrapper = Literal["ddp", "fsdp"]
-_WIDTH = 32
 _BATCH = 4
 
 
@@ -31,7 +32,7 @@ class Job:
 
     run_dir: Path
     fault: str = "none"
-    wrapper: Wrapper = "ddp"
+    wrapper: Layout = "ddp"
     odd: int = 1
     at_step: int = 6
     steps: int = 12
@@ -53,43 +54,76 @@ class _Samples(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if self._strike is not None and index == self._at:
             self._strike()
-        return torch.randn(_WIDTH, generator=torch.Generator().manual_seed(self._first + index))
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(self._first + index))
+
+
+def meet_and_train(job: Job, meet: Callable[[], None]) -> int:
+    """Train in the process group that `meet` makes; returns the number of steps done. Raises what the fault raises."""
+    fault = FAULTS[job.fault]
+    if fault.point == "rendezvous":  # the session is there before the group is, to see who does not come
+        dtobs.attach(run_dir=job.run_dir, hang_timeout=job.hang_timeout, monitor=job.monitor)
+        if Identity.find().rank == job.odd:
+            _marked(fault.strike, job.mark)()
+    meet()
+    return train(job)
 
 
 def train(job: Job) -> int:
     """Train in the process group that exists; returns the number of steps done. Raises what the fault raises."""
     fault = FAULTS[job.fault]
-    strike = _marked(fault.strike, job.mark)
     mine = dist.get_rank() == job.odd
+    strike = _marked(fault.strike, job.mark)
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(_WIDTH, 64), nn.ReLU(), nn.Linear(64, _WIDTH))
-    wrapped = _wrap(model, job.wrapper)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    plain = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
+    model = Branched(plain) if fault.point == "branch" else plain
+    placed = spread(model, job.wrapper)
+    optimizer = torch.optim.SGD(placed.model.parameters(), lr=0.01)
     done = 0
     with dtobs.attach(
-        wrapped, optimizer, run_dir=job.run_dir, hang_timeout=job.hang_timeout, monitor=job.monitor
+        placed.model,
+        optimizer,
+        run_dir=job.run_dir,
+        mesh=placed.mesh,
+        replicas=dist.group.WORLD if job.wrapper == "by-hand" else "auto",
+        hang_timeout=job.hang_timeout,
+        monitor=job.monitor,
     ) as session:
+        if placed.schedule is not None:
+            session.watch_pipeline(placed.schedule)
         in_loader = strike if mine and fault.point == "loader" else None
-        for step, batch in enumerate(_batches(job, in_loader)):
+        if mine and fault.point == "start":
+            strike()
+        for step, batch in enumerate(_batches(job, in_loader, placed.replicated)):
+            if mine and fault.point == "end" and step == job.at_step:
+                _marked(lambda: None, job.mark)()
+                break  # its data has ended
             try:
-                if step == job.at_step and mine and fault.point == "forward":
-                    strike()
-                if step == job.at_step and fault.point == "everywhere":
-                    _marked(partial(fault.strike_all, mine), job.mark if mine else None)()
-                if step == job.at_step and fault.point == "checkpoint":
-                    with session.phase("checkpoint"):
-                        if mine:
-                            strike()
+                if step == job.at_step:
+                    _strike(job, fault, session, mine, strike)
             except StopTraining:
-                break
-            if job.pause:
-                time.sleep(job.pause)
-            loss = wrapped(batch).square().mean()
-            loss.backward()
+                return done
+            if isinstance(model, Branched):
+                model.use_aside = not (mine and step == job.at_step)
+            time.sleep(job.pause or fault.pause)
+            placed.learn(batch)
             optimizer.step()
             optimizer.zero_grad()
             done += 1
+        if fault.point == "end":
+            dist.barrier()
     return done
+
+
+def _strike(job: Job, fault: Fault, session: Any, mine: bool, strike: Strike) -> None:
+    """What happens in the step of the fault before its forward pass."""
+    if mine and fault.point in ("forward", "branch"):
+        strike()
+    elif fault.point == "everywhere":
+        _marked(partial(fault.strike_all, mine), job.mark if mine else None)()
+    elif fault.point in ("checkpoint", "validation"):
+        with session.phase(fault.point):
+            if mine:
+                strike()
 
 
 def _marked(strike: Strike, mark: Path | None) -> Strike:
@@ -101,21 +135,8 @@ def _marked(strike: Strike, mark: Path | None) -> Strike:
     return marked
 
 
-def _batches(job: Job, strike: Strike | None) -> Iterator[torch.Tensor]:
+def _batches(job: Job, strike: Strike | None, replicated: bool) -> Iterator[torch.Tensor]:
     count = job.steps * _BATCH
-    samples = _Samples(count, strike, job.at_step * _BATCH, first=dist.get_rank() * count)
+    first = dist.get_rank() * count if replicated else 0
+    samples = _Samples(count, strike, job.at_step * _BATCH, first)
     return iter(DataLoader(samples, batch_size=_BATCH))
-
-
-def _wrap(model: nn.Sequential, wrapper: Wrapper) -> nn.Module:
-    if wrapper == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -16,35 +18,52 @@ from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import worker
 from dtobs.drills.hangs import FAULTS
+from dtobs.drills.permitted import memory_group, refused
 from dtobs.drills.silent import TROUBLES
+from dtobs.findings import CATALOGUE
 from dtobs.recording.journal import read_journal
 from dtobs.recording.process import read_process
 from dtobs.recording.rundir import RunDirectory, read_json
 
-_WORLD = 2
+_WORLD, _ODD = 2, 1
 _POLL_SECONDS = 0.1
 _GOODBYE_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0  # for the second thing that a fault shows, once the first was found
 _MONITOR_SECONDS = 15.0
+_IMPORTED_LATE = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+)
 
 
 @dataclass(frozen=True)
 class Drill:
-    """A fault to inject: its family decides the job, `expected` is the code that must be found (None: nothing)."""
+    """A fault to inject: its family decides the job, `expected` is the code that must be found (None: nothing).
+
+    `ranks` are those that the verdict must name; None where only the code counts.
+    """
 
     family: str
     name: str
     wrapper: str
     expected: str | None
+    ranks: tuple[int, ...] | None = None
+    needs: str = ""  #: what the machine must permit, as in `permitted`
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a drill. `seconds` from the strike to the finding; None where nobody saw the moment."""
+    """What became of a drill. `seconds` from the strike to the finding; None where nobody saw the moment.
+
+    `skipped` says why this machine does not permit the drill; there is no diagnosis then.
+    """
 
     drill: Drill
-    diagnosis: Diagnosis
+    diagnosis: Diagnosis | None
     seconds: float | None
+    skipped: str = ""
 
     @property
     def found(self) -> str | None:
@@ -52,22 +71,65 @@ class Outcome:
 
         A silent fault may be true under two codes: a rank that is starved of data is slow as well.
         """
-        codes = [finding.code for finding in self.diagnosis.findings]
+        codes = self._codes()
         if self.drill.family == "silent" and self.drill.expected in codes:
             return self.drill.expected
         return codes[0] if codes else None
 
     @property
     def passed(self) -> bool:
-        """Whether the expected was found; of the healthy twin, that there is no finding at all."""
-        return self.found == self.drill.expected
+        """Whether the expected was found at the right ranks and nothing else was accused of stopping the run.
+
+        Of a healthy drill, that there is no finding at all; what this machine does not permit has not failed.
+        """
+        if self.diagnosis is None:
+            return bool(self.skipped)
+        if self.found != self.drill.expected:
+            return False
+        verdict = self.diagnosis.verdict
+        if verdict is None or self.drill.ranks is None:
+            return True
+        stops = {code for code in self._codes() if CATALOGUE[code].family == "hangs"}
+        return verdict.ranks == self.drill.ranks and stops == {self.drill.expected}
+
+    def _codes(self) -> list[str]:
+        return [finding.code for finding in self.diagnosis.findings] if self.diagnosis is not None else []
 
 
 def known() -> list[Drill]:
     """Every drill, hangs first; the healthy twins are named "none"."""
-    hangs = [Drill("hangs", f.name, wrapper, f.code) for f in FAULTS.values() for wrapper in f.wrappers]
+    named = {"odd": (_ODD,), "all": tuple(range(_WORLD))}
+    hangs = [
+        Drill("hangs", f.name, wrapper, f.code, named[f.names] if f.code else None, f.needs)
+        for f in FAULTS.values()
+        for wrapper in f.wrappers
+    ]
     silent = [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
     return [*hangs, *silent]
+
+
+def perform_all(
+    drills: Sequence[Drill],
+    folder: Path,
+    take_capture: TakeCapture,
+    *,
+    at_once: int = 1,
+    told: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Perform the drills below `folder`, `at_once` at a time; `told` hears of each outcome in order, as it is known."""
+    refusals = {need: refused(need) for need in {drill.needs for drill in drills}}
+
+    def one(drill: Drill) -> Outcome:
+        if refusals[drill.needs]:
+            return Outcome(drill, None, None, refusals[drill.needs])
+        return perform(drill, folder / f"{drill.family}-{drill.name}-{drill.wrapper}", take_capture)
+
+    outcomes = []
+    with ThreadPoolExecutor(at_once, thread_name_prefix="drill") as pool:
+        for outcome in pool.map(one, drills):
+            told(outcome)
+            outcomes.append(outcome)
+    return outcomes
 
 
 def perform(
@@ -76,16 +138,27 @@ def perform(
     """Run the drill on two ranks below `folder` (which it creates) and diagnose it; nothing is left running."""
     folder.mkdir(parents=True)
     run_dir, mark = folder / "run", folder / "struck"
-    ranks = _start(drill, folder, run_dir, mark)
-    try:
-        found_at = _until_found(drill, run_dir, folder, ranks, deadline_seconds)
-        diagnosis = diagnose(gather(run_dir, take_capture))
-    finally:
-        _end(ranks, run_dir)
+    with _memory_group(drill) as group:
+        ranks = _start(drill, folder, run_dir, mark, group)
+        try:
+            found_at = _until_found(drill, run_dir, folder, ranks, deadline_seconds)
+            diagnosis = diagnose(gather(run_dir, take_capture))
+        finally:
+            _end(ranks, run_dir)
     seconds = None
     if drill.expected is not None and mark.exists() and found_at is not None:
         seconds = max(0.0, found_at - mark.stat().st_mtime)
     return Outcome(drill, diagnosis, seconds)
+
+
+@contextlib.contextmanager
+def _memory_group(drill: Drill) -> Iterator[Path | None]:
+    """The control group that the odd rank of a drill lives in, for those that need one."""
+    if drill.needs != "memory-limit":
+        yield None
+        return
+    with memory_group(drill.wrapper) as group:
+        yield group
 
 
 @dataclass(frozen=True)
@@ -102,11 +175,11 @@ class _Rank:
 def _context() -> ForkServerContext:
     """Ranks are forked from a process that has imported torch once: a drill begins in a moment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtobs.drills.worker", "torch.distributed.fsdp", "torch._dynamo"])
+    context.set_forkserver_preload(["dtobs.drills.worker", *_IMPORTED_LATE])
     return context
 
 
-def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path) -> list[_Rank]:
+def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path, group: Path | None) -> list[_Rank]:
     fields: dict[str, Any] = {"run_dir": run_dir, "wrapper": drill.wrapper, "monitor": True}
     if drill.family == "hangs":
         fields |= {"fault": drill.name, "mark": mark}
@@ -124,7 +197,8 @@ def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path) -> list[_Rank]
         }
         ours, theirs = _context().Pipe()
         process = _context().Process(
-            target=worker.main, args=(drill.family, fields, environment, folder, theirs)
+            target=worker.main,
+            args=(drill.family, fields, environment, folder, theirs, group if rank == _ODD else None),
         )
         process.start()
         theirs.close()

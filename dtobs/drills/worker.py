@@ -16,24 +16,36 @@ from dtobs.drills import job, silent
 
 
 def main(
-    family: str, fields: Mapping[str, Any], environment: Mapping[str, str], folder: Path, stay: Connection
+    family: str,
+    fields: Mapping[str, Any],
+    environment: Mapping[str, str],
+    folder: Path,
+    stay: Connection,
+    memory_group: Path | None,
 ) -> None:
     """Train what `fields`, those of the family's job, describe. Raises what the fault raises.
 
     `environment` are the variables of a torchrun worker; ranks meet through a file in `folder`. A rank that is done
-    stays until `stay` closes, so that no peer sees a connection close only because it was slower.
+    stays until `stay` closes, so that no peer sees a connection close only because it was slower. `memory_group` is
+    the control group to live in.
     """
     os.environ.update(environment)
+    if memory_group is not None:
+        (memory_group / "cgroup.procs").write_text(str(os.getpid()))
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    meet, limit = f"file://{folder / 'store'}", timedelta(minutes=5)
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=limit)
+
+    def meet() -> None:
+        store, limit = f"file://{folder / 'store'}", timedelta(minutes=5)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+
     if family == "hangs":
-        job.train(job.Job(**fields))
+        job.meet_and_train(job.Job(**fields), meet)
     else:
+        meet()
         silent.train(silent.SilentJob(**fields))
     (folder / f"done-{rank}").touch()
     stay.poll(None)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dtobs.events import NONFINITE_MARK, Kind
+from dtobs.events import NONFINITE_MARK, UNUSED_MARK, Kind
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.deferred import Deferred
 from dtobs.probes.fsdp import fsdp_parameters
@@ -72,6 +72,7 @@ class GradientProbe(Probe):
         self._tensors = model_tensors(model, context.replicas)
         self._every = period([t.tensor for t in self._tensors], WHOLE_BYTES_A_STEP)
         self._ddp = wrappers(model)
+        self._rows: list[int] = []  # that a synchronised backward must reach: DDP waits for each of them
         count = len(self._tensors)
         # By table row: the squares of the whole gradient and of its sampled part; None as long as there is none.
         self._squares: list[Square | None] = [None] * count
@@ -87,6 +88,9 @@ class GradientProbe(Probe):
             tensor = self._tensors[index].tensor
             if isinstance(tensor, nn.Parameter) and id(tensor) not in gathered:
                 self._hook(index, tensor, fresh=False)
+        if self._ddp and self._ddp[0] is model and not _finds_unused(self._ddp[0]):
+            ignored = set(getattr(model, "parameters_to_ignore", ()))
+            self._rows = [i for i in wanted if self._tensors[i].name not in ignored]
         if gathered:
             # What autograd works on are the gathered parameters, and they do not exist before the first forward.
             found = context.guard(self, self._find_gathered)
@@ -231,6 +235,8 @@ class GradientProbe(Probe):
         found = (*_found(self._squares), *_found(self._sampled))
         if not found:
             return
+        if whole and self._rows:
+            self._note_unused(context)
         rows, squares = zip(*found, strict=True)
         count = sum(square is not None for square in self._squares)
         late = [s for s in squares if isinstance(s, torch.Tensor)]
@@ -245,6 +251,19 @@ class GradientProbe(Probe):
             return context.recorder.amend_step(step, **self._summary(rows, values.tolist(), count, whole))
 
         self._deferred.put(stacked, arrived)
+
+    def _note_unused(self, context: Context) -> None:
+        """Peers that used these parameters now wait for this rank's gradients of them."""
+        unused = [row for row in self._rows if self._squares[row] is None]
+        if unused:
+            context.recorder.events.write(
+                Kind.MARK,
+                context.phase,
+                context.step,
+                op=UNUSED_MARK,
+                seq=unused[0],
+                value=float(len(unused)),
+            )
 
     def _summary(
         self, rows: Sequence[int], squares: Sequence[float], count: int, whole: bool
@@ -267,6 +286,11 @@ class GradientProbe(Probe):
     def _norm(self, rows: Sequence[int], squares: Sequence[float]) -> float:
         counted = [square for row, square in zip(rows, squares, strict=True) if not self._partial[row]]
         return math.sqrt(sum(counted)) if counted else math.nan
+
+
+def _finds_unused(ddp: nn.Module) -> bool:
+    """Whether this DDP copes with parameters that a backward does not reach."""
+    return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
 
 
 def _found(squares: list[Square | None]) -> list[tuple[int, Square]]:

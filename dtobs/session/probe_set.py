@@ -46,6 +46,7 @@ class ProbeSet:
         if dist.is_available():
             from dtobs.probes.collectives import Collectives
             from dtobs.probes.pipeline import PipelineProbe
+            from dtobs.probes.rendezvous import Rendezvous
             from dtobs.probes.waits import Waits
             from dtobs.probes.worker_server import WorkerServer
 
@@ -58,7 +59,7 @@ class ProbeSet:
                 for probe in self._model_probes:
                     if isinstance(probe, GradientProbe) and self._levels.get(probe.name) != OFF:
                         pipeline.on_split_backward.append(self.context.guard(probe, probe.read_accumulated))
-            found += [pipeline, WorkerServer(), collectives, Waits(self.progress, issued)]
+            found += [Rendezvous(), pipeline, WorkerServer(), collectives, Waits(self.progress, issued)]
         found += [Backward(self.progress, issued), Loader(self.progress), Memory()]
         return [*found, *self._model_probes, Forward(self.progress), self._steps]
 

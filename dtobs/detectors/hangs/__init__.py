@@ -15,20 +15,24 @@ from dtobs.detectors.hangs import (
     dtype_mismatch,
     gil_held,
     group_deadlock,
+    lost_nodes,
     network_stalled,
+    p2p_unmatched,
     rank_dead,
     rank_exited_early,
     rank_not_joined,
     rank_oom_killed,
     rank_stopped,
     reduce_op_mismatch,
+    rendezvous_incomplete,
     shape_mismatch,
     stuck_in_checkpoint,
     stuck_in_dataloader,
     uncaught_exception,
+    unused_parameters,
 )
 from dtobs.detectors.hangs.situation import Situation, interpret
-from dtobs.findings import Finding
+from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 
 RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
@@ -37,6 +41,7 @@ RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
     dtype_mismatch.find,
     reduce_op_mismatch.find,
     call_site_mismatch.find,
+    unused_parameters.find,
     uncaught_exception.find,
     rank_oom_killed.find,
     rank_dead.find,
@@ -46,6 +51,7 @@ RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
     stuck_in_dataloader.find,
     stuck_in_checkpoint.find,
     rank_not_joined.find,
+    p2p_unmatched.find,
     group_deadlock.find,
     network_stalled.find,
 )
@@ -53,10 +59,18 @@ RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
 
 def detect(view: RunView) -> list[Finding]:
     """All findings of the family."""
+    missing = rendezvous_incomplete.find(view)
     if not len(view.pages):
-        return []
-    situation = interpret(view)
-    return [finding for rule in RULES for finding in rule(situation)]
+        return missing
+    lost = lost_nodes.lost_nodes(view)
+    seen = view.without([rank for contact in lost.values() for rank in contact.ranks]) if lost else view
+    situation = interpret(seen)
+    if missing and not situation.causes:
+        return missing  # nothing else can have happened yet
+    found = [finding for rule in RULES for finding in rule(situation)] if len(seen.pages) else []
+    if any(finding.confidence is not Confidence.POSSIBLE for finding in found):
+        return found
+    return lost_nodes.find(situation, lost, view) or found
 
 
 DETECTORS: tuple[Detector, ...] = (detect,)

@@ -1,8 +1,9 @@
 """Why a rank does not move: the one place that decides between the codes for a rank that is alive and stuck.
 
-In this order, most certain first: its process is suspended; native code holds its Python lock; it waits for data;
-it is in a checkpoint; else it simply has not joined its peers. The first two are causes whatever the rank was doing;
-the others only for ranks that are not blocked in communication themselves.
+In this order, most certain first: its process is suspended; native code holds its Python lock; its backward left out
+what its peers wait for (the matter of `unused_parameters`); it waits for data; it is in a checkpoint; else it simply
+has not joined its peers. The first two are causes whatever the rank was doing; the others only for ranks that are not
+blocked in communication themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Absence, Situation
+from dtobs.detectors.hangs.unused import unused
 from dtobs.events import Phase
 
 _LOADER = ("torch/utils/data/",)
@@ -22,6 +24,7 @@ def absent(situation: Situation) -> dict[int, tuple[str, Absence]]:
     if not situation.stuck:
         return {}
     found: dict[int, tuple[str, Absence]] = {}
+    explained = unused(situation)
     missing = {a.rank: a for a in situation.absences}
     for rank in situation.view.ranks:
         if situation.endings[rank].kind not in (End.OPEN, End.TERMINATED):
@@ -31,7 +34,11 @@ def absent(situation: Situation) -> dict[int, tuple[str, Absence]]:
             found[rank] = ("rank-stopped", absence)
         elif _gil_held(situation, rank):
             found[rank] = ("gil-held", absence)
-        elif rank in situation.blocked or (rank not in missing and not _still(situation, rank)):
+        elif (
+            rank in explained
+            or rank in situation.blocked
+            or (rank not in missing and not _still(situation, rank))
+        ):
             continue
         elif _in_loader(situation, rank):
             found[rank] = ("stuck-in-dataloader", absence)

@@ -30,11 +30,16 @@ _SITES_LOOKED_AT = 256
 
 @dataclass(frozen=True)
 class Blocked:
-    """What a rank last began to wait for: collective `seq` of `group`, or the rank `peer` (-1: a collective)."""
+    """What a rank last began to wait for: collective `seq` of `group`, or the rank `peer` (-1: a collective).
+
+    `op` and `site` are those of a send or a receive; 0 for collectives.
+    """
 
     group: int
     seq: int
     peer: int = -1
+    op: int = 0
+    site: int = 0
 
 
 class Calls:
@@ -46,6 +51,9 @@ class Calls:
     def __init__(self, view: RunView) -> None:
         self._view = view
         self.open_waits: dict[int, Blocked] = {}  #: ranks whose last wait event is a begin
+        self._exchanged: dict[
+            tuple[int, int, str, int], int
+        ] = {}  # rank, peer, "send" or "recv", group → how many
         self._restarts: dict[int, dict[int, int]] = {}  # group → rank → how often its counting began anew
         #: ranks whose recording of collectives switched itself off: their frontier means nothing
         self.unreliable = {rank for rank in view.ranks if _switched_off(view, rank)}
@@ -62,6 +70,14 @@ class Calls:
         """Members of `group` that recorded and have not issued `seq`, as far as their recording can be trusted."""
         known = set(self._view.ranks) - self.unreliable
         return [r for r in self.members(group) if r in known and self.issued(r, group) < seq]
+
+    def exchanged(self, rank: int, peer: int, op: str, group: int) -> int:
+        """How many messages `rank` has issued a "send" to, or a "recv" from, `peer` for in `group`."""
+        return self._exchanged.get((rank, peer, op, group), 0)
+
+    def exchange_groups(self, rank: int, peer: int) -> list[int]:
+        """Groups in which the two have issued a send or a receive for each other."""
+        return sorted({g for a, b, _, g in self._exchanged if {a, b} == {rank, peer}})
 
     def call(self, rank: int, group: int, seq: int) -> np.void | None:
         """One call as CALL_DTYPE; None when `rank` never made it or no longer holds it."""
@@ -144,6 +160,7 @@ class Calls:
     def _of_rank(self, rank: int) -> npt.NDArray[np.void]:
         events = self._view.events(rank)
         self._note_wait(rank, events)
+        self._note_exchanges(rank, events[events["kind"] == Kind.P2P])
         made = events[events["kind"] == Kind.COLLECTIVE]
         rows = np.zeros(len(made) + 1, CALL_DTYPE)
         for name in ("group", "seq", "op", "site", "step", "t_ns"):
@@ -172,6 +189,16 @@ class Calls:
         """Groups that some ranks have made again and others not yet: their numbers cannot be compared."""
         return {group for group, counts in self._restarts.items() if len(set(counts.values())) > 1}
 
+    def _note_exchanges(self, rank: int, events: npt.NDArray[np.void]) -> None:
+        """The newest number of each kind: messages are counted for each pair, group and direction."""
+        names = {int(op): self.op(rank, int(op)).op for op in np.unique(events["op"])}
+        for op, name in names.items():
+            made = events[events["op"] == op]
+            for peer, group in np.unique(made[["value", "group"]]).tolist():
+                key = (rank, int(peer), name, int(group))
+                same = (made["value"] == peer) & (made["group"] == group)
+                self._exchanged[key] = max(self._exchanged.get(key, 0), int(made["seq"][same].max()))
+
     def _note_wait(self, rank: int, events: npt.NDArray[np.void]) -> None:
         waits = np.flatnonzero(np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END)))
         if not len(waits) or events["kind"][waits[-1]] != Kind.WAIT_BEGIN:
@@ -188,10 +215,13 @@ class Calls:
             & (before["group"] == begin["group"])
             & (before["seq"] == begin["seq"])
         ]
-        peer = -1
+        group, seq = int(begin["group"]), int(begin["seq"])
+        self.open_waits[rank] = Blocked(group, seq)
         if len(sent) and (not len(made) or sent["stamp"][-1] > made["stamp"][-1]):
-            peer = int(sent["value"][-1])
-        self.open_waits[rank] = Blocked(int(begin["group"]), int(begin["seq"]), peer)
+            last = sent[-1]
+            self.open_waits[rank] = Blocked(
+                group, seq, int(last["value"]), int(last["op"]), int(last["site"])
+            )
 
 
 def _switched_off(view: RunView, rank: int) -> bool:

@@ -37,6 +37,37 @@ def collective(situation: Situation, rank: int, group: int, seq: int) -> str:
     return f"{what} #{seq} of group {group_name(situation, group)}"
 
 
+def blocked_in(situation: Situation, rank: int) -> str:
+    """What a blocked rank waits in and from where: "in barrier() #1 of group default at train.py:9 in main"."""
+    at = situation.blocked[rank]
+    site = situation.calls.site(rank, at.site)
+    if at.peer >= 0:
+        op = situation.calls.op(rank, at.op)
+        sizes = ", ".join(f"{d}{list(s)}" for d, s in zip(op.dtypes, op.shapes, strict=False))
+        way = f"to {'send' if op.op == 'send' else 'receive'} {sizes or 'a message'} #{at.seq}"
+    else:
+        way = f"in {collective(situation, rank, at.group, at.seq)}"
+        call = situation.calls.call(rank, at.group, at.seq)
+        site = situation.calls.site(rank, int(call["site"])) if call is not None else None
+    line = f"at {site}" if site is not None and site.line else line_of(situation, rank)
+    return f"{way} {line}".rstrip()
+
+
+def circle_evidence(situation: Situation, ranks: list[int]) -> tuple[Evidence, ...]:
+    """What each of the ranks waits in, and its stack."""
+    waiting = [
+        {
+            "what": "waiting",
+            "rank": rank,
+            "operation": blocked_in(situation, rank),
+            "for": situation.awaited(rank)[:_MAX_RANKS_SHOWN],
+            "seconds": round(situation.waited_seconds(rank), 1),
+        }
+        for rank in ranks
+    ]
+    return (*waiting, *(record for rank in ranks[:4] for record in stack_evidence(situation, rank)))
+
+
 def group_name(situation: Situation, group: int) -> str:
     """The group as its creator named it."""
     known = situation.calls.groups.get(group)

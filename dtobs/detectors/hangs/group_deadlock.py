@@ -9,8 +9,8 @@ What to do next: use groups that share ranks in the same order on all ranks.
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs.absent import absent
-from dtobs.detectors.hangs.describe import collective
+from dtobs.detectors.hangs.circle import circle
+from dtobs.detectors.hangs.describe import blocked_in, circle_evidence
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
 
@@ -18,56 +18,26 @@ _MAX_SHOWN = 8
 
 
 def find(situation: Situation) -> list[Finding]:
-    """The first circle, unless something else holds the run up."""
-    if not situation.stuck or situation.disagreed or situation.causes or absent(situation):
+    """The first circle, unless a send or a receive is part of it or something else holds the run up."""
+    ranks = circle(situation)
+    if not ranks or any(situation.blocked[rank].peer >= 0 for rank in ranks):
         return []
-    circle = _circle({rank: situation.awaited(rank) for rank in situation.blocked})
-    return [_finding(situation, circle)] if circle else []
+    return [_finding(situation, ranks)]
 
 
-def _circle(waits_for: dict[int, list[int]]) -> list[int]:
-    """Ranks that wait for each other, each for the next and the last for the first; [] when there are none."""
-    finished: set[int] = set()
-    for start in sorted(waits_for):
-        path: list[int] = []
-        rank = start
-        while rank not in finished and rank in waits_for:
-            if rank in path:
-                return path[path.index(rank) :]
-            path.append(rank)
-            onward = [r for r in waits_for[rank] if r in waits_for and r not in finished]
-            if not onward:
-                break
-            rank = min(onward)
-        finished.update(path)
-    return []
-
-
-def _finding(situation: Situation, circle: list[int]) -> Finding:
-    calls = [
-        (rank, collective(situation, rank, situation.blocked[rank].group, situation.blocked[rank].seq))
-        for rank in circle[:_MAX_SHOWN]
-    ]
+def _finding(situation: Situation, ranks: list[int]) -> Finding:
+    shown = ranks[:_MAX_SHOWN]
     steps = [
-        f"rank {rank} waits in {call} for rank {circle[(n + 1) % len(circle)]}"
-        for n, (rank, call) in enumerate(calls)
+        f"rank {rank} waits {blocked_in(situation, rank)} for rank {ranks[(n + 1) % len(ranks)]}"
+        for n, rank in enumerate(shown)
     ]
-    more = f", and {len(circle) - _MAX_SHOWN} more" if len(circle) > _MAX_SHOWN else ""
+    more = f", and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
     return Finding(
         "group-deadlock",
-        f"{', '.join(steps)}{more}",
-        tuple(circle),
+        f"{', and '.join(steps)}{more}",
+        tuple(ranks),
         Confidence.CERTAIN,
-        step=int(situation.view.page(circle[0])["step"]),
-        evidence=tuple(
-            {
-                "what": "waiting",
-                "rank": rank,
-                "operation": call,
-                "site": str(situation.calls.last_site(rank) or ""),
-                "seconds": round(situation.waited_seconds(rank), 1),
-            }
-            for rank, call in calls
-        ),
-        since_ns=max(int(situation.view.page(rank)["wait_since_ns"]) for rank in circle),
+        step=int(situation.view.page(ranks[0])["step"]),
+        evidence=circle_evidence(situation, shown),
+        since_ns=max(int(situation.view.page(rank)["wait_since_ns"]) for rank in ranks),
     )

@@ -1,7 +1,8 @@
-"""``network-stalled``: all ranks of a group issued the same collective and none completes it.
+"""``network-stalled``: everything that a stuck rank waits for was issued on the other side, and does not arrive.
 
-Why it hurts: no rank is at fault, so no log shows one. The evidence: every member is alive, blocked, and has issued
-the collective that the others wait in, with the same operation; nothing has moved beyond the threshold.
+Why it hurts: no rank is at fault, so no log shows one. The evidence: ranks are blocked in a collective that every
+member has issued, or in a receive whose send was issued; all are alive; nothing has moved beyond the threshold. Where a
+link fails in one direction only, some members have the result and wait in a later call for those that have not.
 
 What to do next: check the links between the hosts of this group, and run ``dtobs preflight``.
 """
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import absent
-from dtobs.detectors.hangs.describe import collective, group_name, seconds, stack_evidence
+from dtobs.detectors.hangs.circle import circle, unmatched
+from dtobs.detectors.hangs.describe import blocked_in, collective, group_name, seconds, stack_evidence
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
 
 
 def find(situation: Situation) -> list[Finding]:
-    """One finding for each collective that all members are blocked in."""
+    """One finding for each collective that all members have issued and some are blocked in; else the lost messages."""
     stalled = situation.stall
     ended = any(e.kind is not End.OPEN for e in situation.endings.values())
     if stalled is None or ended or situation.disagreed or absent(situation):
@@ -26,20 +28,35 @@ def find(situation: Situation) -> list[Finding]:
     for rank, at in situation.blocked.items():
         if at.group and at.peer < 0:
             places.setdefault((at.group, at.seq), set()).add(rank)
-    return [
+    found = [
         _finding(situation, group, seq, tuple(sorted(ranks)), stalled.seconds)
         for (group, seq), ranks in sorted(places.items())
-        if len(ranks) > 1 and ranks == set(situation.calls.members(group))
+        if len(situation.calls.members(group)) > 1 and _all_issued(situation, group, seq)
     ]
+    return found or _lost_messages(situation, stalled.seconds)
+
+
+def _all_issued(situation: Situation, group: int, seq: int) -> bool:
+    members = set(situation.calls.members(group))
+    known = members <= set(situation.view.ranks) - situation.calls.unreliable
+    return known and not situation.calls.behind(group, seq)
 
 
 def _finding(situation: Situation, group: int, seq: int, ranks: tuple[int, ...], silent: float) -> Finding:
-    hosts = sorted({str(situation.view.meta(rank).process.get("host", "")) for rank in ranks} - {""})
-    place = f" (hosts {', '.join(hosts[:8])})" if len(hosts) > 1 else ""
+    members = situation.calls.members(group)
+    every = set(ranks) == set(members)
+    call = collective(situation, ranks[0], group, seq)
+    if every:
+        said = f"{named(ranks)} all issued {call} and none has completed it for {seconds(silent)}"
+    else:
+        others = tuple(r for r in members if r not in ranks)
+        said = (
+            f"all {len(members)} ranks issued {call}, {named(others)} completed it, and {named(ranks)} "
+            f"{'has' if len(ranks) == 1 else 'have'} been blocked in it for {seconds(silent)}"
+        )
     return Finding(
         "network-stalled",
-        f"{named(ranks)} all issued {collective(situation, ranks[0], group, seq)} "
-        f"and none has completed it for {seconds(silent)}{place}",
+        f"{said}{_hosts(situation, members)}",
         ranks,
         Confidence.LIKELY,
         step=int(situation.view.page(ranks[0])["step"]),
@@ -50,3 +67,29 @@ def _finding(situation: Situation, group: int, seq: int, ranks: tuple[int, ...],
         ),
         since_ns=max(int(situation.view.page(rank)["collective_ns"]) for rank in ranks),
     )
+
+
+def _lost_messages(situation: Situation, silent: float) -> list[Finding]:
+    """Ranks that wait for each other in a circle of which every send and receive has its other half."""
+    ranks = circle(situation)
+    waits = [rank for rank in ranks if situation.blocked[rank].peer >= 0]
+    if not waits or any(unmatched(situation, rank) for rank in waits):
+        return []
+    first = waits[0]
+    return [
+        Finding(
+            "network-stalled",
+            f"rank {first} has waited {seconds(silent)} {blocked_in(situation, first)}: rank "
+            f"{situation.blocked[first].peer} issued its half, and it does not arrive{_hosts(situation, tuple(ranks))}",
+            tuple(ranks),
+            Confidence.LIKELY,
+            step=int(situation.view.page(first)["step"]),
+            evidence=tuple(record for rank in ranks[:4] for record in stack_evidence(situation, rank)),
+            since_ns=max(int(situation.view.page(rank)["wait_since_ns"]) for rank in ranks),
+        )
+    ]
+
+
+def _hosts(situation: Situation, ranks: tuple[int, ...]) -> str:
+    hosts = sorted({str(situation.view.meta(rank).process.get("host", "")) for rank in ranks} - {""})
+    return f" (hosts {', '.join(hosts[:8])})" if len(hosts) > 1 else ""

@@ -13,6 +13,7 @@ from dtobs.detectors.base import named
 from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Absence, Situation
+from dtobs.detectors.hangs.unused import unused
 from dtobs.findings import Confidence, Finding
 
 
@@ -21,7 +22,12 @@ def find(situation: Situation) -> list[Finding]:
     lost = any(e.kind is End.PEER_LOST for e in situation.endings.values())
     if situation.causes or situation.disagreed or not (situation.stuck or lost):
         return []
-    gone = [a for a in situation.absences if situation.endings[a.rank].kind in (End.CLOSED, End.EXITED)]
+    explained = unused(situation)
+    gone = [
+        a
+        for a in situation.absences
+        if situation.endings[a.rank].kind in (End.CLOSED, End.EXITED) and a.rank not in explained
+    ]
     return [_finding(situation, gone)] if gone else []
 
 

@@ -16,6 +16,7 @@ from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
 from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.unused import unused
 from dtobs.findings import Confidence, Finding
 
 _MAX_TRACEBACK = 40
@@ -25,7 +26,8 @@ _UNEXPLAINED = (End.PEER_LOST, End.TIMED_OUT)
 
 def find(situation: Situation) -> list[Finding]:
     """One finding for each different exception that is a cause; ranks with the same one together."""
-    causes = [e for e in situation.causes if e.kind is End.EXCEPTION]
+    explained = unused(situation)
+    causes = [e for e in situation.causes if e.kind is End.EXCEPTION and e.rank not in explained]
     if situation.disagreed:
         causes = [e for e in causes if not e.about_communication]
     found = [_finding(situation, same, Confidence.CERTAIN) for same in _alike(causes)]

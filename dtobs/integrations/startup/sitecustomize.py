@@ -1,5 +1,8 @@
 """What Python runs first in every process below ``dtobs run``: waits for torch, then for the first optimizer.
 
+On the way there it notes that a rank has started, and when it asks for its process group: of a job that hangs there,
+nothing else is known.
+
 This folder is put first on PYTHONPATH. Nothing but the standard library is imported here, since every Python process
 below the command runs this: launchers, data-loader workers and pip as well. A process that never builds an optimizer
 is left alone. A ``sitecustomize`` that this one hides is run as it would have been.
@@ -11,6 +14,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
@@ -20,16 +24,20 @@ from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 _OPTIMIZERS = "torch.optim.optimizer"
+_GROUPS = "torch.distributed.distributed_c10d"
 _asked = bool(os.environ.get("DTOBS_AUTO_ATTACH"))
 
 
-class _WhenOptimizersAreThere(MetaPathFinder):
-    """Lets the module with ``Optimizer`` be found as ever, and has it changed once it has been imported."""
+class _WhenThere(MetaPathFinder):
+    """Lets one module be found as ever, and has `tell` change it once it has been imported."""
+
+    def __init__(self, name: str, tell: Callable[[Any], None]) -> None:
+        self._name, self._tell = name, tell
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _OPTIMIZERS:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
@@ -42,7 +50,7 @@ class _WhenOptimizersAreThere(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            _tell_of_optimizers(module)
+            self._tell(module)
 
         loader.exec_module = exec_module
         return spec
@@ -59,22 +67,43 @@ def _tell_of_optimizers(module: Any) -> None:
     module.Optimizer.__init__ = init
 
 
+def _tell_of_groups(module: Any) -> None:
+    original = module.init_process_group
+    _guarded(lambda: _ours("session.meeting").started())
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        # Only now is torch imported whole.
+        seen = _guarded(lambda: _ours("session.meeting").around(original, kwargs)) or original
+        return seen(*args, **kwargs)
+
+    module.init_process_group = init_process_group
+
+
 def _saw(optimizer: Any) -> None:
+    _guarded(lambda: _ours("integrations.auto").saw(optimizer))
+
+
+def _guarded(action: Callable[[], Any]) -> Any:
+    """What `action` returns; None when it fails, after which this process is left alone."""
     global _asked
     if not _asked:
-        return
+        return None
     try:
-        try:
-            from dtobs.integrations import auto
-        except (
-            ModuleNotFoundError
-        ):  # another environment than that of `dtobs run`: ours comes after its packages
-            sys.path.append(str(_HERE.parents[2]))
-            from dtobs.integrations import auto
-        auto.saw(optimizer)
+        return action()
     except Exception as error:  # noqa: BLE001 - the host contract: said, and the command goes on
         _asked = False
         sys.stderr.write(f"dtobs: not recording this process: {type(error).__name__}: {error}\n")
+        return None
+
+
+def _ours(name: str) -> Any:
+    """A module of dtobs, also in another environment than that of ``dtobs run``."""
+    try:
+        return import_module(f"dtobs.{name}")
+    except ModuleNotFoundError:
+        sys.path.append(str(_HERE.parents[2]))  # ours comes after the packages of that environment
+        return import_module(f"dtobs.{name}")
 
 
 def _run_hidden() -> None:
@@ -89,5 +118,5 @@ def _run_hidden() -> None:
 
 
 if _asked:
-    sys.meta_path.insert(0, _WhenOptimizersAreThere())
+    sys.meta_path[:0] = [_WhenThere(_OPTIMIZERS, _tell_of_optimizers), _WhenThere(_GROUPS, _tell_of_groups)]
 _run_hidden()

@@ -5,22 +5,32 @@ from __future__ import annotations
 import pytest
 
 from dtobs.cli import main
+from dtobs.cli.drill import _choose
+from dtobs.drills.perform import known
 from dtobs.findings import CATALOGUE
 
 
 def test_list_names_every_fault_with_a_known_code(capsys):
     assert main(["drill", "--list"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["stopped", "rank-stopped"] in rows
-    assert ["flipped-bit", "replica-divergence"] in rows
-    assert {code for _, code in rows} <= set(CATALOGUE)
+    assert ["stopped", "rank-stopped", "ddp", "fsdp", "hsdp", "tp", "pp", "by-hand"] in rows
+    assert ["flipped-bit", "replica-divergence", "ddp", "hsdp", "by-hand"] in rows
+    assert {row[1] for row in rows} <= set(CATALOGUE)
+
+
+def test_quick_takes_each_fault_once_and_the_twins_of_its_layouts():
+    chosen = _choose(known(), [], None, quick=True)
+    faults = [(d.family, d.name) for d in chosen if d.name != "none"]
+    assert sorted(faults) == sorted({(d.family, d.name) for d in known() if d.name != "none"})
+    layouts = {(d.family, d.wrapper) for d in chosen}
+    assert {(d.family, d.wrapper) for d in chosen if d.name == "none"} == layouts
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["banana"], "there is no fault 'banana'; 'dtobs drill --list' names them"),
-        (["stopped", "--wrapper", "hsdp"], "none of these faults applies under the wrapper 'hsdp'"),
+        (["extra-call", "--wrapper", "hsdp"], "none of these faults applies under the wrapper 'hsdp'"),
     ],
 )
 def test_what_there_is_not(arguments, message, capsys):

@@ -1,0 +1,41 @@
+"""Circles of waiting: each rank blocked on the next one, the last on the first."""
+
+from __future__ import annotations
+
+from dtobs.detectors.hangs.absent import absent
+from dtobs.detectors.hangs.situation import Situation
+
+
+def circle(situation: Situation) -> list[int]:
+    """The ranks of the first circle, in its order; [] when there is none, or something else holds the run up."""
+    if not situation.stuck or situation.disagreed or situation.causes or absent(situation):
+        return []
+    return _circle({rank: situation.awaited(rank) for rank in situation.blocked})
+
+
+def unmatched(situation: Situation, rank: int) -> bool:
+    """Whether `rank` waits for another one in a send or receive of which its peer has not issued the other half."""
+    peer = situation.blocked[rank].peer
+    calls = situation.calls
+    return peer >= 0 and any(
+        calls.exchanged(rank, peer, mine, group) > calls.exchanged(peer, rank, other, group)
+        for mine, other in (("recv", "send"), ("send", "recv"))
+        for group in calls.exchange_groups(rank, peer)
+    )
+
+
+def _circle(waits_for: dict[int, list[int]]) -> list[int]:
+    finished: set[int] = set()
+    for start in sorted(waits_for):
+        path: list[int] = []
+        rank = start
+        while rank not in finished and rank in waits_for:
+            if rank in path:
+                return path[path.index(rank) :]
+            path.append(rank)
+            onward = [r for r in waits_for[rank] if r in waits_for and r not in finished]
+            if not onward:
+                break
+            rank = min(onward)
+        finished.update(path)
+    return []

@@ -1,0 +1,60 @@
+"""``p2p-unmatched``: a rank waits for a send or a receive whose other half its peer has not issued and cannot issue.
+
+Why it hurts: both ranks are inside communication, so neither looks at fault. The peer is blocked itself, on the rank
+that waits for it, directly or through others. The evidence is how many messages each of the two has issued for the
+other, and the lines that wait.
+
+What to do next: compare peers, order and number of sends and receives on the ranks named: one schedule and one number
+of micro-batches on all stages, ``batch_isend_irecv`` where both sides send first.
+"""
+
+from __future__ import annotations
+
+from dtobs.detectors.hangs.circle import circle, unmatched
+from dtobs.detectors.hangs.describe import Evidence, blocked_in, circle_evidence
+from dtobs.detectors.hangs.situation import Situation
+from dtobs.findings import Confidence, Finding
+
+_MAX_SHOWN = 4
+
+
+def find(situation: Situation) -> list[Finding]:
+    """The circle of waiting that a send or a receive without its other half closes."""
+    ranks = circle(situation)
+    alone = [rank for rank in ranks if unmatched(situation, rank)]
+    if not alone:
+        return []
+    first = ranks.index(alone[0])
+    ranks = ranks[first:] + ranks[:first]
+    waits = [
+        f"rank {rank} waits {blocked_in(situation, rank)} for rank {ranks[(n + 1) % len(ranks)]}"
+        for n, rank in enumerate(ranks[:_MAX_SHOWN])
+    ]
+    counts = _counts(situation, ranks[0], ranks[1 % len(ranks)])
+    more = f", and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
+    return [
+        Finding(
+            "p2p-unmatched",
+            f"{', while '.join(waits)}{more}; {counts['said']}",
+            tuple(ranks),
+            Confidence.CERTAIN,
+            step=int(situation.view.page(ranks[0])["step"]),
+            evidence=(counts, *circle_evidence(situation, ranks[:_MAX_SHOWN])),
+            since_ns=max(int(situation.view.page(rank)["wait_since_ns"]) for rank in ranks),
+        )
+    ]
+
+
+def _counts(situation: Situation, rank: int, peer: int) -> Evidence:
+    """How many messages the two have issued for each other, over all groups."""
+    calls = situation.calls
+
+    def total(one: int, other: int, op: str) -> int:
+        return sum(calls.exchanged(one, other, op, group) for group in calls.exchange_groups(rank, peer))
+
+    received, sent = total(rank, peer, "recv"), total(peer, rank, "send")
+    said = f"rank {rank} asked for {received} messages from rank {peer}, which sent {sent}"
+    if received <= sent:
+        sent, received = total(rank, peer, "send"), total(peer, rank, "recv")
+        said = f"rank {rank} sent {sent} messages to rank {peer}, which asked for {received}"
+    return {"what": "messages", "rank": rank, "peer": peer, "sent": sent, "received": received, "said": said}

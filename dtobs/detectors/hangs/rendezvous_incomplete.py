@@ -1,0 +1,99 @@
+"""``rendezvous-incomplete``: ranks wait in ``init_process_group`` for others that never come.
+
+Why it hurts: the job hangs before it has done anything, and the ranks that wait say nothing until their store's
+timeout of half an hour, and then not who was missing. The evidence: which ranks have started, which wait, since when
+and from which line, and whether the processes of the others live.
+
+What to do next: look at the ranks and hosts named. A rank that never started is a matter for its launcher; one that
+started and is not there yet is at another line; one whose process is gone has said why in its own log.
+"""
+
+from __future__ import annotations
+
+from dtobs.detectors.base import named
+from dtobs.detectors.hangs.describe import Evidence, seconds
+from dtobs.detectors.hangs.stall import DEFAULT_FLOOR_SECONDS
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.arrivals import Arrival, lives, read_arrivals, seconds_on_the_way, seconds_waited
+from dtobs.recording.view import RunView
+
+PATIENCE_FACTOR = 2.0
+"""How many hang timeouts ranks may be apart: hosts start at different speeds, and import from slow disks."""
+_MAX_SHOWN = 8
+
+
+def find(view: RunView) -> list[Finding]:
+    """One finding while the group is not there although a rank has waited for it beyond its patience."""
+    if any(process.alive and int(view.page(rank)["steps_done"]) for rank, process in view.processes.items()):
+        return []  # the group has been there for long
+    arrivals = read_arrivals(view.root)
+    waiting = {r: w for r, a in arrivals.items() if (w := seconds_waited(a)) is not None}
+    world = max((arrivals[rank].world_size for rank in waiting), default=0)
+    missing = tuple(sorted(set(range(world)) - set(waiting)))
+    if not missing or any(
+        arrivals[r].state == "met" for r in missing if r in arrivals and _of_now(arrivals, r)
+    ):
+        return []
+    longest = max(waiting.values())
+    patience = max(arrivals[rank].patience for rank in waiting) or DEFAULT_FLOOR_SECONDS
+    if longest <= PATIENCE_FACTOR * patience:
+        return []
+    return [_finding(arrivals, waiting, missing, longest)]
+
+
+def _of_now(arrivals: dict[int, Arrival], rank: int) -> bool:
+    """Whether what a rank left is of this start of the job, not of one before in the same directory."""
+    return lives(arrivals[rank]) is not False
+
+
+def _finding(
+    arrivals: dict[int, Arrival], waiting: dict[int, float], missing: tuple[int, ...], longest: float
+) -> Finding:
+    there = tuple(sorted(waiting))
+    world = arrivals[there[0]].world_size
+    errors = {arrivals[rank].error for rank in there} - {""}
+    verb = "has" if len(there) == 1 else "have"
+    site = arrivals[there[0]].site
+    return Finding(
+        "rendezvous-incomplete",
+        f"{named(missing)} of {world} {'is' if len(missing) == 1 else 'are'} missing at the rendezvous: "
+        f"{_where(arrivals, missing)}, while {named(there, 4)} {verb} waited {seconds(longest)} in init_process_group"
+        f"{f' at {site}' if site else ''}{f' and gave up ({min(errors)})' if errors else ''}",
+        missing,
+        Confidence.CERTAIN if all(rank in arrivals for rank in missing) else Confidence.LIKELY,
+        evidence=(
+            *(_evidence(rank, arrivals.get(rank)) for rank in missing[:_MAX_SHOWN]),
+            *(_evidence(rank, arrivals[rank], waiting[rank]) for rank in there[:_MAX_SHOWN]),
+        ),
+    )
+
+
+def _where(arrivals: dict[int, Arrival], missing: tuple[int, ...]) -> str:
+    """What is known of the missing ranks, those with the same fate together."""
+    fates: dict[str, list[int]] = {}
+    for rank in missing:
+        fates.setdefault(_fate(arrivals, rank), []).append(rank)
+    if len(fates) == 1:
+        return next(iter(fates))
+    return "; ".join(f"{named(tuple(ranks), 4)}: {fate}" for fate, ranks in fates.items())
+
+
+def _fate(arrivals: dict[int, Arrival], rank: int) -> str:
+    arrival = arrivals.get(rank)
+    if arrival is None:
+        hosts = sorted({a.host for a in arrivals.values()})
+        return f"no process of it has started where {', '.join(hosts[:4])} can see it"
+    place = f"process {arrival.pid} on {arrival.host}"
+    alive = lives(arrival)
+    if alive is False:
+        before = "before it called init_process_group" if arrival.state == "started" else "meanwhile"
+        return f"{place} ended {before}"
+    return f"{place} started and has not called init_process_group for {seconds(seconds_on_the_way(arrival))}"
+
+
+def _evidence(rank: int, arrival: Arrival | None, waited: float | None = None) -> Evidence:
+    if arrival is None:
+        return {"what": "rendezvous", "rank": rank, "state": "never started"}
+    said: Evidence = {"what": "rendezvous", "rank": rank, "state": arrival.state}
+    said |= {"host": arrival.host, "pid": arrival.pid, "site": arrival.site, "error": arrival.error}
+    return said | ({"seconds": round(waited, 1)} if waited is not None else {})

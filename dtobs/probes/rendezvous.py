@@ -1,0 +1,82 @@
+"""The way into the process group: who has started, who waits in ``init_process_group``, who has met.
+
+`around` is what runs in place of it; used by a session that is attached before the group is there, and by
+``dtobs run`` before any session is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dtobs.probes.base import Context, Probe
+from dtobs.probes.patches import Patches
+from dtobs.recording.arrivals import Arrival, arrive, become, write_arrival
+from dtobs.recording.page import INDEX
+from dtobs.recording.rundir import RunDirectory
+
+
+class Rendezvous(Probe):
+    """Replaces ``torch.distributed.init_process_group`` while there is no group yet."""
+
+    name = "rendezvous"
+    about_model = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patches = Patches()
+
+    def install(self, context: Context) -> None:
+        if context.world_size == 1 or dist.is_initialized():
+            return
+        recorder = context.recorder
+        patience = recorder.page.ints[INDEX["hang_timeout_ns"]] / 1e9
+        arrival = arrive(context.rank, context.world_size, recorder.attempt, patience)
+        write_arrival(recorder.run_dir, arrival)
+        self._patches.replace(dist, "init_process_group", around(recorder.run_dir, lambda: arrival))
+
+    def remove(self) -> None:
+        self._patches.undo()
+
+
+def around(
+    run: RunDirectory, who: Callable[[], Arrival]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes ``init_process_group`` tell of itself in `run`; `who` is asked when it is called."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            waiting = become(who(), "waiting", site=_caller())
+            write_arrival(run, waiting)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                failed = become(waiting, "failed", error=said)
+                write_arrival(run, _timed(waiting, failed))
+                raise
+            write_arrival(run, _timed(waiting, become(waiting, "met")))
+            return result
+
+        init_process_group.__doc__ = original.__doc__
+        return init_process_group
+
+    return make
+
+
+def _timed(waiting: Arrival, after: Arrival) -> Arrival:
+    return become(after, after.state, waited=max(0.0, after.since - waiting.since))
+
+
+def _caller() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    ours = Path(__file__).resolve().parents[1]
+    own = (str(Path(dist.__file__).parents[1]), str(ours / "probes"), str(ours / "integrations"))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"

@@ -1,0 +1,141 @@
+"""Who has come to the rendezvous: one small file a rank, from before there is a process group until it is there.
+
+File ``rendezvous/<attempt>/<5-digit rank>.json``. Written at two or three instants of a job's start, so it is plain
+JSON; it is all that is known of a job that never gets as far as its first collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dtobs.errors import RecordingDisabled, TargetError
+from dtobs.recording.process import read_process, start_ticks
+from dtobs.recording.rundir import RunDirectory, read_json, write_json
+
+State = Literal["started", "waiting", "met", "failed"]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One rank on its way. Times are UTC seconds.
+
+    `state`: "started" (the process runs and has not asked for the group), "waiting" (inside ``init_process_group``),
+    "met", or "failed" (it raised `error`). `site` is the user's line that asked. `patience` is the hang timeout that
+    the rank was given, 0 for none.
+    """
+
+    rank: int
+    world_size: int
+    attempt: int = 0
+    state: State = "started"
+    host: str = ""
+    pid: int = 0
+    ticks: int = 0
+    boot_id: str = ""
+    began: float = 0.0
+    since: float = 0.0  #: in `state` since
+    waited: float = 0.0  #: seconds inside init_process_group, once that is over
+    site: str = ""
+    error: str = ""
+    patience: float = 0.0
+
+
+def arrive(rank: int, world_size: int, attempt: int, patience: float = 0.0) -> Arrival:
+    """This process, on its way."""
+    now = time.time()
+    return Arrival(
+        rank,
+        world_size,
+        attempt,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        ticks=start_ticks(os.getpid()),
+        boot_id=_boot_id(),
+        began=now,
+        since=now,
+        patience=patience,
+    )
+
+
+def write_arrival(run: RunDirectory, arrival: Arrival) -> None:
+    """Replace this rank's file. What cannot be written is left out: a job starts without it as well."""
+    with contextlib.suppress(RecordingDisabled, OSError):
+        write_json(_folder(run.root) / str(arrival.attempt) / f"{arrival.rank:05d}.json", asdict(arrival))
+
+
+def read_arrivals(root: Path) -> dict[int, Arrival]:
+    """The ranks of the newest attempt by number; {} where none was recorded. Damaged files are left out."""
+    attempts = sorted(int(p.name) for p in _listed(_folder(root)) if p.name.isdigit())
+    if not attempts:
+        return {}
+    found = {}
+    for path in _listed(_folder(root) / str(attempts[-1])):
+        if not re.fullmatch(r"\d{5,9}\.json", path.name):
+            continue
+        with contextlib.suppress(TargetError, TypeError, ValueError, KeyError):
+            arrival = _decode(read_json(path))
+            found[arrival.rank] = arrival
+    return found
+
+
+def lives(arrival: Arrival) -> bool | None:
+    """Whether its process is alive; None when it ran on a host that we cannot look at."""
+    if arrival.boot_id != _boot_id():
+        return None
+    return read_process(arrival.pid, arrival.ticks).alive
+
+
+def seconds_waited(arrival: Arrival) -> float | None:
+    """Seconds in ``init_process_group`` without a group; None for one that is not there, or whose end is unknown."""
+    if arrival.state == "failed":
+        return arrival.waited
+    if arrival.state != "waiting" or lives(arrival) is False:
+        return None
+    return max(0.0, time.time() - arrival.since)
+
+
+def seconds_on_the_way(arrival: Arrival) -> float:
+    """Seconds since its process was first seen."""
+    return max(0.0, time.time() - arrival.began)
+
+
+def become(arrival: Arrival, state: State, **changes: Any) -> Arrival:
+    """The same rank a moment later."""
+    return replace(arrival, state=state, since=time.time(), **changes)
+
+
+def _decode(value: dict[str, Any]) -> Arrival:
+    """Raises KeyError, TypeError or ValueError when `value` is not one of ours."""
+    kinds = {name: type(getattr(_EXAMPLE, name)) for name in Arrival.__dataclass_fields__}
+    given = {name: kind(value[name]) for name, kind in kinds.items()}
+    if given["state"] not in ("started", "waiting", "met", "failed") or given["rank"] < 0:
+        raise ValueError(f"no arrival: {given['state']!r} of rank {given['rank']}")
+    return Arrival(**given)
+
+
+_EXAMPLE = Arrival(0, 1)
+
+
+def _folder(root: Path) -> Path:
+    return root / "rendezvous"
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,72 @@
+"""The way into the process group of a rank below ``dtobs run``, written down before any session is there.
+
+No torch is imported here before the rank itself asks for its group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtobs.recording.arrivals import Arrival, arrive, write_arrival
+from dtobs.recording.rundir import RunDirectory
+
+_SEEN = "DTOBS_ARRIVED"
+"""Set in a rank: what it starts is not the rank, though it inherits the rank's variables."""
+
+
+def started() -> None:
+    """This process has begun to import torch; where it is a rank, that is a first sign of it."""
+    values = os.environ
+    if (
+        values.get(_SEEN)
+        or not values.get("RANK", "").isdigit()
+        or not values.get("WORLD_SIZE", "").isdigit()
+    ):
+        return
+    if int(values["WORLD_SIZE"]) > 1:
+        values[_SEEN] = str(os.getpid())
+        _write(int(values["RANK"]), int(values["WORLD_SIZE"]))
+
+
+def around(original: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What to call in place of ``init_process_group``; None to call that itself, because this is no rank of several."""
+    if os.environ.get(_SEEN, str(os.getpid())) != str(os.getpid()):
+        return None  # a child of a rank makes a group of its own
+    rank, world = (_number(kwargs, name) for name in ("rank", "world_size"))
+    if rank < 0 or world <= 1:
+        return None
+    from dtobs.probes.rendezvous import around as watched
+
+    arrival = _write(rank, world)
+    return watched(_run(), lambda: arrival)(original)
+
+
+def _write(rank: int, world: int) -> Arrival:
+    timeout = os.environ.get("DTOBS_HANG_TIMEOUT")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    arrival = arrive(
+        rank, world, int(attempt) if attempt.isdigit() else 0, float(timeout) if timeout else 0.0
+    )
+    run = _run()
+    if not run.run_json.exists():
+        run.write_run({"name": os.environ.get("DTOBS_RUN_NAME", "run"), "world_size": world})
+    write_arrival(run, arrival)
+    return arrival
+
+
+def _run() -> RunDirectory:
+    run = RunDirectory(Path(os.environ["DTOBS_RUN_DIR"]))
+    run.create()
+    return run
+
+
+def _number(kwargs: Mapping[str, Any], name: str) -> int:
+    """As ``init_process_group`` finds it: its argument, else the variable of the launcher; -1 for neither."""
+    given = kwargs.get(name, -1)
+    if isinstance(given, int) and given >= 0:
+        return given
+    text = os.environ.get(name.upper(), "")
+    return int(text) if text.isdigit() else -1
