@@ -16,6 +16,7 @@ class Progress:
         self._steps = steps
         self._peak_flops = peak_flops
         self._step = 0
+        self._first_step = 0
         self._values: dict[str, float] = {}
         self._began = time.perf_counter()
         self._line_at = self._began
@@ -39,6 +40,7 @@ class Progress:
         """A step begins."""
         if self._line_step is None:
             self._line_step, self._line_at, self._aside = step - 1, time.perf_counter(), 0.0
+            self._first_step = step
         self._step = step
 
     def batch(self, **tensors: Tensor) -> None:
@@ -82,7 +84,9 @@ class Progress:
     def summary(self) -> str:
         """One line about the whole run, for its end."""
         seconds = time.perf_counter() - self._began
-        text = f"{self._step} steps, {self._tokens:,.0f} tokens in {seconds:.0f} s"
+        steps = self._step - self._first_step + 1 if self._first_step else 0
+        after = f" after step {self._first_step - 1}" if self._first_step > 1 else ""
+        text = f"{steps} steps{after}, {self._tokens:,.0f} tokens in {seconds:.0f} s"
         if self._first_validation is not None:
             first, last = self._first_validation, self._values["validation_loss"]
             text += (

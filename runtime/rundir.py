@@ -6,8 +6,9 @@
         config.json                           the settings as they were understood
         launch/                               which launchers work in it
 
-Rank 0 chooses it and tells the others through the rendezvous store. A launcher that restarts its workers finds the
-directory it used before by its identity (host, process id, start time), whichever of its processes is rank 0 now.
+Rank 0 chooses it and tells the others through the rendezvous store. After a restart a launcher knows the directory it
+used before by its identity (host, process id, start time). Any of the launchers may be gone and another one new, so
+each says what it knows before rank 0 chooses.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,40 +28,67 @@ from runtime.world import World
 _KEY = "run_dir"
 
 
-def agree(config: Config, world: World) -> Path:
-    """The run directory of this run, absolute; made by rank 0. Every rank must call it; no collective.
+@dataclass(frozen=True)
+class Agreed:
+    """The run directory, absolute, and whether this is a restart: a launcher of this job has worked in it before."""
+
+    path: Path
+    restarted: bool
+
+
+def agree(config: Config, world: World) -> Agreed:
+    """The run directory of this run; made by rank 0. Every rank must call it; no collective.
 
     Raises UsageError, on every rank, where it cannot be made.
     """
+    identity = launcher_identity(os.environ)
+    if identity is not None and world.place.local_rank == 0:
+        world.store.set(_known_key(os.environ["GROUP_RANK"]), str(_known(config, identity) or ""))
     if world.place.rank == 0:
         try:
-            run_dir = _choose(config, os.environ)
-            world.store.set(_KEY, str(run_dir))
+            known = _known_to_anybody(world) if identity is not None else None
+            run_dir = known or _make(config)
+            world.store.set(_KEY, json.dumps({"path": str(run_dir), "restarted": known is not None}))
         except OSError as error:
             text = f"cannot make the run directory {error.filename}: {error.strerror}"
-            world.store.set(_KEY, f"!{text}")
+            world.store.set(_KEY, json.dumps({"error": text}))
             raise UsageError(text) from error
-    answer = world.store.get(_KEY).decode()
-    if answer.startswith("!"):
-        raise UsageError(answer[1:])
-    run_dir = Path(answer)
+    answer = json.loads(world.store.get(_KEY))
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    run_dir = Path(answer["path"])
     private_folder(run_dir / "ranks" / f"{world.place.rank:05d}")
-    identity = launcher_identity(os.environ)
     if identity is not None:
         private_folder(run_dir / "launch")
         (run_dir / "launch" / identity).touch(mode=0o600)
-    return run_dir
+    return Agreed(run_dir, answer["restarted"])
 
 
-def _choose(config: Config, environment: Mapping[str, str]) -> Path:
-    root = Path(config.run.root).expanduser().absolute()
-    identity = launcher_identity(environment)
+def _known_key(node: str | int) -> str:
+    return f"{_KEY}/known/{node}"
+
+
+def _known(config: Config, identity: str) -> Path | None:
+    """Where the workers of this launcher have been before; None for its first ones."""
     if config.run.run_dir:
         run_dir = Path(config.run.run_dir).expanduser().absolute()
-    elif identity is not None and (known := sorted(root.glob(f"*/launch/{identity}"))):
-        return known[-1].parent.parent
+        return run_dir if (run_dir / "launch" / identity).exists() else None
+    known = sorted(Path(config.run.root).expanduser().absolute().glob(f"*/launch/{identity}"))
+    return known[-1].parent.parent if known else None
+
+
+def _known_to_anybody(world: World) -> Path | None:
+    """On rank 0: the newest directory that the launcher of any node has worked in."""
+    nodes = range(int(os.environ["GROUP_WORLD_SIZE"]))
+    known = [path for node in nodes if (path := world.store.get(_known_key(node)).decode())]
+    return Path(max(known)) if known else None
+
+
+def _make(config: Config) -> Path:
+    if config.run.run_dir:
+        run_dir = Path(config.run.run_dir).expanduser().absolute()
     else:
-        run_dir = _new(root, config.run.name)
+        run_dir = _new(Path(config.run.root).expanduser().absolute(), config.run.name)
     for folder in (run_dir, run_dir / "ranks", run_dir / "checkpoints"):
         private_folder(folder)
     write_private(run_dir / "config.json", json.dumps(config.as_dict(), indent=1))

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from runtime import flags, float8, loop, mesh, phases, pretrained, resume, rundir, world
+from runtime import elastic, flags, float8, loop, mesh, phases, pretrained, resume, rundir, world
 from runtime import trainer as trainers
 from runtime.config import Config
 from runtime.data.tokens import TokenFiles, prepare
@@ -84,6 +84,7 @@ class Run:
         self.output: RankOutput | None = None
         self.observers = ExitStack()  # closed first, while the process group is there
         self.last_words = ""
+        self.setback: Callable[[int], str] = lambda _: ""  # what a restart cost, where dtobs recorded it
         self.told: BaseException | None = None
 
     def execute(self) -> int:
@@ -133,8 +134,12 @@ class Run:
 
     def _train(self) -> None:
         self.world = world.join(self.config, self.place, self.device)
-        run_dir = rundir.agree(self.config, self.world)
+        agreed = rundir.agree(self.config, self.world)
+        run_dir, asked = agreed.path, self.config
         self._redirect(run_dir)
+        self.config = elastic.settle(
+            asked, self.layout, self.world, run_dir / "checkpoints", restarted=agreed.restarted
+        )
         device_mesh = mesh.build(self.layout, self.device.type)
         watch = self._observe(run_dir, device_mesh)
         progress = Progress(_print, steps=self.config.run.steps, peak_flops=self._peak_flops())
@@ -150,7 +155,8 @@ class Run:
         if watch is not None:
             watch(trainer)
         if self.place.rank == 0:
-            self._start_lines(trainer, tokens, run_dir, note)
+            batch = elastic.batch_note(asked, self.config, self.layout)
+            self._start_lines(trainer, tokens, run_dir, [note, batch, self.setback(trainer.step)])
         loop.train(trainer)
         if self.place.rank == 0:
             self.last_words = _closing_lines(progress, run_dir)
@@ -195,6 +201,7 @@ class Run:
         )
         self.observers.callback(session.close)
         self.observers.callback(integration.observe(session, phases))
+        self.setback = lambda step: integration.setback(session, step)
         # What runtime.seeds promises, so that a rank that breaks it is found.
         session.policy(equal={"seed": self.config.run.seed}, generators="differ")
         return lambda trainer: watch(session, trainer)
@@ -216,7 +223,7 @@ class Run:
             return self.config.run.peak_flops
         return counts.peak_flops(torch.cuda.get_device_name(self.device), self.config.precision.compute)
 
-    def _start_lines(self, trainer: Trainer, tokens: TokenFiles, run_dir: Path, note: str) -> None:
+    def _start_lines(self, trainer: Trainer, tokens: TokenFiles, run_dir: Path, notes: list[str]) -> None:
         total = counts.parameters(self.config.model).total
         _print(
             f"{total / 1e6:.1f}M parameters, {self.layout} on {self.device.type}, {self.config.precision.compute},"
@@ -229,8 +236,10 @@ class Run:
             )
         if trainer.model.linear_layers:
             _print(float8.summary(trainer.model.linear_layers))
-        if note:
+        for note in filter(None, notes):
             _print(note)
+        for text in elastic.warnings(os.environ, self.config):
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _say_once(self, text: str) -> None:
         """Write one line to standard error, from the first rank that has this very line to say.

@@ -10,9 +10,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtobs.errors import DtobsError
+from dtobs.recording import attempts
+from dtobs.recording.attempts import Clock
+from dtobs.recording.view import boot_id
 from dtobs.session.session import LiveSession, Session
 
 if TYPE_CHECKING:
@@ -64,6 +69,24 @@ def observe(session: Session, phases: Phases) -> Callable[[], None]:
     undo = phases.listen(Bridge(session))
     session.on_close(undo)
     return undo
+
+
+def setback(session: Session, step: int) -> str:
+    """What it costs to go on after `step`, by what earlier attempts recorded in this run; "" where none did."""
+    if not isinstance(session, LiveSession) or not session.active or not session.attempt:
+        return ""
+    now_ns = time.monotonic_ns()
+    clock = Clock(boot_id(), time.time_ns() - now_ns)
+    try:
+        cost = attempts.setback(
+            attempts.earlier_attempts(session.run_dir, session.attempt, clock), step, now_ns
+        )
+    except (DtobsError, OSError):  # an unreadable recording costs a line on the console, not the training
+        return ""
+    if cost is None:
+        return ""
+    again = f"{cost.steps} step{'' if cost.steps == 1 else 's'} to do again"
+    return f"restart {session.attempt}: {again}, {cost.seconds:.1f} s since the last step ended"
 
 
 def _nothing() -> None:

@@ -116,6 +116,11 @@ class LiveSession(Session):
         """The rank within its node."""
         return self._who.local_rank
 
+    @property
+    def attempt(self) -> int:
+        """How often the job has been started in this run directory before."""
+        return self._who.attempt
+
     def start_monitor(self) -> None:
         """Start the node's monitor. Raises OSError."""
         self._monitor = MonitorProcess(self._recorder.run_dir, self._who.node)

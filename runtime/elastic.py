@@ -1,0 +1,112 @@
+"""Going on after a restart, with fewer ranks or with more: what this attempt does differently from what was asked.
+
+torchrun starts all workers again when one is lost, when a node is gone and when one joins. The new attempt goes on
+from the newest checkpoint of the run directory, and takes as many samples a step as the run did before: each rank
+does more or fewer micro-batches. The order of samples does not depend on the ranks, so the training is the same one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from runtime import manifest as manifests
+from runtime import mesh
+from runtime.config import Config
+from runtime.errors import CheckpointError, LayoutError
+from runtime.manifest import Manifest
+from runtime.mesh import Layout
+from runtime.world import World
+
+_KEY = "elastic/global_batch"
+
+
+def settle(config: Config, layout: Layout, world: World, checkpoints: Path, *, restarted: bool) -> Config:
+    """The settings to train with. Every rank must call it; no collective.
+
+    After a restart the run resumes by itself. A resumed run keeps the checkpoint's global batch, unless
+    --data.global_batch asks for one. Raises LayoutError, on every rank, where these ranks cannot share it.
+    """
+    if restarted:
+        config = _resuming(config, checkpoints)
+    if not config.checkpoint.resume or config.data.global_batch:
+        return config
+    if world.place.rank == 0:
+        world.store.set(_KEY, json.dumps(_saved_global_batch(checkpoints, config.checkpoint.resume)))
+    samples = int(json.loads(world.store.get(_KEY)))
+    if not samples:
+        return config
+    config = keep_global_batch(config, layout, samples)
+    mesh.resolve(config, layout.world)  # a pipeline wants a certain number of micro-batches
+    return config
+
+
+def _resuming(config: Config, checkpoints: Path) -> Config:
+    """After a restart: from what the run saved itself, else from what it was started with."""
+    asked = config.checkpoint.resume
+    resume = "auto" if not asked or manifests.complete(checkpoints) else asked
+    return replace(config, checkpoint=replace(config.checkpoint, resume=resume))
+
+
+def _saved_global_batch(checkpoints: Path, asked: str) -> int:
+    """Samples a step of the training that is to be resumed; 0 where there is no readable checkpoint."""
+    folders = manifests.complete(checkpoints) if asked == "auto" else [Path(asked).expanduser()]
+    for folder in folders:
+        try:
+            return global_batch(manifests.read(folder))
+        except CheckpointError:
+            continue  # whoever loads it will say so
+    return 0
+
+
+def global_batch(manifest: Manifest) -> int:
+    """Samples a step over all ranks of the training that wrote a checkpoint."""
+    data, layout = manifest.config["data"], Layout(**manifest.layout)
+    return int(data["global_batch"] or data["batch"] * data["accumulate"] * layout.data)
+
+
+def keep_global_batch(config: Config, layout: Layout, samples: int) -> Config:
+    """`config` with `samples` a step on this layout, by the largest micro-batch up to --data.batch that divides.
+
+    Raises LayoutError where the data ranks cannot share them.
+    """
+    if samples % layout.data:
+        works = [n for n in range(1, samples + 1) if samples % n == 0]
+        raise LayoutError(
+            f"{layout.data} data ranks cannot share the checkpoint's global batch of {samples} samples: use"
+            f" {', '.join(map(str, works))} of them, or choose another with --data.global_batch"
+        )
+    share = samples // layout.data
+    batch = next(size for size in range(min(config.data.batch, share), 0, -1) if share % size == 0)
+    return replace(config, data=replace(config.data, batch=batch, global_batch=samples))
+
+
+def batch_note(asked: Config, settled: Config, layout: Layout) -> str:
+    """A line where each rank does something else than the flags say, "" where it does not."""
+    before = asked.data.batch, mesh.micro_batches(asked, layout)
+    batch, count = settled.data.batch, mesh.micro_batches(settled, layout)
+    if (batch, count) == before:
+        return ""
+    ranks = f"each of {layout.data} data ranks" if layout.data > 1 else "the one data rank"
+    return (
+        f"global batch of {settled.data.global_batch} samples kept: micro-batches of {batch}, {count} a step, on"
+        f" {ranks} (asked: {before[0]}, {before[1]} a step)"
+    )
+
+
+def warnings(environment: Mapping[str, str], config: Config) -> list[str]:
+    """What would go wrong in a restart by torchrun, one line each; nothing where it does not restart."""
+    limit = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
+    if not limit.isdigit() or int(limit) == 0:
+        return []
+    found = []
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        found.append(
+            "a restart may hang or fail, because torchrun hands the store of the last attempt to the next;"
+            " start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
+        )
+    if not config.checkpoint.every:
+        found.append("a restart begins at step 1 again: nothing is saved without --checkpoint.every")
+    return found
