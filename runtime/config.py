@@ -136,6 +136,12 @@ class DataConfig(Section):
         4_000_000, "limit of text read for the default corpus", unit="bytes", least=1000
     )
     cache: str = option("", "folder of prepared corpora; empty: the user's cache folder")
+    prefetch: int | None = option(
+        None,
+        "micro-batches that a thread reads ahead; empty: 1 on CUDA, else 0",
+        unit="micro-batches",
+        least=0,
+    )
     validate_every: int = option(20, "validate every N steps; 0: never", unit="steps", least=0)
     validate_batches: int = option(4, "micro-batches a rank and validation", least=1)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from runtime.data.ahead import ReadAhead
 from runtime.data.tokens import Tokens
 from runtime.errors import DataError
 
@@ -37,8 +38,9 @@ def epoch_order(samples: int, seed: int, epoch: int) -> Indices:
 class ShardedLoader:
     """Micro-batches for one of `data_ranks` ranks.
 
-    `position` (samples consumed by all ranks together) is the whole state; set it to resume. With `positions_T` a rank
-    gets these positions of each sample only (context parallelism).
+    `position` (samples consumed by all ranks together) is the whole state; set it to resume or to rewind. With
+    `positions_T` a rank gets these positions of each sample only (context parallelism). A thread reads up to `ahead`
+    micro-batches before they are asked for; they count as consumed when they are.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ShardedLoader:
         data_ranks: int = 1,
         device: torch.device | None = None,
         positions_T: Tensor | None = None,
+        ahead: int = 0,
     ) -> None:
         if not 0 <= data_rank < data_ranks:
             raise ValueError(f"data rank {data_rank} is not one of {data_ranks}")
@@ -68,15 +71,23 @@ class ShardedLoader:
         self.device = device or torch.device("cpu")
         self._positions_T = positions_T
         self._orders: dict[int, Indices] = {}
+        self._stride = batch * data_ranks
+        self._prepared = ReadAhead(self._prepare, self._stride, ahead).take if ahead else self._prepare
 
     def next(self) -> Batch:
         """This rank's next micro-batch; every data rank must call it equally often."""
-        first = self.position + self._data_rank * self._batch
-        ids = np.arange(first, first + self._batch, dtype=np.int64)
-        self.position += self._batch * self._data_ranks
-        return self._read(ids)
+        batch = self._prepared(self.position)
+        self.position += self._stride
+        if self.device.type != "cuda":
+            return batch
+        # From pinned memory, so that the copy overlaps with what the device computes.
+        inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
+        return Batch(inputs_BT, batch.targets_BT.to(self.device, non_blocking=True), batch.sample_ids_B)
 
-    def _read(self, ids: Indices) -> Batch:
+    def _prepare(self, position: int) -> Batch:
+        """This rank's micro-batch at `position`, in host memory."""
+        first = position + self._data_rank * self._batch
+        ids = np.arange(first, first + self._batch, dtype=np.int64)
         windows = np.empty((len(ids), self._sequence + 1), dtype=np.int64)
         for row, (epoch, place) in enumerate(zip(*np.divmod(ids, self.samples), strict=True)):
             sample = int(self._order(int(epoch))[place])
@@ -86,13 +97,14 @@ class ShardedLoader:
         inputs_BT, targets_BT = tokens[:, :-1], tokens[:, 1:]
         if self._positions_T is not None:
             inputs_BT, targets_BT = inputs_BT[:, self._positions_T], targets_BT[:, self._positions_T]
-        return Batch(self._place(inputs_BT), self._place(targets_BT), sample_ids)
+        return Batch(self._pinned(inputs_BT), self._pinned(targets_BT), sample_ids)
 
-    def _place(self, tokens_BT: Tensor) -> Tensor:
+    def _pinned(self, tokens_BT: Tensor) -> Tensor:
         tokens_BT = tokens_BT.contiguous()
-        if self.device.type == "cuda":
-            return tokens_BT.pin_memory().to(self.device, non_blocking=True)
-        return tokens_BT
+        if self.device.type != "cuda":
+            return tokens_BT
+        with torch.cuda.device(self.device):  # a thread starts out on the first device
+            return tokens_BT.pin_memory()
 
     def _order(self, epoch: int) -> Indices:
         if epoch not in self._orders:
