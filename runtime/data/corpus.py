@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +113,8 @@ def from_path(path: Path) -> Corpus:
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if _looks_like_text(p, base))
     if not files:
         raise DataError(f"--data.path {path} holds no text files")
+    if not any(file.stat().st_size for file in files):
+        raise DataError(f"--data.path {path} is empty")
     return Corpus(path.name, tuple(files), base, _fingerprint(files, base))
 
 
@@ -139,9 +141,20 @@ def _read(path: Path, piece: int) -> Iterator[str]:
         else:
             yield from _read_text(path, piece)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start})") from error
+        raise DataError(f"{path} is not UTF-8 text{_place_of_bad_text(path)}") from error
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _place_of_bad_text(path: Path) -> str:
+    """The first line that is not UTF-8; a decoder of a stream only knows its place in a buffer."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f" (line {number}, byte {error.start + 1} of it)"
+    return ""
 
 
 def _read_text(path: Path, piece: int) -> Iterator[str]:
@@ -163,22 +176,48 @@ def _read_jsonl(path: Path) -> Iterator[str]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                text = json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise DataError(f'{path}, line {number}: expected a JSON object with "text"') from error
-            if not isinstance(text, str):
-                raise DataError(f'{path}, line {number}: "text" is {type(text).__name__}, not a string')
-            yield text
+            yield _text_of(line, f"{path}, line {number}")
+
+
+def _text_of(line: str, where: str) -> str:
+    """The "text" of one line of JSON. Raises DataError."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{where}: not JSON ({reason}); .jsonl is one JSON object a line") from error
+    if not isinstance(value, dict) or "text" not in value:
+        what = f"an object with {_names(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
+        raise DataError(f'{where}: expected a JSON object with "text", found {what}')
+    text = value["text"]
+    if not isinstance(text, str):
+        raise DataError(f'{where}: "text" is {type(text).__name__}, not a string')
+    return text
+
+
+def _names(names: Iterable[str]) -> str:
+    """A few names for an error's line."""
+    listed = list(names)
+    return ", ".join(map(repr, listed[:5])) + (", ..." if len(listed) > 5 else "") if listed else "nothing"
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
     try:
+        import pyarrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise DataError(f"reading {path} needs pyarrow: pip install pyarrow") from error
-    file = parquet.ParquetFile(path)
-    if "text" not in file.schema_arrow.names:
-        raise DataError(f'{path} has no column "text"; it has {", ".join(file.schema_arrow.names)}')
-    for rows in file.iter_batches(columns=["text"]):
-        yield from (text or "" for text in rows.column(0).to_pylist())
+        raise DataError(f"reading {path} needs pyarrow: pip install 'dtobs[parquet]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if "text" not in schema.names:
+                raise DataError(f'{path} has no column "text"; it has {_names(schema.names)}')
+            kind = schema.field("text").type
+            for rows in file.iter_batches(columns=["text"]):
+                for text in rows.column(0).to_pylist():
+                    if not isinstance(text, str | None):
+                        raise DataError(f'the column "text" of {path} is {kind}, not text')
+                    yield text or ""
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{path} is not a Parquet file that can be read: {reason}") from error

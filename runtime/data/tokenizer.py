@@ -45,9 +45,18 @@ def read(path: Path) -> Tokenizer:
     if not file.is_file():
         raise DataError(f"--data.tokenizer {path} holds no tokenizer.json")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
+        # Settings that some are shipped with; they would cut documents, or fill them up.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     except Exception as error:  # the tokenizers library raises bare Exception for any bad file
         raise DataError(f"{file} is not a tokenizer: {error}") from error
+
+
+def vocabulary(tokenizer: Tokenizer) -> int:
+    """Rows that an embedding needs: the highest number a token has, and one. Numbers may have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def vocabulary_digest(folder: Path) -> str:

@@ -8,11 +8,12 @@ folder is also what `--data.path` accepts as pre-tokenised data.
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +28,7 @@ from tokenizers import Tokenizer
 from runtime.config import Config
 from runtime.data import tokenizer as tokenizers_
 from runtime.data.corpus import Corpus, Document, from_path, standard_library
+from runtime.data.numbers import is_numbers, split
 from runtime.errors import DataError
 
 FORMAT = "runtime.tokens/1"
@@ -57,17 +59,22 @@ def prepare(config: Config) -> TokenFiles:
         files = open_folder(path)
     else:
         corpus = from_path(path) if path is not None else standard_library(data.corpus_bytes)
-        recipe = f"{FORMAT}|{corpus.fingerprint}|{config.model.vocabulary}|{_tokenizer_key(data.tokenizer)}"
-        key = xxhash.xxh3_64_hexdigest(recipe.encode())
+        numbers = path is not None and is_numbers(path)
+        made = "numbers" if numbers else f"{config.model.vocabulary}|{_tokenizer_key(data.tokenizer)}"
+        key = xxhash.xxh3_64_hexdigest(f"{FORMAT}|{corpus.fingerprint}|{made}".encode())
         folder = cache_folder(data.cache) / key
         with _lock(folder.with_suffix(".lock")):
             if not (folder / "index.json").is_file():
-                _build(folder, corpus, data.tokenizer, config.model.vocabulary)
+                if numbers:
+                    write = functools.partial(split, corpus.files[0])
+                else:
+                    write = functools.partial(_tokenise, corpus, data.tokenizer, config.model.vocabulary)
+                _build(folder, corpus.title, write)
         files = open_folder(folder)
     if files.vocabulary > config.model.vocabulary:
         raise DataError(
-            f"the tokenizer has {files.vocabulary} tokens and --model.vocabulary is {config.model.vocabulary};"
-            f" it must be at least {files.vocabulary}"
+            f"the tokens of {files.title} go up to {files.vocabulary - 1} and --model.vocabulary is"
+            f" {config.model.vocabulary}; it must be at least {files.vocabulary}"
         )
     if len(files.training) <= data.sequence:
         raise DataError(
@@ -142,29 +149,11 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, corpus: Corpus, tokenizer_path: str, vocabulary: int) -> None:
-    """Write a tokens folder beside `folder`, then rename it into place."""
-    if tokenizer_path:
-        tokenizer = tokenizers_.read(Path(tokenizer_path).expanduser())
-    else:
-        tokenizer = tokenizers_.train(
-            (document.text for document in corpus.documents() if not document.held_out), vocabulary
-        )
-    size = tokenizer.get_vocab_size()
-    kind = np.dtype("<u2") if size <= 2**16 else np.dtype("<u4")
+def _build(folder: Path, title: str, write: Callable[[Path], dict[str, Any]]) -> None:
+    """Make a tokens folder beside `folder`, then rename it into place. `write` makes the streams and says of them."""
     building = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
-        tokenizer.save(str(building / "tokenizer.json"))
-        lengths, digest = _encode(building, corpus, tokenizer, kind)
-        index = {
-            "format": FORMAT,
-            "title": corpus.title,
-            "dtype": kind.str,
-            "vocabulary": size,
-            "training_tokens": lengths["training"],
-            "validation_tokens": lengths["validation"],
-            "digest": digest,
-        }
+        index = {"format": FORMAT, "title": title, **write(building)}
         (building / "index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
         if folder.exists():  # what an interrupted older build left
             shutil.rmtree(folder)
@@ -172,6 +161,27 @@ def _build(folder: Path, corpus: Corpus, tokenizer_path: str, vocabulary: int) -
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+
+
+def _tokenise(corpus: Corpus, tokenizer_path: str, vocabulary: int, building: Path) -> dict[str, Any]:
+    """Write the tokenizer and the streams of a corpus; the entries of index.json that depend on them."""
+    if tokenizer_path:
+        tokenizer = tokenizers_.read(Path(tokenizer_path).expanduser())
+    else:
+        tokenizer = tokenizers_.train(
+            (document.text for document in corpus.documents() if not document.held_out), vocabulary
+        )
+    size = tokenizers_.vocabulary(tokenizer)
+    kind = np.dtype("<u2") if size <= 2**16 else np.dtype("<u4")
+    tokenizer.save(str(building / tokenizers_.NAME))
+    lengths, digest = _encode(building, corpus, tokenizer, kind)
+    return {
+        "dtype": kind.str,
+        "vocabulary": size,
+        "training_tokens": lengths["training"],
+        "validation_tokens": lengths["validation"],
+        "digest": digest,
+    }
 
 
 def _encode(
@@ -189,7 +199,8 @@ def _encode(
         while documents := list(islice(stream_of_documents, 64)):
             for document, numbers in zip(documents, _numbers(tokenizer, documents), strict=True):
                 stream: BinaryIO = validation if document.held_out else training
-                array = np.array([*numbers, *([end] if end is not None else [])], dtype=kind)
+                marked = end is None or numbers[-1:] == [end]  # some tokenizers set the mark themselves
+                array = np.array(numbers if marked else [*numbers, end], dtype=kind)
                 stream.write(array.tobytes())
                 digest.update(array.tobytes())
                 lengths["validation" if document.held_out else "training"] += len(array)

@@ -53,6 +53,18 @@ def test_command_license_and_extras(metadata_folder: zipfile.Path):
     assert (metadata_folder / "licenses" / "LICENSE").exists()
     metadata = Parser().parsestr((metadata_folder / "METADATA").read_text())
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert {"train", "fp8", "prometheus", "otel", "grafana", "tui", "all", "test", "bench", "dev"} == extras
+    assert {
+        "train",
+        "fp8",
+        "parquet",
+        "prometheus",
+        "otel",
+        "grafana",
+        "tui",
+        "all",
+        "test",
+        "bench",
+        "dev",
+    } == extras
     core = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert core == {"numpy>=1.26", "xxhash>=3.4"}
