@@ -32,10 +32,11 @@ def _finish_partial(parameter: nn.Parameter) -> None:
         parameter.grad = gradient.redistribute(placements=whole)
 
 
-def global_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> float:
+def global_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> Tensor:
     """The L2 norm of all gradients of the whole model, equal on every rank; the same as on one rank.
 
-    `pipeline` is the group of ranks that hold other layers. One small all-reduce for each distinct way of sharding.
+    FP32, a scalar where the gradients are: the host does not wait for it. `pipeline` is the group of ranks that hold
+    other layers. One small all-reduce for each distinct way of sharding.
     """
     squares: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Tensor]] = defaultdict(list)
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
@@ -66,8 +67,14 @@ def global_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup 
         total += square
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
-    value = float(total)
-    return math.sqrt(value) if math.isfinite(value) else value
+    return total.sqrt()
+
+
+def fetch(*values: Tensor, device: torch.device) -> list[float]:
+    """Scalars as numbers: the host waits once, until all that are on `device` are known."""
+    together = torch.stack([value.to(device, torch.float64, non_blocking=True) for value in values])
+    numbers: list[float] = together.tolist()
+    return numbers
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:

@@ -1,8 +1,9 @@
 """The training step, from top to bottom.
 
 Numbers reported to listeners, each for one step: loss (this rank's mean, nats a token), tokens (this rank's),
-global_tokens, learning_rate, gradient_norm (global, before clipping), model_flops (this rank's), and when they are due
-global_loss, validation_loss, checkpoint_bytes, checkpoint_seconds.
+global_tokens, learning_rate, gradient_norm (global, before clipping), model_flops (this rank's), with fp16 loss_scale
+(of this step), and when they are due global_loss, validation_loss, checkpoint_bytes, checkpoint_seconds, and what
+`format_statistics.py` says of this rank's fp16 and fp8 numbers.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ def _steps(trainer: Trainer) -> None:
     first = trainer.step + 1
     for step in range(first, config.run.steps + 1):
         phases.step(step)
+        trainer.statistics.begin(step)
         compiles = config.memory.compile and step == first
         with phases.phase("compile") if compiles else contextlib.nullcontext():
-            loss = forward_and_backward(trainer)
-        norm = update(trainer, step)
+            mean_loss = forward_and_backward(trainer)
+        loss, norm = update(trainer, step, mean_loss)
         trainer.step = step
         last = step == config.run.steps
         report(trainer, loss, norm, with_global_loss=last or step % config.run.log_every == 0)
@@ -54,8 +56,8 @@ def _steps(trainer: Trainer) -> None:
         resume.finish(trainer, wait=last)
 
 
-def forward_and_backward(trainer: Trainer) -> float | None:
-    """Add up the gradients of all micro-batches, reduced between ranks once; the mean loss of this rank.
+def forward_and_backward(trainer: Trainer) -> Tensor | None:
+    """Add up the gradients of all micro-batches, reduced between ranks once; the mean loss of this rank, a scalar.
 
     None on pipeline ranks that do not hold the last stage.
     """
@@ -75,16 +77,16 @@ def forward_and_backward(trainer: Trainer) -> float | None:
             with phases.phase("backward"):
                 (loss * factor).backward()
         total += loss.detach()
-    return float(total) / count
+    return total / count
 
 
-def pipelined_forward_and_backward(trainer: Trainer, pipeline: Pipeline) -> float | None:
+def pipelined_forward_and_backward(trainer: Trainer, pipeline: Pipeline) -> Tensor | None:
     """The same, with the micro-batches on their way through the stages at once."""
     inputs_NT, targets_NT = _all_micro_batches(trainer.loader, trainer.micro_batches)
     trainer.model.set_loss_factor(trainer.loss_scale.value / trainer.micro_batches)
     with phases.phase("pipeline"):
         losses = pipeline.forward_and_backward(inputs_NT, targets_NT)
-    return float(torch.stack(losses).sum()) / trainer.loss_scale.value if losses else None
+    return torch.stack(losses).detach().sum() / trainer.loss_scale.value if losses else None
 
 
 def _all_micro_batches(loader: ShardedLoader, count: int) -> tuple[Tensor, Tensor]:
@@ -99,14 +101,22 @@ def _all_micro_batches(loader: ShardedLoader, count: int) -> tuple[Tensor, Tenso
     )
 
 
-def update(trainer: Trainer, step: int) -> float:
-    """Clip, check, and take the optimizer's step; the global gradient norm before clipping."""
+def update(trainer: Trainer, step: int, mean_loss: Tensor | None) -> tuple[float | None, float]:
+    """Clip, check, and take the optimizer's step; this rank's mean loss, and the global norm before clipping.
+
+    The host waits for the device here and nowhere else in a step: that the gradients are finite must be known before
+    the optimizer uses them. Everything that is to be reported of the step comes along.
+    """
     config = trainer.config.optimizer
     parameters = trainer.model.parameters
     set_learning_rate(trainer.optimizer, trainer.learning_rate(step))
     with phases.phase("optimizer"):
         scale = trainer.loss_scale.value
-        norm = gradients.global_norm(parameters, trainer.model.pipeline_group) / scale
+        statistics = trainer.statistics.collect(trainer.model.named_parameters)
+        wanted = [gradients.global_norm(parameters, trainer.model.pipeline_group), *statistics.values()]
+        wanted += [] if mean_loss is None else [mean_loss]
+        scaled_norm, *numbers = gradients.fetch(*wanted, device=trainer.loader.device)
+        norm = scaled_norm / scale
         finite = trainer.guard.check(norm, step)
         if finite:
             gradients.scale_gradients(parameters, gradients.clip_factor(norm, config.clip) / scale)
@@ -114,7 +124,10 @@ def update(trainer: Trainer, step: int) -> float:
         trainer.loss_scale.update(finite=finite)
         for parameter in parameters:  # not by the optimizer: under ZeRO-1 it has a share of them
             parameter.grad = None
-    return norm
+    phases.report(**dict(zip(statistics, numbers, strict=False)))
+    if trainer.loss_scale.dynamic:
+        phases.report(loss_scale=scale)
+    return (None if mean_loss is None else numbers[-1]), norm
 
 
 def report(trainer: Trainer, loss: float | None, norm: float, *, with_global_loss: bool) -> None:

@@ -18,6 +18,7 @@ from runtime.config import Config
 from runtime.data import tokenizer
 from runtime.data.loader import ShardedLoader
 from runtime.data.tokens import TokenFiles
+from runtime.format_statistics import FormatStatistics
 from runtime.gradients import NonFiniteGuard
 from runtime.mesh import Layout
 from runtime.model.counts import flops_per_token
@@ -40,6 +41,7 @@ class Trainer:
     peak_learning_rate: float
     loss_scale: LossScale
     guard: NonFiniteGuard
+    statistics: FormatStatistics
     corpus_digest: str
     tokenizer_digest: str
     tokens_folder: Path
@@ -118,6 +120,9 @@ def make(
         peak_learning_rate=peak,
         loss_scale=LossScale.of(config.precision),
         guard=NonFiniteGuard(config.optimizer.nonfinite_limit),
+        statistics=FormatStatistics(
+            model.parts, config, [name for name, obstacle in model.linear_layers.items() if not obstacle]
+        ),
         corpus_digest=tokens.digest,
         tokenizer_digest=tokenizer.vocabulary_digest(tokens.folder),
         tokens_folder=tokens.folder.absolute(),
