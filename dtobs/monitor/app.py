@@ -14,11 +14,15 @@ from typing import Any
 from dtobs.errors import DtobsError, RecordingDisabled, UsageError
 from dtobs.exporters.otlp import OtlpPush, wanted
 from dtobs.exporters.prometheus import exposition
+from dtobs.monitor.access import Access
 from dtobs.monitor.address import announce, withdraw
-from dtobs.monitor.http import MonitorServer, Pages, parse_address
+from dtobs.monitor.cluster import Cluster, LocalNode
+from dtobs.monitor.cluster_capture import NodeCapture, encode_ranks
+from dtobs.monitor.http import MonitorServer, Pages, is_loopback, parse_address
 from dtobs.monitor.lock import NodeLock
 from dtobs.monitor.loop import Monitor, Timing
 from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.token import ensure_token
 from dtobs.recording.wire import encode_view
 
 _PATIENCE_SECONDS = 5.0
@@ -39,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="127.0.0.1:0",
         help="where /metrics and /api are served; port 0 is any free one (default 127.0.0.1:0); 'off' for nowhere",
     )
+    parser.add_argument("--socket", type=int, default=-1, help=argparse.SUPPRESS)  # listens already
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)"
     )
@@ -68,15 +73,23 @@ def start(args: argparse.Namespace) -> int:
 
 
 def _watch(monitor: Monitor, run: RunDirectory, args: argparse.Namespace) -> None:
-    server = _serve(monitor, args.listen)
+    try:
+        ensure_token(run.token)
+    except RecordingDisabled as error:
+        log.warning("%s", error)
+    server = _serve(monitor, args.listen, args.socket)
     push = _push(monitor)
     try:
         announce(run, args.node, server.address if server is not None else None)
     except (RecordingDisabled, OSError) as error:
         log.warning("%s", error)
     try:
+        if monitor.cluster is not None:
+            monitor.cluster.start()
         monitor.run()
     finally:
+        if monitor.cluster is not None:
+            monitor.cluster.close()
         if push is not None:
             push.close()
         if server is not None:
@@ -87,23 +100,41 @@ def _watch(monitor: Monitor, run: RunDirectory, args: argparse.Namespace) -> Non
             log.warning("%s", error)
 
 
-def _serve(monitor: Monitor, listen: str) -> MonitorServer | None:
+def _serve(monitor: Monitor, listen: str, socket_fd: int) -> MonitorServer | None:
     if listen == "off":
         return None
     host, port = parse_address(listen)
+    access = Access(monitor.run_dir.token, loopback=is_loopback(host))
+    captures = NodeCapture()
     pages = Pages(
         metrics=lambda: exposition(monitor.scrape()),
         view=lambda: _view(monitor),
         health=lambda: _health(monitor),
         failed=lambda text: monitor.fail("http", text),
+        node=lambda question, client: _node(monitor, question, client),
+        capture=lambda question: encode_ranks(captures.take(monitor.look(), str(question.get("reason", "")))),
     )
     try:
-        server = MonitorServer(host, port, pages)
+        server = MonitorServer(host, port, pages, access, socket_fd)
     except OSError as error:
         log.warning("cannot serve on %s: %s; going on without HTTP", listen, error.strerror or error)
         return None
     log.info("serving on %s", server.address)
+    if monitor.run_dir.lead(monitor.node).exists():
+        local = LocalNode(
+            monitor.ranks.processes,
+            lambda: monitor.journal.findings if monitor.leads else [],
+            lambda: monitor.ranks.attempt,
+            lambda text: monitor.fail("cluster", text),
+        )
+        monitor.join(Cluster(monitor.run_dir, monitor.node, server.address, local), captures)
     return server
+
+
+def _node(monitor: Monitor, question: dict[str, Any], client: str) -> bytes:
+    if monitor.cluster is None:
+        raise UsageError("this monitor knows of no other nodes")
+    return monitor.cluster.answer(question, client)
 
 
 def _push(monitor: Monitor) -> OtlpPush | None:

@@ -1,7 +1,8 @@
 """``/metrics``, ``/api/view`` and ``/healthz`` over HTTP: read-only, bounded, on the loopback interface unless asked.
 
-Requests must name this host in their Host header (an address, localhost, or the host's own name): a web page in the
-user's browser cannot reach the monitor under a name of its own (DNS rebinding).
+``POST /api/node`` and ``/api/capture`` are for the monitors of the job's other nodes. `access` says who may ask; to
+everybody else nothing is told. Requests must name this host in their Host header (an address, localhost, or the host's
+own name): a web page in the user's browser cannot reach the monitor under a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from dtobs.errors import DependencyMissing, DtobsError, UsageError
+from dtobs.monitor.access import Access
 
 _TIMEOUT_SECONDS = 10.0
-_MAX_CONNECTIONS = 16
+_MAX_CONNECTIONS = 64
+_MAX_QUESTION_BYTES = 8 << 20
 log = logging.getLogger("dtobs.monitor")
 
 
@@ -32,6 +35,8 @@ class Pages:
     view: Callable[[], dict[str, Any]]
     health: Callable[[], dict[str, Any]]
     failed: Callable[[str], None]  #: told of every request that failed inside
+    node: Callable[[dict[str, Any], str], bytes] | None = None  #: a question of the monitor at an address
+    capture: Callable[[dict[str, Any]], bytes] | None = None
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -43,16 +48,23 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class MonitorServer:
-    """Serves `pages` from threads of its own. Raises OSError when the address cannot be had."""
+    """Serves `pages` from threads of its own, to everybody without `access`.
 
-    def __init__(self, host: str, port: int, pages: Pages) -> None:
+    `socket_fd` is a socket that listens already, -1 to make one. Raises OSError when the address cannot be had.
+    """
+
+    def __init__(
+        self, host: str, port: int, pages: Pages, access: Access | None = None, socket_fd: int = -1
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         class Server(_BoundedServer):
             address_family = family
 
-        self._server = Server((host, port), _Handler)
-        self._server.pages = pages
+        self._server = Server((host, port), _Handler, bind_and_activate=socket_fd < 0)
+        if socket_fd >= 0:
+            self._server.take(socket_fd)
+        self._server.pages, self._server.access = pages, access
         self._server.names = _names_of(host)
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
@@ -78,11 +90,18 @@ class _BoundedServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = _MAX_CONNECTIONS
     pages: Pages
+    access: Access | None
     names: frozenset[str]
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, address: tuple[str, int], handler: Any, bind_and_activate: bool) -> None:
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        super().__init__(*arguments)
+        super().__init__(address, handler, bind_and_activate)
+
+    def take(self, fd: int) -> None:
+        """Serve on a socket that somebody else made and that listens."""
+        self.socket.close()
+        self.socket = socket.socket(fileno=fd)
+        self.server_address = self.socket.getsockname()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._slots.acquire(blocking=False):
@@ -109,25 +128,76 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
+        if self._allowed():
+            self._guarded(self._get)
+
+    def do_POST(self) -> None:
+        if self._allowed():
+            self._guarded(self._post)
+
+    def _allowed(self) -> bool:
         if not self._host_is_ours():
             self._text(HTTPStatus.FORBIDDEN, "this name is not one of this host's\n")
-            return
-        path = self.path.partition("?")[0]
+            return False
+        access, given = self.server.access, self.headers.get("Authorization") or ""
+        client, own = self.client_address[:2], self.connection.getsockname()[:2]
+        if access is None or access.allows(self._page, given, client, own):
+            return True
+        self._text(
+            HTTPStatus.UNAUTHORIZED,
+            "give the run's token: Authorization: Bearer TOKEN\n",
+            **{"WWW-Authenticate": "Bearer"},
+        )
+        return False
+
+    @property
+    def _page(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _get(self) -> None:
         pages = self.server.pages
+        match self._page:
+            case "/metrics":
+                self._reply(HTTPStatus.OK, pages.metrics(), "text/plain; version=0.0.4; charset=utf-8")
+            case "/api/view":
+                self._json(pages.view())
+            case "/healthz":
+                self._json(pages.health())
+            case "/":
+                self._text(HTTPStatus.OK, "dtobs monitor: /metrics /api/view /healthz\n")
+            case _:
+                self._text(HTTPStatus.NOT_FOUND, "no such page: there are /metrics, /api/view and /healthz\n")
+
+    def _post(self) -> None:
+        pages = self.server.pages
+        if self._page == "/api/node" and pages.node is not None:
+            answer = pages.node(self._question(), self.client_address[0])
+            self._reply(HTTPStatus.OK, answer, "application/octet-stream")
+        elif self._page == "/api/capture" and pages.capture is not None:
+            self._reply(HTTPStatus.OK, pages.capture(self._question()), "application/json")
+        else:
+            self._text(HTTPStatus.NOT_IMPLEMENTED, "this page is only read\n")
+
+    def _question(self) -> dict[str, Any]:
+        """What was sent, a JSON object. Raises UsageError."""
+        length = self.headers.get("Content-Length") or ""
+        if not length.isdigit() or int(length) > _MAX_QUESTION_BYTES:
+            raise UsageError("a question says how long it is, and is short")
         try:
-            match path:
-                case "/metrics":
-                    self._reply(HTTPStatus.OK, pages.metrics(), "text/plain; version=0.0.4; charset=utf-8")
-                case "/api/view":
-                    self._json(pages.view())
-                case "/healthz":
-                    self._json(pages.health())
-                case "/":
-                    self._text(HTTPStatus.OK, "dtobs monitor: /metrics /api/view /healthz\n")
-                case _:
-                    self._text(
-                        HTTPStatus.NOT_FOUND, "no such page: there are /metrics, /api/view and /healthz\n"
-                    )
+            said = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise UsageError("a question is a JSON object") from error
+        if not isinstance(said, dict):
+            raise UsageError("a question is a JSON object")
+        return said
+
+    def _guarded(self, serve: Callable[[], None]) -> None:
+        """Answer; whatever fails is an answer too."""
+        pages, path = self.server.pages, self._page
+        try:
+            serve()
+        except UsageError as error:
+            self._text(HTTPStatus.BAD_REQUEST, f"{error}\n")
         except DependencyMissing as error:
             self._text(HTTPStatus.NOT_IMPLEMENTED, f"{error}\n")
         except DtobsError as error:
@@ -157,11 +227,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.dumps(value, separators=(",", ":"), allow_nan=False, default=str).encode()
         self._reply(HTTPStatus.OK, body, "application/json")
 
-    def _text(self, status: HTTPStatus, text: str) -> None:
-        self._reply(status, text.encode(), "text/plain; charset=utf-8")
+    def _text(self, status: HTTPStatus, text: str, **headers: str) -> None:
+        self._reply(status, text.encode(), "text/plain; charset=utf-8", **headers)
 
-    def _reply(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+    def _reply(self, status: HTTPStatus, body: bytes, kind: str, **headers: str) -> None:
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
@@ -173,12 +245,13 @@ class _Handler(BaseHTTPRequestHandler):
 def _names_of(host: str) -> frozenset[str]:
     """Names under which a request may ask: on loopback only localhost, else also what this host is called."""
     names = {"localhost", host.lower()}
-    if not _is_loopback(host):
+    if not is_loopback(host):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
     return frozenset(names)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

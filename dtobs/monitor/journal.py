@@ -82,6 +82,27 @@ class Journal:
         self._write(changes)
         return changes
 
+    def lead(self, told: Iterable[Finding], now_ns: int, *, writes: bool) -> list[Entry]:
+        """Begin or cease to keep the journal of the run.
+
+        Who begins continues with what this file has open, and with what the monitor before `told` where that kept
+        another. Who ceases leaves nothing open behind: the run's findings are another's from now on.
+        """
+        if not writes:
+            changes = self.restart(self.attempt, now_ns)
+            self._writes = False
+            return changes
+        self._writes = True
+        entries = open_entries(read_journal(self._path), self.attempt)
+        self._open = {e.finding.key: _Open(e.finding) for e in entries}
+        changes = []
+        for finding in told:
+            if finding.key not in self._open:
+                self._open[finding.key] = _Open(finding)
+                changes.append(self._entry("found", finding, now_ns))
+        self._write(changes)
+        return changes
+
     def flush(self) -> bool:
         """Write what the disk refused before; False when it still does."""
         if not self.unwritten:

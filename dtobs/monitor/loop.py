@@ -15,6 +15,8 @@ from dtobs.errors import DtobsError
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
+from dtobs.monitor.cluster import Cluster
+from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.exits import ProcessWatch
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.leftovers import remove_socket_folder
@@ -22,6 +24,7 @@ from dtobs.monitor.ranks import NodeRanks
 from dtobs.monitor.stats import MonitorStats
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.recording.meta import read_meta
+from dtobs.recording.process import ProcessState
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 
@@ -59,6 +62,8 @@ class Monitor:
     ) -> None:
         self.run_dir, self.node = run, node
         self.timing = timing or Timing()
+        self.cluster: Cluster | None = None  #: of a job on several nodes
+        self._led = self.leads
         self.stats = MonitorStats()
         self.watch = ProcessWatch(run.exits(node))
         self.ranks = NodeRanks(run.pages(node), self.watch)
@@ -79,9 +84,16 @@ class Monitor:
 
     @property
     def leads(self) -> bool:
-        """Whether this monitor judges the whole run: the lowest node that records into this directory does."""
+        """Whether this monitor judges the whole run: the lowest node does that it can reach or that records here."""
+        if self.cluster is not None:
+            return self.cluster.leads
         nodes = self.run_dir.nodes()
         return not nodes or self.node <= nodes[0]
+
+    def join(self, cluster: Cluster, captures: NodeCapture) -> None:
+        """Watch together with the monitors of the other nodes."""
+        self.cluster = cluster
+        self.watchdog.take = ClusterCapture(cluster, captures).take
 
     def stop(self) -> None:
         """End after the present tick; may be called from a signal handler."""
@@ -120,6 +132,7 @@ class Monitor:
             log.info("attempt %d, %d ranks here", self.ranks.attempt, len(self.ranks.watched))
         if self.ranks.attempt != self.journal.attempt:
             self.journal.restart(self.ranks.attempt, time.monotonic_ns())
+        self._take_over()
         now = time.monotonic()
         developing = 0.0
         quiet = self.ranks.quiet_seconds >= self.timing.quiet
@@ -127,13 +140,27 @@ class Monitor:
             quiet or self.watchdog.stalled is not None
         ):  # also to see a stall end
             developing = self._ask_watchdog()
-        if self.ranks.watched and now >= self._next_pass:
+        if self.ranks.watched and now >= self._next_pass and self._settled():
             self.detect()
         self._flush()
         if self._over(now):
             return -1.0
         busy = developing > 0.5 or self._idle_since is not None or self.ranks.any_gone()
         return self.timing.tick_developing if busy else self.timing.tick
+
+    def _settled(self) -> bool:
+        """Whether the other nodes, if there are any, have told their part in what happens."""
+        stalled = self.watchdog.stalled is not None
+        return self.cluster is None or self.cluster.settled(self.ranks.troubles(), stalled=stalled)
+
+    def _take_over(self) -> None:
+        """Go on with the findings where the monitor that led is gone, and leave them to it when it is back."""
+        if self.cluster is None or self.leads == self._led:
+            return
+        self._led = not self._led
+        found = self.cluster.told_findings() if self._led else []
+        self.journal.lead(found, time.monotonic_ns(), writes=self._led)
+        log.info("this node's monitor %s", "leads now" if self._led else "follows another one now")
 
     def detect(self) -> None:
         """One pass of the detectors over the whole run."""
@@ -170,13 +197,17 @@ class Monitor:
         with self._lock:
             view = load_run(
                 self.run_dir.root,
-                processes=self.ranks.processes(),
+                processes=self._processes(),
                 previous=self._last_view,
                 with_capture=False,
             )
             view.capture = self.watchdog.capture
             self._last_view = view
             return view
+
+    def _processes(self) -> dict[int, ProcessState]:
+        others = self.cluster.processes() if self.cluster is not None else {}
+        return others | self.ranks.processes()
 
     def export(self) -> Look:
         """One look for the exporters; may be called from any thread. Raises TargetError."""
@@ -270,6 +301,8 @@ class Monitor:
             ended = idle > self.timing.restart
         else:
             ended = idle > 1.0
+        if ended and self.cluster is not None and not self.cluster.may_end(idle):
+            return False
         return ended and not self._awaits_scrape(idle)
 
     def _awaits_scrape(self, idle: float) -> bool:

@@ -2,8 +2,8 @@
 
 ::
 
-    RUN_DIR/run.json  monitor.json  findings.jsonl
-            nodes/00000/{pages.bin, exits.jsonl, monitor.log}
+    RUN_DIR/run.json  monitor.json  findings.jsonl  token
+            nodes/00000/{pages.bin, exits.jsonl, monitor.log, lead.json, contact.json}
             ranks/00000/{events-0.ring, steps-0.ring, digests-0.ring, pipeline-0.ring, meta-0.jsonl, stacks-0.txt}
             ranks/00000/{stdout.log, stderr.log}
             captures/<UTC time>/   traces/   checkpoints/
@@ -48,6 +48,10 @@ class RunDirectory:
         return self.root / "findings.jsonl"
 
     @property
+    def token(self) -> Path:
+        return self.root / "token"
+
+    @property
     def captures(self) -> Path:
         return self.root / "captures"
 
@@ -63,6 +67,12 @@ class RunDirectory:
 
     def exits(self, node: int) -> Path:
         return self.node(node) / "exits.jsonl"
+
+    def lead(self, node: int) -> Path:
+        return self.node(node) / "lead.json"
+
+    def contact(self, node: int) -> Path:
+        return self.node(node) / "contact.json"
 
     def rank(self, rank: int) -> Path:
         return self.root / "ranks" / f"{rank:05d}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dtobs.errors import RecordingError, TargetError
 from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE
 from dtobs.recording.capture import Capture, latest_capture
 from dtobs.recording.clocks import shift, shifts
+from dtobs.recording.contact import Contact, read_contacts
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
 from dtobs.recording.process import ProcessState, read_process
@@ -77,6 +79,7 @@ class RunView:
     _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     damaged: list[str] = field(default_factory=list)  #: files that could not be read, one line each
+    contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -174,6 +177,13 @@ class RunView:
             return self.capture.ranks[rank].process
         return None
 
+    def without(self, ranks: Iterable[int]) -> RunView:
+        """The view as if `ranks` had not recorded; what was read of the others is not read again."""
+        gone = set(ranks)
+        seen = replace(self, pages=self.pages[~np.isin(self.pages["rank"], list(gone))], _windows={})
+        seen.processes = {rank: state for rank, state in self.processes.items() if rank not in gone}
+        return seen
+
     def _attempt(self, rank: int) -> int:
         return int(self.page(rank)["attempt"])
 
@@ -231,7 +241,12 @@ def load_run(
     except TargetError as error:
         info = {}
         damaged.append(str(error))
-    view = RunView(root, info, pages, time.monotonic_ns(), damaged=damaged)
+    try:
+        contacts = read_contacts(run)
+    except TargetError as error:
+        contacts = {}
+        damaged.append(str(error))
+    view = RunView(root, info, pages, time.monotonic_ns(), damaged=damaged, contacts=contacts)
     _to_one_clock(view)
     _reuse(view, previous)
     try:
@@ -245,6 +260,7 @@ def load_run(
     return view
 
 
+@lru_cache
 def boot_id(proc: Path = Path("/proc")) -> str:
     """The kernel's identifier of this boot of this host; "" where there is none."""
     try:
@@ -253,10 +269,27 @@ def boot_id(proc: Path = Path("/proc")) -> str:
         return ""
 
 
+@lru_cache
+def pid_namespace(proc: Path = Path("/proc")) -> str:
+    """The kernel's name of the namespace that our process ids are of; "" where there is none."""
+    try:
+        return str((proc / "self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def ran_here(process: dict[str, Any]) -> bool:
+    """Whether the process that a ``process`` entry describes can be looked at in our /proc.
+
+    Containers of one machine share its boot and not their process ids.
+    """
+    here, ours = boot_id(), pid_namespace()
+    return bool(process.get("boot_id", here) == here and process.get("pid_namespace", ours) == ours)
+
+
 def _to_one_clock(view: RunView) -> None:
     """Bring the times of ranks of several hosts together."""
-    here = boot_id()
-    by = shifts(view.pages, lambda rank: view.meta(rank).process.get("boot_id", here) == here)
+    by = shifts(view.pages, lambda rank: ran_here(view.meta(rank).process))
     if by.any():
         view.pages = np.concatenate([shift(view.pages[n : n + 1], int(ns)) for n, ns in enumerate(by)])
         view._clock = dict(zip(view.ranks, by.tolist(), strict=True))
@@ -285,31 +318,6 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _same_boot(view: RunView) -> bool:
-    """Whether the ranks ran on this host since its last start, so that pids and clocks mean something."""
-    _, first = np.unique(view.pages["node"], return_index=True)
-    ranks = (int(rank) for rank in view.pages["rank"][first])
-    return any(view.meta(rank).process.get("boot_id") in (boot_id(), None) for rank in ranks)
-
-
-def _look(view: RunView, exits: dict[int, ProcessState]) -> dict[int, ProcessState]:
-    """The processes as this host's kernel has them, for ranks that ran here; a known ending is kept."""
-    here = boot_id()
-    found: dict[int, ProcessState] = {}
-    for row, rank in zip(view.pages, view.ranks, strict=True):
-        if view.meta(rank).process.get("boot_id", here) == here:
-            state = read_process(int(row["pid"]), int(row["start_ticks"]))
-            if state.alive or rank not in exits:
-                found[rank] = state
-    return found
-
-
-def _exits(run: RunDirectory, view: RunView) -> dict[int, ProcessState]:
-    """How ranks of this attempt ended, as the node monitors saw it."""
-    pids = {int(p["pid"]): int(p["rank"]) for p in view.pages}
-    found: dict[int, ProcessState] = {}
-    for node in run.nodes():
-        try:
 def _believable(path: Path, pages: npt.NDArray[np.void], damaged: list[str]) -> npt.NDArray[np.void]:
     good = plausible(pages)
     if not good.all():
@@ -319,6 +327,30 @@ def _believable(path: Path, pages: npt.NDArray[np.void], damaged: list[str]) -> 
     return np.asarray(pages[good])
 
 
+def _same_boot(view: RunView) -> bool:
+    """Whether the ranks ran on this host since its last start, so that pids and clocks mean something."""
+    _, first = np.unique(view.pages["node"], return_index=True)
+    ranks = (int(rank) for rank in view.pages["rank"][first])
+    return any(ran_here(view.meta(rank).process) for rank in ranks)
+
+
+def _look(view: RunView, exits: dict[int, ProcessState]) -> dict[int, ProcessState]:
+    """The processes as this host's kernel has them, for ranks that ran here; a known ending is kept."""
+    found: dict[int, ProcessState] = {}
+    for row, rank in zip(view.pages, view.ranks, strict=True):
+        if ran_here(view.meta(rank).process):
+            state = read_process(int(row["pid"]), int(row["start_ticks"]))
+            if state.alive or rank not in exits:
+                found[rank] = state
+    return found
+
+
+def _exits(run: RunDirectory, view: RunView) -> dict[int, ProcessState]:
+    """How ranks of this attempt ended, as the node monitors saw it."""
+    ranks = {(int(p["node"]), int(p["pid"])): int(p["rank"]) for p in view.pages}
+    found: dict[int, ProcessState] = {}
+    for node in run.nodes():
+        try:
             lines = run.exits(node).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue
@@ -327,8 +359,8 @@ def _believable(path: Path, pages: npt.NDArray[np.void], damaged: list[str]) -> 
                 state = ProcessState.from_json(json.loads(line))
             except (ValueError, TypeError, RecursionError):
                 continue  # the last line may be cut
-            if state.pid in pids:
-                rank = pids[state.pid]
+            rank = ranks.get((node, state.pid))
+            if rank is not None:
                 by = view._clock.get(rank, 0) if state.ended_ns else 0
                 found[rank] = replace(state, ended_ns=state.ended_ns + by)
     return found

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -97,6 +97,23 @@ def agree(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tup
     if store is not None:
         store.set(key, json.dumps([str(path), attempt]))
     return path, attempt
+
+
+def told_by_first(who: Identity, topic: str, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, JSON-ready, for every rank that asks; None where there is no store to tell it through.
+
+    `topic` is new at each use. Raises OSError or RuntimeError when rank 0 says nothing in time.
+    """
+    store = _store() if who.world_size > 1 else None
+    if who.rank == 0:
+        made = make()
+        if store is not None:
+            store.set(f"dtobs/{topic}", json.dumps(made))
+        return made
+    if store is None:
+        return None
+    store.wait([f"dtobs/{topic}"], timedelta(seconds=AGREE_SECONDS))
+    return json.loads(store.get(f"dtobs/{topic}"))
 
 
 def _free_attempt(run: RunDirectory) -> int:

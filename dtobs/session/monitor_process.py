@@ -9,29 +9,36 @@ from pathlib import Path
 
 import dtobs
 from dtobs.recording.rundir import RunDirectory
+from dtobs.session.nodes import Listening
 
 
 class MonitorProcess:
     """The monitor as its parent sees it. It ends by itself when the node's ranks are gone."""
 
-    def __init__(self, run: RunDirectory, node: int) -> None:
-        """Start it. Raises OSError when that is impossible."""
+    def __init__(self, run: RunDirectory, node: int, listening: Listening | None = None) -> None:
+        """Start it, on loopback without `listening`. Raises OSError when that is impossible."""
         log = run.node(node) / "monitor.log"
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = listening.socket if listening is not None else None
+        where = ["--listen", listening.argument] if listening is not None else []
+        if made is not None:
+            where += ["--socket", str(made.fileno())]
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dtobs.monitor", str(run.root), "--node", str(node)],
+                [sys.executable, "-m", "dtobs.monitor", str(run.root), "--node", str(node), *where],
                 stdin=subprocess.DEVNULL,
                 stdout=fd,
                 stderr=fd,
                 cwd="/",
                 env=_environment(),
                 start_new_session=True,  # a Ctrl-C or a kill of the job's process group is not for it
-                close_fds=True,
+                pass_fds=[made.fileno()] if made is not None else [],
             )
         finally:
             os.close(fd)
+            if made is not None:
+                made.close()  # it is the monitor's alone
         self.pid = self._process.pid
 
     def let_go(self) -> None:

@@ -15,9 +15,10 @@ from dtobs.events import Kind, RankState
 from dtobs.probes.base import Context, Probe
 from dtobs.recording.process import start_ticks
 from dtobs.recording.recorder import Recorder
-from dtobs.recording.view import boot_id
+from dtobs.recording.view import boot_id, pid_namespace
 from dtobs.session.identity import Identity, host
 from dtobs.session.monitor_process import MonitorProcess
+from dtobs.session.nodes import arrange
 from dtobs.session.run_info import hide_arguments
 
 if TYPE_CHECKING:
@@ -121,9 +122,13 @@ class LiveSession(Session):
         """How often the job has been started in this run directory before."""
         return self._who.attempt
 
-    def start_monitor(self) -> None:
-        """Start the node's monitor. Raises OSError."""
-        self._monitor = MonitorProcess(self._recorder.run_dir, self._who.node)
+    def start_monitor(self, bind: str, warn: Callable[[str], object]) -> None:
+        """Start the node's monitor, at the address `bind` where one is asked for.
+
+        `warn` is told of what keeps it apart from other nodes' monitors. Raises OSError, RuntimeError.
+        """
+        run = self._recorder.run_dir
+        self._monitor = MonitorProcess(run, self._who.node, arrange(run, self._who, bind, warn))
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the session closes, before its own probes are taken out."""

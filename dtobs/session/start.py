@@ -16,6 +16,7 @@ from dtobs.errors import DtobsError
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory, new_run_path
 from dtobs.session.identity import Identity, agree
+from dtobs.session.nodes import VARIABLE
 from dtobs.session.run_info import describe_run
 from dtobs.session.session import LiveSession, Session
 
@@ -40,6 +41,7 @@ def attach(
     replicas: Any = "auto",
     probes: Mapping[str, str] | None = None,
     monitor: bool = True,
+    monitor_bind: str | None = None,
     hang_timeout: float | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Session:
@@ -48,6 +50,8 @@ def attach(
     `run_dir`: where to record, the same for all ranks (default: DTOBS_RUN_DIR, else ``runs/<UTC time>-<name>``).
     `replicas`: which ranks hold equal plain parameters: "auto", None, or a process group.
     `probes`: levels by probe name, such as ``{"collectives": "cheap", "parameters": "off"}``.
+    `monitor_bind`: the address of this node at which its monitor listens for those of other nodes, or "auto"
+    (default: DTOBS_MONITOR_BIND, else loopback only).
     `hang_timeout`: seconds without progress that are a hang (default: adapts to the run's own steps).
     `config`: settings to keep with the run; secrets are left out. With a session attached already, that one
     watches the new model and is returned.
@@ -72,9 +76,10 @@ def attach(
     _close_at_exit(session)
     _register_fork()
     if monitor and os.environ.get("DTOBS_MONITOR") != "0" and session.local_rank == 0:
+        bind = monitor_bind if monitor_bind is not None else os.environ.get(VARIABLE, "")
         try:
-            session.start_monitor()
-        except OSError as error:
+            session.start_monitor(bind, lambda text: sys.stderr.write(f"dtobs: {text}\n"))
+        except (DtobsError, OSError, RuntimeError) as error:
             sys.stderr.write(f"dtobs: recording without a monitor: {error}\n")
     return session
 
@@ -111,7 +116,9 @@ def _start(
         recorder, who.rank, who.world_size, model=model, optimizer=optimizer, mesh=mesh, replicas=replicas
     )
     recorder.page.set(hang_timeout_ns=int((hang_timeout or 0) * 1e9))
-    if who.rank == 0:
+    if who.rank == 0 or (
+        who.local_rank == 0 and not run.run_json.exists()
+    ):  # a disk that rank 0 does not see
         said = describe_run(name, who, mesh, config)
         if who.attempt > 0:  # the run began with its first attempt
             said["started"] = run.read_run().get("started", said["started"])

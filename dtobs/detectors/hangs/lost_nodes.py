@@ -19,11 +19,13 @@ from dtobs.detectors.base import named
 from dtobs.detectors.hangs.describe import collective, seconds
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.stall import last_movement_ns
 from dtobs.events import RankState
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.contact import Contact
 from dtobs.recording.view import RunView
 
+_HEARD_AFTER_NS = 1_000_000_000
 _LINK = (
     "From another host, ping {host} and look at its console: if it runs, its network or a switch is the cause; "
     "if not, its power or its kernel."
@@ -35,12 +37,18 @@ _MONITOR = "Look at {host}: run `dtobs diagnose` on its run directory, and see w
 
 
 def lost_nodes(view: RunView) -> dict[int, Contact]:
-    """Nodes of this attempt whose ranks are unknown since some time; not those whose ranks had all ended before."""
+    """Nodes of this attempt whose ranks' part in what happens is not known.
+
+    Not those whose ranks had all ended before, and not those that were heard after the last movement of any rank:
+    what they said holds as long as nothing moves.
+    """
     found = {}
+    moved_ns = last_movement_ns(view)
     for node, contact in view.contacts.items():
         pages = view.pages[view.pages["node"] == node]
         over = len(pages) and (pages["state"] == RankState.CLOSED).all()
-        if contact.lost and contact.attempt == view.attempt and contact.ranks and not over:
+        heard = _since_ns(view, contact) > moved_ns + _HEARD_AFTER_NS
+        if contact.lost and contact.attempt == view.attempt and contact.ranks and not over and not heard:
             found[node] = contact
     return found
 

@@ -1,0 +1,264 @@
+"""The monitors of a job's nodes together: who leads, what the others said, and who no longer says anything.
+
+The lead is the lowest node whose monitor answers. It asks all others for their pages and keeps them in its own run
+directory, so that its detectors, and whoever reads that directory, see every rank. The others ask the lead alone:
+where the rest are, what has been found, and whether it is still there. When it is not, the next takes over.
+Monitors find each other through node 0, whose address the ranks got from the rendezvous store (`lead.json`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from dtobs.errors import DtobsError, UsageError
+from dtobs.findings import Finding
+from dtobs.monitor.peer import Peer
+from dtobs.monitor.peer_client import ask
+from dtobs.recording.bundle import encode_bundle
+from dtobs.recording.contact import Contact, write_contact
+from dtobs.recording.process import ProcessState
+from dtobs.recording.rundir import RunDirectory, read_json
+from dtobs.recording.sharing import Have, collect
+from dtobs.recording.token import read_token
+
+INTERVAL_SECONDS = 1.0
+RETRY_SECONDS = 5.0
+"""Between two questions to a node that is lost."""
+MAX_NODES = 4096
+_UNCERTAIN_SECONDS = 2.5
+_AFTER_NEWS_SECONDS = 1.0
+_GOODBYE_SECONDS = 6.0
+_LAST_SECONDS = 15.0
+_ASKED_AT_ONCE = 16
+
+log = logging.getLogger("dtobs.monitor")
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """What this monitor tells of itself."""
+
+    processes: Callable[[], dict[int, ProcessState]]
+    findings: Callable[[], list[Finding]]
+    attempt: Callable[[], int]
+    failed: Callable[[str], None]
+
+
+class Cluster:
+    """This monitor's side of it. A thread of its own asks; requests of others are answered from their threads."""
+
+    def __init__(self, run: RunDirectory, node: int, address: str, local: LocalNode) -> None:
+        self.run_dir, self.node, self.address, self._local = run, node, address, local
+        self.ending = False
+        self._said_goodbye = False
+        self._peers: dict[int, Peer] = {}
+        self._written: dict[int, Contact] = {}
+        self._retried: dict[int, float] = {}
+        self._news_s = 0.0
+        self._troubles: object = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="peers")
+        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._find_lead()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._stop.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def leads(self) -> bool:
+        """Whether no lower node's monitor is there."""
+        return not any(p.node < self.node and p.state == "answers" for p in self._all())
+
+    @property
+    def followed(self) -> Peer | None:
+        """The monitor that leads, None when it is this one."""
+        lower = [p for p in self._all() if p.node < self.node and p.state == "answers"]
+        return lower[0] if lower else None
+
+    def processes(self) -> dict[int, ProcessState]:
+        """The processes of the other nodes' ranks as their monitors saw them last; none of nodes that are lost."""
+        attempt = self._local.attempt()
+        return {
+            rank: state
+            for p in self._all()
+            if p.contact.attempt == attempt
+            for rank, state in p.processes.items()
+        }
+
+    def told_findings(self) -> list[Finding]:
+        """What the monitor that led last had found."""
+        led = [p for p in self._all() if p.node < self.node and isinstance(p.head.get("findings"), list)]
+        for peer in sorted(led, key=lambda p: -p.heard_s):
+            try:
+                return [Finding.from_json(f) for f in peer.head["findings"]]
+            except (KeyError, TypeError, ValueError):
+                continue
+        return []
+
+    def settled(self, troubles: object, *, stalled: bool) -> bool:
+        """Whether every node has been heard since something happened, so that its part in it is known.
+
+        `troubles` is whatever differs when a rank of this node has ended or failed. A node that does not answer
+        becomes lost within seconds, and counts as heard then.
+        """
+        if troubles != self._troubles:
+            self._troubles, self._news_s = troubles, time.monotonic()
+        if not self.leads:
+            return True
+        there = [p for p in self._all() if p.state == "answers"]
+        if stalled and any(p.fresh_seconds > _UNCERTAIN_SECONDS for p in there):
+            return False
+        news = max([self._news_s, *(p.news_s for p in self._all())])
+        return not news or all(p.answered_s >= news + _AFTER_NEWS_SECONDS for p in there)
+
+    def may_end(self, idle_seconds: float) -> bool:
+        """Asked when nothing is left to watch here: whether the others know, or have had the time to."""
+        if self.leads:
+            self.ending = idle_seconds > _LAST_SECONDS  # others go on: the next of them leads from now
+            gone = all(p.state != "answers" for p in self._all())
+            return gone or idle_seconds > _LAST_SECONDS + _GOODBYE_SECONDS
+        self.ending = True
+        return idle_seconds > _GOODBYE_SECONDS or self._said_goodbye
+
+    def answer(self, question: dict[str, Any], client: str) -> bytes:
+        """This node as another monitor asked for it. Raises UsageError when that is no question."""
+        try:
+            have = {int(rank): Have.from_json(had) for rank, had in question["have"].items()}
+            asker, exits, detail = int(question["from"]), int(question["exits"]), question["detail"] is True
+            address = str(question["address"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"this is no question of a dtobs monitor: {error!r}") from error
+        self._met(asker, address, client)
+        processes = self._local.processes()
+        head = {
+            "node": self.node,
+            "run": self.run_dir.root.name,
+            "attempt": self._local.attempt(),
+            "host": socket.gethostname(),
+            "clock_offset_ns": time.time_ns() - time.monotonic_ns(),
+            "processes": {str(rank): state.to_json() for rank, state in processes.items()},
+            "ending": self.ending,
+            "nodes": {str(p.node): p.address for p in self._all()},
+            "findings": [{"since_ns": f.since_ns, **f.to_json()} for f in self._local.findings()],
+        }
+        parts = collect(self.run_dir, self.node, have, exits=exits, detail=detail)
+        # Only the lead asks the nodes above it: that is who has to know.
+        self._said_goodbye |= self.ending and asker < self.node
+        return encode_bundle(head, parts)
+
+    def ask_captures(self, reason: str, seconds: float) -> list[Future[bytes]]:
+        """Have all other nodes gather their evidence now; the answers are for `cluster_capture.decode_ranks`."""
+        token = read_token(self.run_dir.token)
+        return [
+            self._pool.submit(ask, p.address, "/api/capture", {"reason": reason}, token, seconds)
+            for p in self._all()
+            if p.state == "answers"
+        ]
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL_SECONDS):
+            try:
+                self._find_lead()
+                self._ask_all()
+                self._note()
+            except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on with what it has
+                self._local.failed(f"the other nodes: {type(error).__name__}: {error}")
+
+    def _ask_all(self) -> None:
+        leads, now = self.leads, time.monotonic()
+        followed = self.followed
+        for peer in self._all():
+            lost = peer.contact.lost
+            if peer.asking or peer.state == "ended" or (lost and now < self._retried.get(peer.node, 0.0)):
+                continue
+            if leads or peer is followed or (lost and peer.node < self.node):
+                self._retried[peer.node] = now + RETRY_SECONDS
+                peer.asking = True
+                self._pool.submit(self._ask, peer, leads)
+
+    def _ask(self, peer: Peer, leads: bool) -> None:
+        try:
+            before = peer.state
+            question = {"from": self.node, "address": self.address}
+            attempt = self._local.attempt()
+            ours = frozenset(self._local.processes()) if peer.contact.attempt == attempt else frozenset()
+            peer.ask(question, ours, detail=leads)
+            if peer.state == "answers" and not leads:
+                for node, address in dict(peer.head.get("nodes", {})).items():
+                    self._met(int(node), str(address), "")
+            if peer.state != before:
+                log.info("node %d at %s: %s %s", peer.node, peer.address, peer.state, peer.contact.why)
+        except DtobsError as error:
+            self._local.failed(str(error))
+        except Exception as error:  # noqa: BLE001 - what another machine says must not end this one's monitor
+            self._local.failed(f"node {peer.node}: {type(error).__name__}: {error}")
+        finally:
+            peer.asking = False
+
+    def _note(self) -> None:
+        """Leave what is known of the others where a diagnosis finds it, when it has changed."""
+        others = self._all()
+        alone = bool(others) and all(p.contact.lost for p in others)
+        for peer in others:
+            contact = replace(peer.contact, asked_by=self.node, alone=alone and peer.contact.lost)
+            last = self._written.get(peer.node)
+            # Of one that answers, only what it is; when it last did is written once it no longer does.
+            told = replace(contact, answered_ns=0) if contact.state == "answers" else contact
+            if peer.heard_s and told != last:
+                write_contact(self.run_dir, contact)
+                self._written[peer.node] = told
+
+    def _find_lead(self) -> None:
+        """Node 0 and its address, as the ranks of this node left it."""
+        said = read_json(self.run_dir.lead(self.node))
+        node, address = said.get("node"), said.get("address")
+        if isinstance(node, int) and isinstance(address, str) and node != self.node:
+            with self._lock:
+                known = self._peers.get(node)
+                if known is None:
+                    self._peers[node] = Peer(self.run_dir, node, address, self.run_dir.token)
+                elif address != known.address:
+                    known.moved(address)
+
+    def _met(self, node: int, address: str, client: str) -> None:
+        """A monitor that asked, or that the lead told of."""
+        if node == self.node or not 0 <= node < MAX_NODES or not address.startswith("http://"):
+            return
+        address = _reachable(address, client)
+        with self._lock:
+            known = self._peers.get(node)
+            if known is None and len(self._peers) < MAX_NODES:
+                self._peers[node] = Peer(self.run_dir, node, address, self.run_dir.token)
+            elif known is not None and client:
+                known.moved(address)
+
+    def _all(self) -> list[Peer]:
+        with self._lock:
+            return [self._peers[node] for node in sorted(self._peers)]
+
+
+def _reachable(address: str, client: str) -> str:
+    """A monitor that listens on all addresses knows only its host's name; whoever it asked saw a better one."""
+    parts = urlsplit(address)
+    try:
+        ipaddress.ip_address(parts.hostname or "")
+    except ValueError:
+        host = f"[{client}]" if ":" in client else client
+        return f"http://{host}:{parts.port}" if client else address
+    return address

@@ -1,0 +1,128 @@
+"""One other node as this monitor knows it: where its monitor is, what it said last, and since when it says nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtobs.errors import ServiceError
+from dtobs.events import RankState
+from dtobs.monitor.peer_client import Unanswered, ask
+from dtobs.recording.bundle import decode_bundle
+from dtobs.recording.clocks import ONE_CLOCK_NS
+from dtobs.recording.contact import Contact, State
+from dtobs.recording.mirror import NodeMirror
+from dtobs.recording.process import ProcessState
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.token import read_token
+
+LOST_SECONDS = 5.0
+"""Without an answer for so long, and after two questions, a node counts as lost."""
+FIRST_SECONDS = 30.0
+"""The same for a monitor that never answered: it may be starting."""
+ANSWER_SECONDS = 4.0
+
+
+class Peer:
+    """Asked by one thread at a time; read by others."""
+
+    def __init__(self, run: RunDirectory, node: int, address: str, token_file: Path) -> None:
+        self.node, self.address = node, address
+        self.contact = Contact(node, address, "answers")
+        self.processes: dict[int, ProcessState] = {}
+        self.answered_s = 0.0  #: monotonic; when the question was asked that its last answer is for; 0: never
+        self.heard_s = 0.0  #: monotonic; when that answer came
+        self.news_s = 0.0  #: when a rank there was last seen to have ended or failed
+        self.head: dict[str, Any] = {}
+        self.asking = False
+        self._run, self._token_file = run, token_file
+        self._since_s = time.monotonic()
+        self._misses = 0
+        self._troubles: tuple[int, int] = (0, 0)
+        self._detailed_s = 0.0
+        # A folder that somebody else fills is on a disk that we share with that node.
+        shared = run.pages(node).exists() and not run.contact(node).exists()
+        self.mirror = None if shared else NodeMirror(run, node)
+
+    @property
+    def state(self) -> State:
+        return self.contact.state
+
+    @property
+    def fresh_seconds(self) -> float:
+        """Age of what it said last."""
+        return time.monotonic() - (self.answered_s or self._since_s)
+
+    def moved(self, address: str) -> None:
+        """Its monitor is at `address` from now on, or has begun again at the old one."""
+        if address != self.address or self.contact.state == "ended":
+            self.address, self._since_s, self._misses = address, time.monotonic(), 0
+            self.contact = replace(self.contact, address=address, state="answers", why="")
+
+    def ask(self, question: dict[str, Any], local_ranks: frozenset[int], *, detail: bool) -> None:
+        """Ask it and take its answer over. Raises RecordingDisabled when the disk refuses."""
+        asked_s = time.monotonic()
+        due = detail and asked_s - self._detailed_s >= _DETAIL_SECONDS
+        have = self.mirror.have if self.mirror is not None else {}
+        said = {
+            **question,
+            "detail": due and self.mirror is not None,
+            "exits": self.mirror.exits if self.mirror is not None else 0,
+            "have": {str(rank): had.to_json() for rank, had in have.items()},
+        }
+        try:
+            body = ask(self.address, "/api/node", said, read_token(self._token_file), ANSWER_SECONDS)
+            head, parts = decode_bundle(body)
+            if head.get("node") != self.node:
+                raise ServiceError(f"the monitor at {self.address} is that of another node")
+            if self.mirror is not None:
+                self.mirror.apply(parts, local_ranks)
+            self._understood(head, asked_s)
+        except Unanswered as error:
+            self._missed(error.kind, str(error))
+        except (ServiceError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            self._missed("mute", str(error))
+        else:
+            self._detailed_s = asked_s if due else self._detailed_s
+
+    def _understood(self, head: dict[str, Any], asked_s: float) -> None:
+        by = int(head["clock_offset_ns"]) - (time.time_ns() - time.monotonic_ns())
+        by = by if abs(by) >= ONE_CLOCK_NS else 0
+        processes = {}
+        for rank, state in head["processes"].items():
+            process = ProcessState.from_json(state)
+            ended = process.ended_ns + by if process.ended_ns else 0
+            processes[int(rank)] = replace(process, ended_ns=ended)
+        contact = Contact(
+            self.node,
+            self.address,
+            "ended" if head.get("ending") is True else "answers",
+            int(head["attempt"]),
+            tuple(sorted(processes)),
+            str(head["host"]),
+            answered_ns=time.time_ns(),
+            mirrored=self.mirror is not None,
+        )
+        failed = 0
+        if self.mirror is not None:
+            failed = int(np.count_nonzero(self.mirror.pages["state"] == RankState.FAILED))
+        troubles = (sum(not p.alive for p in processes.values()), failed)
+        self.head, self.processes, self.contact = head, processes, contact
+        self.answered_s, self.heard_s, self._misses = asked_s, time.monotonic(), 0
+        if troubles != self._troubles:
+            self._troubles, self.news_s = troubles, time.monotonic()
+
+    def _missed(self, kind: State, why: str) -> None:
+        self._misses += 1
+        silent_s = time.monotonic() - (self.heard_s or self._since_s)
+        if silent_s >= (LOST_SECONDS if self.heard_s else FIRST_SECONDS) and self._misses >= 2:
+            self.contact = replace(self.contact, state=kind, why=why)
+            self.processes = {}
+
+
+_DETAIL_SECONDS = 2.0
+"""Between two looks at a node's rings; its pages and entries come with every answer."""
