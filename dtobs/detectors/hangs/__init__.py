@@ -12,6 +12,7 @@ from dtobs.detectors.base import Detector
 from dtobs.detectors.hangs import (
     call_site_mismatch,
     collective_mismatch,
+    device_stopped,
     dtype_mismatch,
     gil_held,
     group_deadlock,
@@ -53,6 +54,7 @@ RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
     rank_not_joined.find,
     p2p_unmatched.find,
     group_deadlock.find,
+    device_stopped.find,
     network_stalled.find,
 )
 

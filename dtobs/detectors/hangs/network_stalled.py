@@ -10,6 +10,7 @@ What to do next: check the links between the hosts of this group, and run ``dtob
 from __future__ import annotations
 
 from dtobs.detectors.base import named
+from dtobs.detectors.hangs import device_stopped
 from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.circle import circle, unmatched
 from dtobs.detectors.hangs.describe import blocked_in, collective, group_name, seconds, stack_evidence
@@ -22,7 +23,7 @@ def find(situation: Situation) -> list[Finding]:
     """One finding for each collective that all members have issued and some are blocked in; else the lost messages."""
     stalled = situation.stall
     ended = any(e.kind is not End.OPEN for e in situation.endings.values())
-    if stalled is None or ended or situation.disagreed or absent(situation):
+    if stalled is None or ended or situation.disagreed or absent(situation) or device_stopped.find(situation):
         return []
     places: dict[tuple[int, int], set[int]] = {}
     for rank, at in situation.blocked.items():

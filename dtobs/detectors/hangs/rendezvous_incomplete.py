@@ -82,7 +82,7 @@ def _fate(arrivals: dict[int, Arrival], rank: int) -> str:
     arrival = arrivals.get(rank)
     if arrival is None:
         hosts = sorted({a.host for a in arrivals.values()})
-        return f"no process of it has started where {', '.join(hosts[:4])} can see it"
+        return f"never started on {', '.join(hosts[:4])} or a host that shares this directory"
     place = f"process {arrival.pid} on {arrival.host}"
     alive = lives(arrival)
     if alive is False:

@@ -1,0 +1,121 @@
+"""Sends and receives without their other half, links that lose what was sent, devices that stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dtobs.events import Kind, identify
+from dtobs.flight_recorder.layout import Layout
+from dtobs.flight_recorder.simulate import Fault
+from dtobs.flight_recorder.synthetic import Job, dumps_of
+from dtobs.recording.fake import FakeRank, FakeRun
+from dtobs.recording.kernel_log import XID_NOTE
+from dtobs.recording.meta import Op
+from dtobs.recording.view import RunView
+from tests.unit.detectors_hangs.trouble import captured, found
+
+
+def message(rank: FakeRank, op: str, peer: int, seq: int, *, wait: bool = False) -> None:
+    """Issue a send or a receive of group default, and wait for it for ever."""
+    what = Op(op, "", ((3,),), ("float32",))
+    number, group = identify(str(what)), rank.run.group()
+    rank.meta("op", id=number, op=op, shapes=what.shapes, dtypes=what.dtypes)
+    rank.event(Kind.P2P, group=group, seq=seq, op=number, value=peer)
+    if wait:
+        rank.event(Kind.WAIT_BEGIN, group=group, seq=seq).page(wait_since_ns=rank.clock_ns)
+
+
+def test_a_receive_that_nobody_sends_for_names_both_and_the_counts(training):
+    run = training(2)
+    message(run.rank(0), "send", 1, 1)
+    message(run.rank(1), "recv", 0, 1)
+    message(run.rank(1), "recv", 0, 2, wait=True)
+    run.rank(0).collective("barrier", wait=True)
+    (finding,) = found(run.view(later=61)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("p2p-unmatched", (0, 1), "certain")
+    assert "rank 1 waits to receive float32[3] #2" in finding.summary
+    assert "while rank 0 waits in " in finding.summary
+    assert finding.summary.endswith("rank 1 asked for 2 messages from rank 0, which sent 1")
+    assert found(run.view(later=50)) == {}
+
+
+def test_two_sends_that_wait_for_each_other(training):
+    run = training(2)
+    for rank in (0, 1):
+        message(run.rank(rank), "send", 1 - rank, 1, wait=True)
+    (finding,) = found(run.view(later=61)).values()
+    assert (finding.code, finding.ranks) == ("p2p-unmatched", (0, 1))
+    assert "rank 0 sent 1 messages to rank 1, which asked for 0" in finding.summary
+
+
+def test_a_message_that_was_sent_and_does_not_arrive_is_the_networks(training):
+    run = training(2)
+    for rank in (0, 1):
+        message(run.rank(rank), "send", 1 - rank, 1)
+    for rank in (0, 1):
+        message(run.rank(rank), "recv", 1 - rank, 1, wait=True)
+    (finding,) = found(run.view(later=61)).values()
+    assert (finding.code, finding.ranks) == ("network-stalled", (0, 1))
+    assert "rank 1 issued its half, and it does not arrive" in finding.summary
+
+
+def test_a_link_that_fails_in_one_direction(training):
+    """Rank 2 does not get the result that the others have: they wait in the next call, for rank 2."""
+    run = training(3)
+    for rank in run.ranks:
+        rank.collective(wait=True)
+    for rank in (0, 1):
+        run.rank(rank).collective(wait=True)
+    (finding,) = found(run.view(later=61)).values()
+    assert (finding.code, finding.ranks) == ("network-stalled", (2,))
+    assert "all 3 ranks issued all_reduce(sum, float32[1024]) #21 of group default" in finding.summary
+    assert "ranks 0 and 1 completed it" in finding.summary
+
+
+def stalled_on_devices(training, notes: dict[int, str]) -> RunView:
+    run = training(2)
+    for rank in run.ranks:
+        rank.collective(wait=True)
+    view = captured(run.view(later=61), rank_0="", rank_1="")
+    assert view.capture is not None
+    for rank, note in notes.items():
+        view.capture.ranks[rank] = replace(view.capture.ranks[rank], notes=(note,))
+    return view
+
+
+def test_a_device_error_in_the_kernel_log_explains_a_stall(training):
+    view = stalled_on_devices(
+        training, {1: f"{XID_NOTE}Xid 79 of device 0000:3b:00: GPU has fallen off the bus."}
+    )
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks) == ("device-stopped", (1,))
+    assert "the kernel logged Xid 79 of device 0000:3b:00: GPU has fallen off the bus." in finding.summary
+
+
+def test_other_notes_of_a_capture_are_no_device_errors(training):
+    assert list(found(stalled_on_devices(training, {1: "fr_trace_json: no answer in time"}))) == [
+        "network-stalled"
+    ]
+
+
+@pytest.mark.parametrize(("backend", "codes"), [("nccl", ["device-stopped"]), ("gloo", ["network-stalled"])])
+def test_the_flight_recorder_of_the_capture_says_whose_device_is_behind(tmp_path, backend, codes):
+    """The hosts have all issued the same: with NCCL the recorders know; those of Gloo do not say when a call ended."""
+    run = FakeRun(tmp_path / "run", 4)
+    for _ in range(4):
+        for rank in run.ranks:
+            rank.step().collective()
+    for rank in run.ranks:
+        rank.collective(wait=True)
+        rank.meta("group", id=run.group(), name="default", ranks=[0, 1, 2, 3], backend=backend)
+    view = captured(run.view(later=61), rank_0="", rank_1="", rank_2="", rank_3="")
+    assert view.capture is not None
+    job = Job(Layout(dp=4, tp=1, pp=1), Fault("device-stopped", 2), entries=200, steps=6)
+    for rank, dump in dumps_of(job):
+        view.capture.ranks[rank] = replace(view.capture.ranks[rank], flight_recorder=dump)
+    findings = found(view)
+    assert list(findings) == codes
+    if backend == "nccl":
+        assert findings["device-stopped"].ranks == (2,)

@@ -1,0 +1,125 @@
+"""Jobs whose process group does not come about: who is missing, from files and processes alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtobs.diagnose import diagnose, gather
+from dtobs.recording.arrivals import Arrival, arrive, become, read_arrivals, write_arrival
+from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.view import load_run
+from tests.unit.detectors_hangs.trouble import found
+
+WORLD, PATIENCE = 4, 10.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    directory.write_run({"name": "hangs", "world_size": WORLD})
+    return directory
+
+
+def on_its_way(rank: int, seconds: float) -> Arrival:
+    return replace(arrive(rank, WORLD, 0, PATIENCE), began=time.time() - seconds)
+
+
+def waits(rank: int, seconds: float) -> Arrival:
+    waiting = become(on_its_way(rank, seconds), "waiting", site="/me/train.py:8 in main")
+    return replace(waiting, since=time.time() - seconds)
+
+
+def dead_pid() -> int:
+    """The id of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_ranks_that_never_started_started_and_ended_are_told_apart(run):
+    write_arrival(run, waits(0, 60))
+    write_arrival(run, on_its_way(1, 61))
+    write_arrival(run, replace(on_its_way(2, 61), pid=dead_pid()))
+    (finding,) = found(load_run(run.root)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("rendezvous-incomplete", (1, 2, 3), "likely")
+    assert "ranks 1, 2 and 3 of 4 are missing at the rendezvous: " in finding.summary
+    assert f"rank 1: process {os.getpid()} on " in finding.summary
+    assert "started and has not called init_process_group for 61 s" in finding.summary
+    assert "ended before it called init_process_group" in finding.summary
+    assert "rank 3: never started on " in finding.summary
+    assert "while rank 0 has waited 60 s in init_process_group at /me/train.py:8 in main" in finding.summary
+
+
+def test_diagnose_says_so_of_a_directory_without_any_recording(run):
+    for rank in (0, 2, 3):
+        write_arrival(run, waits(rank, 60))
+    verdict = diagnose(gather(run.root)).verdict
+    assert verdict is not None
+    assert (verdict.code, verdict.ranks) == ("rendezvous-incomplete", (1,))
+
+
+def test_a_store_that_timed_out_is_remembered_after_its_process_ended(run):
+    waited = replace(
+        become(waits(0, 9), "failed", error="DistStoreError: timed out", waited=90.0), pid=dead_pid()
+    )
+    write_arrival(run, waited)
+    (finding,) = found(load_run(run.root)).values()
+    assert finding.ranks == (1, 2, 3)
+    assert (
+        "rank 0 has waited 90 s in init_process_group at /me/train.py:8 in main and gave up (DistStoreError"
+        in (finding.summary)
+    )
+
+
+@pytest.mark.parametrize(
+    "arrivals",
+    [
+        lambda: [waits(rank, 15) for rank in (0, 1)],  # hosts start at different speeds
+        lambda: [waits(rank, 60) for rank in range(WORLD)],  # all there: the store itself takes its time
+        lambda: [become(waits(rank, 60), "met", waited=60.0) for rank in range(WORLD)],
+        lambda: [become(waits(0, 60), "met"), waits(1, 60)],  # the group is coming about
+        lambda: [on_its_way(rank, 600) for rank in range(WORLD)],  # they read a data set first
+        lambda: [replace(waits(0, 600), pid=1, ticks=1)],  # interrupted by its user, nobody knows when
+        list,
+    ],
+    ids=["soon", "all-there", "met", "meeting", "before", "interrupted", "none"],
+)
+def test_what_is_no_finding(run, arrivals):
+    for arrival in arrivals():
+        write_arrival(run, arrival)
+    assert found(load_run(run.root)) == {}
+
+
+def test_a_run_that_trains_is_not_looked_at_again(training):
+    fake = training(2)
+    write_arrival(fake.directory, replace(waits(0, 600), world_size=2))
+    assert found(fake.view()) == {}
+
+
+def test_a_crash_before_the_group_was_there_is_the_cause(tmp_path):
+    from dtobs.events import RankState
+    from dtobs.recording.fake import FakeRun
+
+    fake = FakeRun(tmp_path / "run", 2)
+    fake.rank(0)
+    fake.rank(1).meta("exception", type="OSError", message="no such file", t_ns=fake.rank(1).clock_ns)
+    fake.rank(1).close(RankState.FAILED)
+    write_arrival(fake.directory, replace(waits(0, 600), world_size=2))
+    assert list(found(fake.view(later=1))) == ["uncaught-exception"]
+
+
+def test_damaged_files_are_left_out(run):
+    write_arrival(run, waits(0, 60))
+    folder = run.root / "rendezvous" / "0"
+    (folder / "00001.json").write_text('{"rank": "x"}')
+    (folder / "00002.json").write_bytes(b"\xff\x00")
+    (folder / "00003.json").write_text("[1]")
+    assert list(read_arrivals(run.root)) == [0]
