@@ -28,21 +28,22 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
+    if not options.json:
+        print(
+            "| ranks | ours | over | CPU, ratio (5–95 %) | wall, ratio (5–95 %) | its CPU ms a step and rank |"
+        )
+        print("| --- | --- | --- | --- | --- | --- |")
     for group in options.groups:
         ranks, peers, layout = GROUPS[group]
         plan = Plan((*installed(peers), *OURS), options.rounds, options.steps, (*MODEL, *layout))
         results = run_ranks(measure, ranks, plan, timeout=3600)
-        turns = [turn for result in results for turn in result.value[1]]
-        found += compare(group, turns, plan, ranks)
+        rows = compare(group, [turn for result in results for turn in result.value[1]], plan, ranks)
+        found += rows
+        if not options.json:
+            print("\n".join(map(_row, rows)), flush=True)
     if options.json:
         json.dump(found, sys.stdout, indent=1)
         print()
-        return 0
-    print("| ranks | ours | over | CPU, ratio (5–95 %) | wall, ratio (5–95 %) | its CPU ms a step and rank |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for row in found:
-        cells = (row["group"], row["ours"], row["over"], *(_text(row[w]) for w in ("cpu", "wall")))
-        print(f"| {' | '.join(cells)} | {row['over_cpu_ms']:.0f} |")
     return 0
 
 
@@ -67,8 +68,11 @@ def compare(group: str, turns: list[Turn], plan: Plan, ranks: int) -> list[dict[
     return rows
 
 
-def _text(found: dict[str, float]) -> str:
-    return f"{found['value']:.3f} ({found['low']:.3f}–{found['high']:.3f})"
+def _row(found: dict[str, Any]) -> str:
+    """One row of the Markdown table."""
+    times = (f"{t['value']:.3f} ({t['low']:.3f}–{t['high']:.3f})" for t in (found["cpu"], found["wall"]))
+    cells = (found["group"], found["ours"], found["over"], *times, f"{found['over_cpu_ms']:.0f}")
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
