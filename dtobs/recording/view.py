@@ -90,7 +90,9 @@ class RunView:
     def world_size(self) -> int:
         """Ranks the job has (also those that never recorded)."""
         said = int(self.pages["world_size"].max()) if len(self.pages) else 0
-        told = self.info.get("world_size")
+        # Rank 0 writes run.json after its page: for a moment it still speaks of the attempt before.
+        current = not len(self.pages) or self.info.get("attempt", self.attempt) == self.attempt
+        told = self.info.get("world_size") if current else None
         known = [n for n in (said, told) if isinstance(n, int) and n <= MAX_WORLD]
         return max([*known, len(self.pages)])
 

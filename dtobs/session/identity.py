@@ -87,7 +87,7 @@ def agree(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tup
         return path or _choose(name, who), who.attempt
     count = _agreed.get("count", 0)
     _agreed["count"] = count + 1
-    key = f"dtobs/run/{who.attempt}/{count}"
+    key = f"dtobs/run/{_generation(who)}/{count}"
     if store is not None and who.rank != 0:
         store.wait([key], timedelta(seconds=AGREE_SECONDS))
         chosen, attempt = json.loads(store.get(key))
@@ -97,6 +97,16 @@ def agree(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tup
     if store is not None:
         store.set(key, json.dumps([str(path), attempt]))
     return path, attempt
+
+
+def _generation(who: Identity, environment: Mapping[str, str] | None = None) -> int:
+    """Tells the keys of this start of the ranks from those of earlier ones in the same store.
+
+    Each start has a store of its own, but for the agents' one, which torchrun shares by default. Agents count restarts
+    each for itself: where one has joined late the counts differ, and only a store of its own brings ranks together.
+    """
+    values = os.environ if environment is None else environment
+    return who.attempt if values.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
 def told_by_first(who: Identity, topic: str, make: Callable[[], Any]) -> Any:

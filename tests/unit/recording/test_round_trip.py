@@ -166,3 +166,13 @@ def test_everything_is_private(tmp_path: Path) -> None:
 def test_run_path_is_safe() -> None:
     assert new_run_path("../a b/c", Path("/base")).parent == Path("/base/runs")
     assert new_run_path("..", Path("/base")).name.endswith("Z-run")
+
+
+def test_a_restart_with_fewer_ranks_misses_none(tmp_path: Path):
+    FakeRun(tmp_path, world=2, info={"attempt": 0}).steps(1)
+    again = FakeRun(tmp_path, world=1, attempt=1, info={"attempt": 0, "world_size": 2})
+    again.steps(1)
+    assert (again.view().world_size, again.view().missing_ranks) == (1, [])
+    written = FakeRun(tmp_path, world=3, attempt=2, info={"attempt": 2})
+    written.rank(0).step()
+    assert written.view().missing_ranks == [1, 2]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import dtobs
 from dtobs.probes import backward as backward_module
@@ -18,7 +19,7 @@ from dtobs.recording.meta import MetaWriter, read_meta
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import load_run
-from dtobs.session import Session
+from dtobs.session import Session, identity
 from dtobs.session.identity import Identity, agree
 from dtobs.session.run_info import git_revision, hide_arguments, without_secrets
 from tests.unit.session.conftest import make_model, train
@@ -191,3 +192,19 @@ def test_a_second_run_in_a_directory_is_another_attempt(tmp_path: Path):
     assert agree(tmp_path, "run", who) == (tmp_path, 0)
     Recorder(RunDirectory(tmp_path), 0, 1).close()
     assert agree(tmp_path, "run", who) == (tmp_path, 1)
+
+
+def test_ranks_under_agents_that_count_restarts_differently_find_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # An agent that joined late has restarted nothing yet; those that were there before have.
+    store = HashStore()
+    monkeypatch.setattr(identity, "_store", lambda: store)
+    monkeypatch.setattr(identity, "_agreed", {})
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    first = Identity(rank=0, world_size=2, local_rank=0, node=0, attempt=1)
+    late = Identity(rank=1, world_size=2, local_rank=0, node=1, attempt=0)
+    assert agree(tmp_path, "run", first) == (tmp_path, 0)
+    monkeypatch.setattr(identity, "_agreed", {})
+    monkeypatch.setattr(identity, "AGREE_SECONDS", 1.0)
+    assert agree(tmp_path, "run", late) == (tmp_path, 0)
