@@ -21,7 +21,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from dtobs.cli import exit_code
+from dtobs.cli import Exit, exit_code
 from dtobs.diagnose import Diagnosis, diagnose, diagnose_dumps, gather, gather_monitors, holds_dumps
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.errors import UsageError
@@ -40,12 +40,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="run directory, capture, folder of dumps, or monitor addresses (default: the newest in ./runs)",
     )
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON (dtobs.diagnosis/1)")
+    parser.add_argument("--json-schema", action="store_true", help="print the JSON schema of --json, and end")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a report that a browser opens")
     parser.add_argument("--no-capture", action="store_true", help="do not ask living ranks for their stacks")
 
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose and print."""
+    if args.json_schema:
+        print(json.schema(), end="")
+        return Exit.NOTHING_FOUND
     diagnosis = _diagnose(args.targets, None if args.no_capture else capture_ranks)
     if args.html is not None:
         try:

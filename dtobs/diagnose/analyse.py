@@ -11,6 +11,7 @@ from dtobs.detectors import run_detectors
 from dtobs.detectors.hangs.stall import Stall, silence
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis, RankStatus
+from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity
 from dtobs.recording.journal import Entry
@@ -59,6 +60,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         ranks=ranks,
         missing_ranks=tuple(view.missing_ranks) if len(view.pages) else (),
         notes=tuple(notes),
+        pictures=run_pictures(view, ordered, ranks),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dtobs.diagnose.dump_pictures import dump_pictures
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.flight_recorder import DumpAnalysis, Dumps, analyse_dumps, load_dumps
 from dtobs.flight_recorder.names import find_dumps
@@ -34,6 +35,7 @@ def diagnosis_of(target: str, dumps: Dumps) -> Diagnosis:
         ranks={status.rank: status for status in _statuses(analysis)},
         missing_ranks=analysis.missing_ranks,
         notes=(*(f"not used: {problem}" for problem in analysis.problems), *analysis.notes),
+        pictures=dump_pictures(analysis),
     )
 
 

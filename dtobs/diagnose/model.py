@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtobs.diagnose.pictures import Pictures
 from dtobs.findings import Finding
 
 SCHEMA = "dtobs.diagnosis/1"
@@ -61,6 +62,7 @@ class Diagnosis:
     notes: tuple[
         str, ...
     ] = ()  #: what a reader should know beside: unreadable files, a pause that is no stall yet
+    pictures: Pictures = field(default_factory=Pictures)
 
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as ``dtobs.diagnosis/1``; `dtobs/reports/diagnosis.schema.json` describes it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtobs.findings import Confidence, Finding
-from dtobs.flight_recorder.align import align
+from dtobs.flight_recorder.align import Aligned, align
 from dtobs.flight_recorder.callsites import RECENT, Desync, find_desyncs
 from dtobs.flight_recorder.disagreements import desync_finding, mismatch_findings
 from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier, frontiers
@@ -15,7 +15,7 @@ from dtobs.flight_recorder.model import DumpProblem, Dumps
 from dtobs.flight_recorder.p2p import PendingPair, pending_pairs
 from dtobs.flight_recorder.snapshot import judge
 from dtobs.flight_recorder.verdicts import Verdicts
-from dtobs.flight_recorder.waits import Root, build, calls_held_up, roots
+from dtobs.flight_recorder.waits import Call, Root, build, calls_held_up, roots
 from dtobs.flight_recorder.wording import Words
 
 _FIRST = (
@@ -53,6 +53,22 @@ class RankFrontier:
 
 
 @dataclass(frozen=True)
+class Matched:
+    """What the findings rest on, for who wants to draw it.
+
+    `calls`: the first uncompleted call of each group that is waited in; `standing`: whether the job stood still, so
+    that a wait means something.
+    """
+
+    dumps: Dumps
+    aligned: Aligned
+    states: dict[int, Frontier]
+    pairs: list[PendingPair]
+    calls: dict[int, Call]
+    standing: bool
+
+
+@dataclass(frozen=True)
 class DumpAnalysis:
     """What the dumps say. `findings`: the root cause first; empty for a healthy job."""
 
@@ -62,6 +78,7 @@ class DumpAnalysis:
     missing_ranks: tuple[int, ...]
     problems: tuple[DumpProblem, ...]
     notes: tuple[str, ...]
+    matched: Matched
 
 
 def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
@@ -72,11 +89,14 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
     states = frontiers(dumps, aligned)
     pairs = pending_pairs(dumps)
     notes = [*dumps.notes, *aligned.notes]
+    calls: dict[int, Call] = {}
+    standing = False
     if pairs or any(state.waits for state in states.values()):
         snapshot = judge(dumps, aligned, states)
         if snapshot.moving:
             notes.append(snapshot.moving)
         else:
+            standing = True
             calls = calls_held_up(dumps, states, explained, snapshot.stale)
             verdicts = Verdicts(dumps, states)
             odd_calls = [d for d in desyncs if not d.proved and d.group not in explained]
@@ -93,6 +113,7 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
         missing_ranks=dumps.missing_ranks,
         problems=dumps.problems,
         notes=tuple(notes),
+        matched=Matched(dumps, aligned, states, pairs, calls, standing),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import marshal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -64,6 +65,16 @@ _DEFAULTS: dict[str, Any] = {
     "output_dtypes": [],
     "retired": False,
     "is_p2p": False,
+}
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "record_id": (int,),
+    "collective_seq_id": (int,),
+    "time_created_ns": (int, float, type(None)),
+    "profiling_name": (str,),
+    "state": (str, int, type(None)),
+    "retired": (bool, int, type(None)),
+    "is_p2p": (bool, int, type(None)),
 }
 
 
@@ -147,26 +158,40 @@ def _fields(entries: list[Any]) -> dict[str, Sequence[Any]]:
             ) from None
         rows = [tuple(e.get(n, _DEFAULTS.get(n)) for n in _FIELDS) for e in entries]
     columns: dict[str, Sequence[Any]] = dict(zip(_FIELDS, zip(*rows, strict=True), strict=True))
+    for field_name, allowed in _TYPES.items():
+        _check_types(columns[field_name], *allowed)
     if None in columns["time_created_ns"]:
         columns["time_created_ns"] = [t or 0 for t in columns["time_created_ns"]]
     return columns
 
 
 def _intern(values: Iterable[Any]) -> tuple[list[Any], npt.NDArray[np.int32]]:
+    """The distinct values, and which of them each is. Their hash must be cheap: see `_check_types`."""
     listed = list(values)
     index = {value: i for i, value in enumerate(dict.fromkeys(listed))}
     return list(index), np.fromiter(map(index.__getitem__, listed), np.int32, len(listed))
 
 
+def _check_types(values: Iterable[Any], *allowed: type) -> None:
+    """Containers that hold one another many times over take for ever to hash or to convert; no dump has any here."""
+    odd = set(map(type, values)) - {*allowed}
+    if odd:
+        found = ", ".join(sorted(t.__name__ for t in odd))
+        raise DumpError(f"a field in it is of type {found}, not {allowed[0].__name__}")
+
+
 def _intern_groups(values: Sequence[Any]) -> tuple[list[Any], npt.NDArray[np.int32]]:
     """Groups are tuples in a pickle and lists in JSON."""
-    return _intern(values if values and isinstance(values[0], tuple) else map(tuple, values))
+    groups = list(map(tuple, values))
+    _check_types(chain.from_iterable(groups), str)
+    return _intern(groups)
 
 
 def _signatures(columns: dict[str, Sequence[Any]]) -> tuple[list[list[Any]], npt.NDArray[np.int32]]:
     rows = zip(*(columns[n] for n in _FIELDS[4:9]), strict=True)
-    # marshal version 2 gives equal bytes for equal plain data: a hashable stand-in for nested lists
-    keys, index = _intern([marshal.dumps(row, 2) for row in rows])
+    # A hashable stand-in for nested lists. Version 4 writes what occurs twice once: lists that hold one another many
+    # times over do not grow. The same data may rarely give two keys, and then has two numbers here and one in `load`.
+    keys, index = _intern([marshal.dumps(row, 4) for row in rows])
     decoded = [marshal.loads(key) for key in keys]
     return [
         [

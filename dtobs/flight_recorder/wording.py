@@ -66,6 +66,10 @@ class Words:
             return text
         return f"{text} (rank {members[source]} to rank {members[target]})"
 
+    def family(self, entry: int) -> str:
+        """``all_reduce``: an entry's operation without sizes, under the one name that all its spellings share."""
+        return self.dumps.operations[int(self.dumps.entries["signature"][entry])].family
+
     def site(self, entry: int) -> str:
         """`` at train.py:12 in step``, "" when the dump has no stacks."""
         site = int(self.dumps.entries["site"][entry])

@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_JSON_BYTES:
                 raise TargetError(f"{path} is too large to be one of ours ({size >> 20} MiB)")
-            value = json.loads(file.read(MAX_JSON_BYTES))
+            value = json.loads(file.read(size + 1))  # no more: room for all of it is made at once
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

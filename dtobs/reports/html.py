@@ -1,4 +1,4 @@
-"""A diagnosis as one HTML file that needs no network: verdict, evidence, ranks, stacks grouped by likeness."""
+"""A diagnosis as one HTML file that needs no network and no script: the verdict, pictures, stacks, evidence, ranks."""
 
 from __future__ import annotations
 
@@ -7,45 +7,32 @@ from typing import Any
 
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.findings import Finding
+from dtobs.reports import calls_html, strip_svg, waits_svg
+from dtobs.reports.clean import printable
 from dtobs.reports.likeness import ranges, readable, stacks_by_likeness
+from dtobs.reports.style import STYLE
 
 _MAX_ROWS = 2048
 _MAX_STACKS = 64
-
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --critical: #c62828; --warning: #b26a00; --good: #2e7d32; }
-@media (prefers-color-scheme: dark) { :root { --critical: #ff7b72; --warning: #e3b341; --good: #56d364; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.3; margin-bottom: .3rem; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--line); }
-.critical { color: var(--critical); } .warning { color: var(--warning); } .good { color: var(--good); }
-.next { border-left: 4px solid currentColor; padding: .2rem .8rem; margin: 1rem 0; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number, th.number { text-align: right; }
-tr.accused td { font-weight: 700; }
-details td:first-child { white-space: nowrap; width: 1%; padding-right: 1.5rem; }
-code, pre { font: 13px/1.45 ui-monospace, monospace; }
-pre { overflow-x: auto; margin: .3rem 0; }
-summary { cursor: pointer; }
-.quiet { opacity: .7; }
-"""
+_MAX_LISTED = 64
 
 
 def render(diagnosis: Diagnosis) -> str:
     """The whole document."""
     parts = [
         _verdict(diagnosis),
+        _pictures(diagnosis),
+        _stacks(diagnosis),
         _findings(diagnosis),
         _ranks(diagnosis),
-        _stacks(diagnosis),
+        _environment(diagnosis),
         _notes(diagnosis),
     ]
     title = diagnosis.verdict.code if diagnosis.verdict else "nothing found"
-    return (
+    return printable(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)} – {escape(diagnosis.target)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)} – {escape(diagnosis.target)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in parts if part)
         + "\n</body>\n</html>\n"
     )
@@ -82,19 +69,37 @@ def _findings(diagnosis: Diagnosis) -> str:
 
 
 def _evidence(record: dict[str, Any]) -> str:
-    cells = []
-    for name, value in record.items():
-        if name == "what":
-            continue
-        if isinstance(value, dict):
-            pairs = ", ".join(f"{key}: {given}" for key, given in value.items())
-            cells.append(f"{escape(name)} <code>{escape(pairs)}</code>")
-        elif isinstance(value, list):
-            lines = escape("\n".join(str(v) for v in value))
-            cells.append(f"{escape(name)}<pre>{lines}</pre>")
-        else:
-            cells.append(f"{escape(name)} <code>{escape(str(value))}</code>")
+    cells = [_given(name, value) for name, value in record.items() if name != "what"]
     return f"<td>{escape(str(record.get('what', '')))}</td><td>{'<br>'.join(cells)}</td>"
+
+
+def _given(name: str, value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        return f"{escape(name)}{_grid(value[:_MAX_LISTED])}{_more(value)}"
+    if isinstance(value, list) and all(type(one) is int for one in value):
+        return f"{escape(name)} <code>{escape(ranges(value) if len(value) > 8 else ', '.join(map(str, value)))}</code>"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{key}: {given}" for key, given in value.items())
+        return f"{escape(name)} <code>{escape(pairs)}</code>"
+    if isinstance(value, list):
+        lines = escape("\n".join(str(one) for one in value[:_MAX_LISTED]))
+        return f"{escape(name)}<pre>{lines}</pre>{_more(value)}"
+    return f"{escape(name)} <code>{escape(str(value))}</code>"
+
+
+def _grid(rows: list[dict[str, Any]]) -> str:
+    """Records with the same fields, as a table."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th>{escape(str(name))}</th>" for name in names)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(row.get(name, '')))}</td>" for name in names) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table class="grid"><tr>{head}</tr>{body}</table></div>'
+
+
+def _more(value: list[Any]) -> str:
+    return f'<p class="quiet">… and {len(value) - _MAX_LISTED} more</p>' if len(value) > _MAX_LISTED else ""
 
 
 def _ranks(diagnosis: Diagnosis) -> str:
@@ -135,6 +140,30 @@ def _stacks(diagnosis: Diagnosis) -> str:
     if len(groups) > _MAX_STACKS:
         blocks.append(f"<p>… and {len(groups) - _MAX_STACKS} other stacks</p>")
     return f"<h2>Stacks of main threads, grouped by likeness</h2>{''.join(blocks)}" if blocks else ""
+
+
+def _pictures(diagnosis: Diagnosis) -> str:
+    pictures = diagnosis.pictures
+    parts = []
+    if pictures.waits is not None:
+        parts.append(f"<h2>Who waits for whom</h2>{waits_svg.render(pictures.waits)}")
+    if pictures.strip is not None:
+        parts.append(f"<h2>What every rank did</h2>{strip_svg.render(pictures.strip)}")
+    if pictures.calls:
+        parts.append(f"<h2>Last calls, by sequence number</h2>{calls_html.render(pictures.calls)}")
+    return "".join(parts)
+
+
+def _environment(diagnosis: Diagnosis) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td><code>{escape(value)}</code></td></tr>"
+        for name, value in diagnosis.pictures.environment
+    )
+    return (
+        f"<h2>Environment</h2><details open><summary>as recorded</summary><table>{rows}</table></details>"
+        if rows
+        else ""
+    )
 
 
 def _notes(diagnosis: Diagnosis) -> str:

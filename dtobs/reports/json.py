@@ -6,10 +6,18 @@ import json
 from pathlib import Path
 
 from dtobs.diagnose.model import Diagnosis
+from dtobs.reports.clean import plain
 
 SCHEMA_PATH = Path(__file__).with_name("diagnosis.schema.json")
 
 
 def render(diagnosis: Diagnosis) -> str:
     """One JSON object, indented, with a newline at its end."""
-    return json.dumps(diagnosis.to_json(), indent=1, default=str, allow_nan=False, ensure_ascii=False) + "\n"
+    value = plain(diagnosis.to_json())
+    text = json.dumps(value, indent=1, default=str, allow_nan=False, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()  # half a character, as JSON writes it
+
+
+def schema() -> str:
+    """The published JSON schema of what `render` gives."""
+    return SCHEMA_PATH.read_text(encoding="utf-8")

@@ -39,3 +39,14 @@ def ranges(ranks: Iterable[int]) -> str:
         else:
             parts.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def named(ranks: tuple[int, ...], characters: int = 40) -> str:
+    """ "rank 3", "ranks 0-3, 7", and "ranks 0-3, 8-11, … (512)" where that would be longer than `characters`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    text = f"ranks {ranges(ranks)}"
+    if len(text) <= characters:
+        return text if len(ranks) < 6 else f"{text} ({len(ranks)})"
+    cut = text[:characters].rpartition(",")[0] or "ranks"
+    return f"{cut}, … ({len(ranks)})"

@@ -7,12 +7,19 @@ from collections import Counter
 from collections.abc import Callable
 
 from dtobs.diagnose.model import Diagnosis, RankStatus
+from dtobs.diagnose.pictures import CallTable
 from dtobs.findings import Finding, Severity
-from dtobs.reports.likeness import ranges, readable, stacks_by_likeness
+from dtobs.reports.calls_html import WORDS, usual_text
+from dtobs.reports.clean import printable
+from dtobs.reports.likeness import named, ranges, readable, stacks_by_likeness
 
 _MAX_ROWS = 16
 _MAX_STACKS = 6
 _MAX_FRAMES = 10
+_MAX_NODES = 6
+_MAX_CALLS = 4
+_MAX_COLUMNS = 3
+_MAX_HEAD = 12
 _LABEL = 9
 _STYLES = {"critical": "1;31", "warning": "1;33", "good": "1;32", "dim": "2", "bold": "1"}
 
@@ -29,8 +36,15 @@ def render(diagnosis: Diagnosis, width: int = 100, *, colour: bool = False) -> s
     parts = [_verdict(diagnosis, width, paint)]
     if diagnosis.ranks:
         parts.append(_table(diagnosis, width, paint))
-    parts += [_stacks(diagnosis, width, paint), _others(diagnosis, width, paint), _notes(diagnosis, width)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    parts += [
+        _waits(diagnosis, width, paint),
+        _calls(diagnosis, width, paint),
+        _stacks(diagnosis, width, paint),
+        _others(diagnosis, width, paint),
+        _notes(diagnosis, width),
+    ]
+    shown = "\n\n".join(part for part in parts if part) + "\n"
+    return printable(shown) if colour else printable(shown.replace("\x1b", "\ufffd"))
 
 
 def _verdict(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
@@ -109,6 +123,57 @@ def _row(status: RankStatus) -> tuple[str, str, str, str, str]:
         status.phase,
         status.last_collective,
     )
+
+
+def _waits(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
+    picture = diagnosis.pictures.waits
+    if picture is None:
+        return ""
+    lines = [paint("who waits for whom", "bold")]
+    for index, node in enumerate(picture.nodes[:_MAX_NODES]):
+        awaited = {
+            r for source, target in picture.edges if source == index for r in picture.nodes[target].ranks
+        }
+        verb = ("waits in " if len(node.ranks) == 1 else "wait in ") if node.waits else ""
+        text = f"{named(node.ranks)} {verb}{node.text}"
+        if awaited:
+            text += f", for {named(tuple(sorted(awaited)))}"
+        wrapped = textwrap.wrap(text, width - 2, subsequent_indent="    ")
+        lines += [f"  {line}" for line in wrapped[:3]]
+    return "\n".join(lines)
+
+
+def _calls(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
+    """The first group's last calls; more of them, and the other groups, are in the HTML report."""
+    if not diagnosis.pictures.calls:
+        return ""
+    table = diagnosis.pictures.calls[0]
+    shown = _around_trouble(table)
+    heads = [named(ranks, _MAX_HEAD) for ranks in table.columns[:_MAX_COLUMNS]]
+    widths = [max(len(head), 10) for head in heads]
+    first = max((len(str(table.seqs[row])) for row in shown), default=0) + 1
+    call = width - 4 - first - sum(2 + column for column in widths)
+    lines = [paint(_cut(f"last calls of group {table.group}", width), "bold")]
+    for row in (-1, *shown):
+        usual = usual_text(table.rows[row], table.columns) if row >= 0 else ""
+        texts = heads if row < 0 else [WORDS[c.state] + "!" * c.odd for c in table.rows[row][: len(heads)]]
+        cells = "".join(f"  {text:{column}}" for text, column in zip(texts, widths, strict=True))
+        number = f"#{table.seqs[row]}" if row >= 0 else ""
+        lines.append(f"  {number:>{first}}  {_cut(usual, call):{call}}{cells}".rstrip())
+    if any(cell.odd for row in shown for cell in table.rows[row]):
+        lines.append("  ! does not fit what most ranks called")
+    return "\n".join(lines)
+
+
+def _around_trouble(table: CallTable) -> list[int]:
+    """Up to `_MAX_CALLS` rows, with the first at which the ranks part near the end."""
+    parted = (
+        row
+        for row, cells in enumerate(table.rows)
+        if any(cell.odd or cell.state in ("missing", "waiting") for cell in cells)
+    )
+    last = min(next(parted, len(table.rows)) + 2, len(table.rows))
+    return list(range(max(0, last - _MAX_CALLS), last))
 
 
 def _stacks(diagnosis: Diagnosis, width: int, paint: Paint) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 from random import Random
 from typing import Any
 
-from dtobs.monitor.http import Pages, _Handler
+from dtobs.monitor.http import MonitorServer, Pages, _Handler
 from tests.fuzz.mutate import mutate_bytes
 
 SEEDS = [
@@ -19,13 +20,9 @@ SEEDS = [
 _FAILED: list[str] = []
 
 
-class _Server:
-    names = frozenset({"localhost"})
-    pages = Pages(lambda: b"up 1\n", lambda: {"x": 1}, lambda: {"ok": True}, _FAILED.append)
-    token = "abc"
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"the handler asks its server for {name}: the fuzz target has to offer it")
+_PAGES = Pages(lambda: b"up 1\n", lambda: {"x": 1}, lambda: {"ok": True}, _FAILED.append)
+_SERVER = MonitorServer("127.0.0.1", 0, _PAGES)
+atexit.register(_SERVER.close)
 
 
 class _Socket:
@@ -40,6 +37,9 @@ class _Socket:
     def sendall(self, data: bytes) -> None:
         self.answer += data
 
+    def getsockname(self) -> tuple[str, int]:
+        return ("127.0.0.1", 9400)
+
     def settimeout(self, _: float) -> None:
         """Nothing here waits."""
 
@@ -47,7 +47,7 @@ class _Socket:
 def check(data: bytes) -> bool:
     """No exception, an answer that is one of ours, pages only for names of this host. Returns whether it answered."""
     connection = _Socket(data)
-    _Handler(connection, ("127.0.0.1", 1), _Server())
+    _Handler(connection, ("127.0.0.1", 1), _SERVER._server)
     assert not _FAILED, _FAILED
     answer = bytes(connection.answer)
     assert len(answer) < 10_000

@@ -1,0 +1,233 @@
+"""The pictures of a report on Flight Recorder dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.diagnose.pictures import (
+    CallState,
+    CallTable,
+    Cell,
+    Pictures,
+    RankWait,
+    Strip,
+    call_table,
+    sample,
+    wait_picture,
+)
+from dtobs.findings import Finding
+from dtobs.flight_recorder.analyse import DumpAnalysis, Matched
+from dtobs.flight_recorder.columns import COMPLETED
+from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier
+from dtobs.flight_recorder.mismatch import majority_by_segment
+from dtobs.flight_recorder.model import Group
+from dtobs.flight_recorder.wording import Words
+
+MAX_TABLES = 6
+ROWS = 8
+COLUMNS = 160
+_CALLS_SHOWN = 48
+"""Calls of a rank that the strip spans."""
+
+
+def dump_pictures(analysis: DumpAnalysis) -> Pictures:
+    """Everything there is to draw. Pure."""
+    matched = analysis.matched
+    accused = frozenset(analysis.findings[0].ranks if analysis.findings else ())
+    return Pictures(
+        waits=wait_picture(_waits(matched, analysis.findings), accused),
+        strip=_strip(matched),
+        calls=tuple(_tables(matched, analysis.findings)),
+        environment=_environment(matched, analysis.world_size),
+    )
+
+
+def _waits(matched: Matched, findings: Sequence[Finding]) -> dict[int, RankWait]:
+    """Every rank that waits, in the oldest call it waits in, and those that they wait for."""
+    dumps, words = matched.dumps, Words(matched.dumps)
+    row_of = {dump.rank: row for row, dump in enumerate(dumps.ranks)}
+    odd = {f.group: tuple(row_of[rank] for rank in f.ranks if rank in row_of) for f in findings}
+    records = dumps.entries["record"]
+    oldest: dict[int, tuple[int, tuple[int, ...]]] = {}  # row → (entry, rows waited for)
+
+    def note(row: int, entry: int, on: tuple[int, ...]) -> None:
+        if row not in oldest or records[entry] < records[oldest[row][0]]:
+            oldest[row] = (entry, on)
+
+    for group, call in matched.calls.items():
+        state = matched.states[group]
+        # A call that does not fit is held up by who made it otherwise.
+        on = odd.get(dumps.groups[group].label, ()) if call.held == "explained" else call.held_by
+        for row, entry in zip(state.rows.tolist(), state.pending_entry.tolist(), strict=True):
+            if entry >= 0 and row not in call.held_by:
+                note(row, entry, () if row in on else on)
+    for pair in matched.pairs if matched.standing else ():
+        if pair.partner < 0:
+            note(pair.row, pair.entry, (pair.peer_row,) if pair.peer_row >= 0 else ())
+    found: dict[int, RankWait] = {}
+    rank_of = dumps.rank_numbers
+    ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for row, (entry, on) in oldest.items():
+        group_of_call = dumps.groups[int(dumps.entries["group"][entry])]
+        if on not in ranks_of:
+            ranks_of[on] = tuple(rank_of[list(on)].tolist())
+        found[int(rank_of[row])] = RankWait(
+            f"{words.family(entry)} of {_kind(group_of_call)}",
+            words.site(entry).removeprefix(" at "),
+            on=ranks_of[on],
+            exact=words.call(entry),
+        )
+    for row in sorted({r for _, on in oldest.values() for r in on} - oldest.keys()):
+        last = next(iter(words.last_entries([row])), -1)
+        text = f"last called {words.call(last)}" if last >= 0 else "its dump holds no call"
+        site = words.site(last).removeprefix(" at ") if last >= 0 else ""
+        found[int(rank_of[row])] = RankWait(text, site, waits=False)
+    return found
+
+
+def _kind(group: Group) -> str:
+    """What groups of one purpose have in common: the description, which PyTorch takes from the mesh dimension."""
+    return group.description if group.description not in ("", "undefined") else f"group {group.name}"
+
+
+def _strip(matched: Matched) -> Strip | None:
+    """Which group every rank called last, over the time of its last calls, by its own host's clock."""
+    dumps = matched.dumps
+    entries = dumps.entries
+    created = entries["created_ns"]
+    if not len(created) or not (created > 0).any():
+        return None
+    bounds = np.searchsorted(dumps.row, np.arange(len(dumps.ranks) + 1))
+    last = np.array([created[high - 1] if high > low else 0 for low, high in _pairs(bounds)])
+    begin = [created[max(low, high - _CALLS_SHOWN)] if high > low else 0 for low, high in _pairs(bounds)]
+    lengths = (last - np.array(begin))[last > 0]
+    end_ns = int(np.median(last[last > 0]))
+    length = max(int(np.median(lengths)), 1_000_000)
+    end_ns += length // 8
+    kinds = ["nothing recorded", *dict.fromkeys(_kind(dumps.groups[g]) for g in np.unique(entries["group"]))]
+    kinds = [*kinds[:7], "waits"] if len(kinds) > 7 else [*kinds, "waits"]
+    number = {kind: index for index, kind in enumerate(kinds)}
+    of_group = np.array([number.get(_kind(group), len(kinds) - 2) for group in dumps.groups], np.uint8)
+    at = end_ns - length + (np.arange(COLUMNS) * length) // COLUMNS
+    waiting = _waiting_since(matched)
+    cells = np.zeros((len(dumps.ranks), COLUMNS), np.uint8)
+    for row, (low, high) in enumerate(_pairs(bounds)):
+        cells[row] = sample(created[low:high], of_group[entries["group"][low:high]], at)
+        if row in waiting:
+            cells[row, at >= waiting[row]] = len(kinds) - 1
+    title = "the group of each rank's last call, by the clock of its own host"
+    ranks = tuple(dump.rank for dump in dumps.ranks)
+    return Strip(title, length / 1e9, ranks, tuple(kinds), cells)
+
+
+def _pairs(bounds: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
+    return zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+
+
+def _waiting_since(matched: Matched) -> dict[int, int]:
+    """Row → when it issued the first call that never completed, for ranks that wait."""
+    created = matched.dumps.entries["created_ns"]
+    found: dict[int, int] = {}
+    for state in matched.states.values() if matched.standing else ():
+        for row, entry in zip(state.rows.tolist(), state.pending_entry.tolist(), strict=True):
+            if entry >= 0:
+                found[row] = min(found.get(row, 1 << 62), int(created[entry]))
+    for pair in matched.pairs if matched.standing else ():
+        found[pair.row] = min(found.get(pair.row, 1 << 62), int(created[pair.entry]))
+    return found
+
+
+def _tables(matched: Matched, findings: Sequence[Finding]) -> Iterable[CallTable]:
+    """The groups that findings are about first, then those in which most ranks wait."""
+    named = [finding.group for finding in findings]
+    groups = matched.dumps.groups
+
+    def order(state: Frontier) -> tuple[bool, int, int]:
+        return (
+            groups[state.group].label not in named,
+            -int((state.pending != NOTHING_PENDING).sum()),
+            state.group,
+        )
+
+    worth = [s for s in matched.states.values() if s.waits or groups[s.group].label in named]
+    for state in sorted(worth, key=order)[:MAX_TABLES]:
+        yield _table(matched, state, _mismatch_seq(findings, groups[state.group].label))
+
+
+def _mismatch_seq(findings: Sequence[Finding], label: str) -> int | None:
+    """The sequence number that a finding about the group rests on, None where none does."""
+    for finding in findings:
+        for record in finding.evidence if finding.group == label else ():
+            for entry in record.get("entries", ()):
+                if entry.get("group") == label:
+                    return int(entry["seq"])
+    return None
+
+
+def _table(matched: Matched, state: Frontier, about: int | None) -> CallTable:
+    dumps, aligned = matched.dumps, matched.aligned
+    low, high = np.searchsorted(aligned.group, [state.group, state.group + 1])
+    seqs = np.unique(aligned.seq[low:high])
+    middle = about if about is not None else state.seq if state.waits else int(seqs[-1])
+    first = max(0, min(int(np.searchsorted(seqs, middle)) - ROWS // 2, len(seqs) - ROWS))
+    shown = seqs[first : first + ROWS]
+    inside = slice(
+        *(low + np.searchsorted(aligned.seq[low:high], [shown[0], shown[-1] + 1]))
+        if len(shown)
+        else (low, low)
+    )
+    cells = _cells(matched, inside)
+    ranks = dumps.rank_numbers
+    columns = {}
+    for row, issued in zip(state.rows.tolist(), state.issued.tolist(), strict=True):
+        columns[int(ranks[row])] = tuple(
+            cells.get((row, int(seq))) or Cell("missing" if seq > issued else "gone") for seq in shown
+        )
+    return call_table(dumps.groups[state.group].label, tuple(map(int, shown)), columns)
+
+
+def _cells(matched: Matched, inside: slice) -> dict[tuple[int, int], Cell]:
+    """(row, sequence number) → the first part of the call."""
+    dumps, aligned = matched.dumps, matched.aligned
+    words = Words(dumps)
+    usual = majority_by_segment(dumps.entries["signature"][aligned.entry], aligned)
+    segment = np.searchsorted(aligned.start, np.arange(inside.start, inside.stop), side="right") - 1
+    texts: dict[tuple[int, int], str] = {}
+    found: dict[tuple[int, int], Cell] = {}
+    for at, of in zip(range(inside.start, inside.stop), segment.tolist(), strict=True):
+        key = (int(aligned.row[at]), int(aligned.seq[at]))
+        if key in found:
+            continue
+        entry = int(aligned.entry[at])
+        record = dumps.entries[entry]
+        said = (int(record["signature"]), int(record["site"]))
+        if said not in texts:
+            texts[said] = words.operation(entry) + words.site(entry)
+        mine, theirs = dumps.operations[said[0]], dumps.operations[int(usual[of])]
+        odd = (mine.family, mine.dtype_key, mine.shape_key) != (
+            theirs.family,
+            theirs.dtype_key,
+            theirs.shape_key,
+        )
+        done = int(record["state"]) == COMPLETED
+        state: CallState = "completed" if done else "waiting" if matched.standing else "issued"
+        found[key] = Cell(state, texts[said], odd)
+    return found
+
+
+def _environment(matched: Matched, world_size: int) -> tuple[tuple[str, str], ...]:
+    ranks = matched.dumps.ranks
+    versions = sorted({dump.version for dump in ranks})
+    backends = sorted({name for dump in ranks for name in dump.backends if name})
+    wrapped = sum(dump.first_record > 0 for dump in ranks)
+    rows = [
+        ("dumps", f"{len(ranks)} of {world_size} ranks, {len(matched.dumps.entries)} calls"),
+        ("Flight Recorder schema", ", ".join(versions[:8])),
+        ("backends", ", ".join(backends[:8])),
+        ("process groups", str(len(matched.dumps.groups))),
+        ("rings that have wrapped", f"{wrapped} of {len(ranks)}"),
+    ]
+    return tuple((name, value) for name, value in rows if value)

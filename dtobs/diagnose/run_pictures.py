@@ -1,0 +1,197 @@
+"""The pictures of a report on a recorded run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.detectors.hangs.situation import Situation, interpret
+from dtobs.detectors.hangs.stall import last_movement_ns
+from dtobs.diagnose.model import RankStatus
+from dtobs.diagnose.pictures import (
+    CallState,
+    CallTable,
+    Cell,
+    Pictures,
+    RankWait,
+    Strip,
+    call_table,
+    sample,
+    wait_picture,
+)
+from dtobs.events import FIRST_CUSTOM_PHASE, Kind, Phase
+from dtobs.findings import Finding
+from dtobs.recording.view import RunView
+
+MAX_TABLES = 6
+ROWS = 8
+COLUMNS = 160
+_STEPS_SHOWN = 6
+_MAX_SECONDS = 60.0
+_MIN_SECONDS = 0.1
+_QUIET_SHARE = 0.25
+"""How much of the strip shows that nothing moves any more."""
+_MAX_SHOWN = 64
+_ENDED, _CUSTOM, _WAITS = 10, 11, 12
+_KINDS = ("nothing recorded", *(phase.name.lower() for phase in list(Phase)[1:]), "ended", "other", "waits")
+
+
+def run_pictures(view: RunView, findings: Sequence[Finding], statuses: dict[int, RankStatus]) -> Pictures:
+    """Everything there is to draw; `findings` are the diagnosis', the root cause first."""
+    situation = interpret(view)
+    accused = frozenset(findings[0].ranks if findings else ())
+    waits = wait_picture(_waits(situation, statuses), accused) if situation.broken else None
+    return Pictures(
+        waits=waits,
+        strip=_strip(view),
+        calls=tuple(_tables(situation)),
+        environment=environment(view.info),
+    )
+
+
+def _waits(situation: Situation, statuses: dict[int, RankStatus]) -> dict[int, RankWait]:
+    """Every blocked rank with those it waits for, and these with what they do instead."""
+    calls, found = situation.calls, {}
+    on_of: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for rank, at in situation.blocked.items():
+        key = (at.group, at.seq, at.peer)
+        if key not in on_of or not at.group:
+            on_of[key] = tuple(situation.awaited(rank))
+        group = calls.groups.get(at.group)
+        call = calls.call(rank, at.group, at.seq)
+        operation = str(calls.op(rank, int(call["op"]))) if call is not None else "communication"
+        where = f" of {group}" if group is not None else ""
+        site = statuses[rank].site if rank in statuses else ""
+        found[rank] = RankWait(
+            f"{operation}{where}", site, on=on_of[key], exact=f"{operation} #{at.seq}{where}"
+        )
+    for rank in sorted({r for wait in found.values() for r in wait.on} - found.keys()):
+        status = statuses.get(rank)
+        if status is None:
+            continue
+        phase = f" in {status.phase}" if status.phase else ""
+        ending = f": {status.ending}" if status.ending else ""
+        after = f", after {status.last_collective}" if status.last_collective else ""
+        found[rank] = RankWait(f"{status.state}{phase}{ending}{after}", _line(status), waits=False)
+    return found
+
+
+def _line(status: RankStatus) -> str:
+    return status.stack[0] if status.stack else status.site
+
+
+def _strip(view: RunView) -> Strip | None:
+    """The phase of every rank, and when it waits for others, over its last steps and what came after."""
+    if not len(view.pages):
+        return None
+    moved = last_movement_ns(view)
+    steps = view.steps(_STEPS_SHOWN).records
+    done = steps[steps["end_ns"] > 0]
+    usual = float(np.median(done["end_ns"] - done["begin_ns"])) / 1e9 if len(done) else 1.0
+    before = min(max(_STEPS_SHOWN * usual, _MIN_SECONDS), _MAX_SECONDS)
+    quiet = min(max(0.0, (view.now_ns - moved) / 1e9), before * _QUIET_SHARE)
+    begin_ns, seconds = moved - round(before * 1e9), before + quiet
+    at = begin_ns + np.round((np.arange(COLUMNS) + 0.5) * seconds * 1e9 / COLUMNS).astype(np.int64)
+    cells = np.zeros((len(view.ranks), COLUMNS), np.uint8)
+    for row, rank in enumerate(view.ranks):
+        cells[row] = _rank_cells(view, rank, at)
+    return Strip("the phase each rank is in", seconds, tuple(view.ranks), _KINDS, cells)
+
+
+def _rank_cells(view: RunView, rank: int, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    events = view.events(rank)
+    events = events[np.argsort(events["t_ns"], kind="stable")]
+    phases = events[np.isin(events["kind"], (Kind.PHASE_BEGIN, Kind.PHASE_END))]
+    number = np.where(phases["phase"] >= FIRST_CUSTOM_PHASE, _CUSTOM, np.minimum(phases["phase"], _ENDED - 1))
+    number = np.where(phases["kind"] == Kind.PHASE_BEGIN, number, 0).astype(np.uint8)
+    cells = sample(phases["t_ns"], number, at)
+    waits = events[np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END))]
+    blocked = sample(waits["t_ns"], (waits["kind"] == Kind.WAIT_BEGIN).astype(np.uint8), at)
+    cells[blocked == 1] = _WAITS
+    process, heartbeat = view.process(rank), int(view.page(rank)["heartbeat_ns"])
+    if process is not None and not process.alive:
+        cells[at > max(heartbeat, process.ended_ns)] = _ENDED
+    return cells
+
+
+def _tables(situation: Situation) -> Iterator[CallTable]:
+    """The groups in which ranks are blocked, most first, then those whose calls disagree."""
+    waiting: dict[int, int] = {}
+    for at in situation.blocked.values():
+        if at.group and at.peer < 0:
+            waiting[at.group] = waiting.get(at.group, 0) + 1
+    about: dict[int, int] = {m.group: m.seq for m in situation.mismatches}
+    about |= {d.group: d.seq for d in situation.desyncs}
+    chosen = sorted(waiting, key=lambda group: (group not in about, -waiting[group], group))
+    chosen += [group for group in about if group not in waiting]
+    for group in chosen[:MAX_TABLES]:
+        yield _table(situation, group, about.get(group))
+
+
+def _table(situation: Situation, group: int, about: int | None) -> CallTable:
+    calls = situation.calls
+    members = [rank for rank in calls.members(group) if rank in set(situation.view.ranks)]
+    low, high = np.searchsorted(calls.rows["group"], [group, group + 1])
+    rows = calls.rows[low:high]
+    seqs = np.unique(rows["seq"])
+    first_open = min((at.seq for at in situation.blocked.values() if at.group == group), default=0)
+    middle = about or first_open or (int(seqs[-1]) if len(seqs) else 0)
+    begin = max(0, min(int(np.searchsorted(seqs, middle)) - ROWS // 2, len(seqs) - ROWS))
+    shown = tuple(int(seq) for seq in seqs[begin : begin + ROWS])
+    cells = _cells(situation, rows[np.isin(rows["seq"], shown)])
+    columns = {
+        rank: tuple(
+            cells.get((rank, seq)) or Cell("missing" if seq > calls.issued(rank, group) else "gone")
+            for seq in shown
+        )
+        for rank in members
+    }
+    known = calls.groups.get(group)
+    return call_table(str(known) if known is not None else f"group {group}", shown, columns)
+
+
+def _cells(situation: Situation, rows: npt.NDArray[np.void]) -> dict[tuple[int, int], Cell]:
+    calls = situation.calls
+    usual: dict[int, int] = {}
+    for seq in np.unique(rows["seq"]):
+        values, counts = np.unique(rows["op"][rows["seq"] == seq], return_counts=True)
+        usual[int(seq)] = int(values[counts.argmax()])
+    found = {}
+    for row in rows:
+        rank, seq, op = int(row["rank"]), int(row["seq"]), int(row["op"])
+        at = situation.blocked.get(rank)
+        waits = at is not None and (at.group, at.peer) == (int(row["group"]), -1) and seq >= at.seq
+        state: CallState = "waiting" if waits else "issued"
+        site = calls.site(rank, int(row["site"]))
+        text = f"{calls.op(rank, op)}{f' at {site}' if site is not None else ''}"
+        found[rank, seq] = Cell(state, text, op != usual[seq])
+    return found
+
+
+def environment(info: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What run.json says of the job, as names and values."""
+    rows: list[tuple[str, str]] = []
+    for name in ("name", "started", "world_size", "launch", "hosts", "mesh", "versions", "git", "argv"):
+        value = info.get(name)
+        if value is not None and value != []:
+            rows.append((name.replace("_", " "), _shown(value)))
+    config = info.get("config")
+    if isinstance(config, dict):
+        rows += [
+            (f"config {name}", _shown(value)) for name, value in sorted(config.items(), key=str)[:_MAX_SHOWN]
+        ]
+    return tuple((name[:80], text[:400]) for name, text in rows)
+
+
+def _shown(value: Any, depth: int = 0) -> str:
+    if isinstance(value, dict | list) and depth > 4:
+        return "…"
+    if isinstance(value, dict):
+        pairs = [(key, given) for key, given in value.items() if key != "groups"][:_MAX_SHOWN]
+        return ", ".join(f"{key} {_shown(given, depth + 1)}" for key, given in pairs)
+    if isinstance(value, list):
+        return " ".join(_shown(one, depth + 1) for one in value[:_MAX_SHOWN])
+    return str(value)

@@ -1,0 +1,81 @@
+"""Rank × time as a picture: a row a rank, a colour a phase or a group; drawn as one path a colour to stay small."""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.diagnose.pictures import Strip
+
+MAX_ROWS = 1024
+_GUTTER, _WIDTH, _AXIS = 70, 960, 22
+_LABELS = 16
+
+
+def render(strip: Strip) -> str:
+    """The picture, its legend, and what it shows."""
+    every = -(-len(strip.ranks) // MAX_ROWS)
+    cells, ranks = strip.cells[::every], strip.ranks[::every]
+    height = 16 if len(ranks) <= 24 else 6 if len(ranks) <= 128 else 2 if len(ranks) <= 512 else 1
+    unit = _WIDTH / max(1, cells.shape[1])
+    used = [kind for kind in np.unique(cells).tolist() if kind]
+    paths = "".join(
+        f'<path class="{_class(strip, kind)}" transform="translate({_GUTTER} 0) scale({unit:.4f} {height})" '
+        f'd="{_runs(cells == kind)}"/>'
+        for kind in used
+    )
+    total, width = len(ranks) * height, _GUTTER + _WIDTH + 10
+    return (
+        f'<p class="quiet">{escape(strip.title)}, over {_seconds(strip.seconds)}'
+        f"{f', every {every}th rank' if every > 1 else ''}</p>{_legend(strip, used)}"
+        f'<div class="wide"><svg viewBox="0 -6 {width} {total + _AXIS + 6}" width="{width}" '
+        f'height="{total + _AXIS + 6}" role="img" aria-label="rank by time">{paths}{_labels(ranks, height)}'
+        f"{_axis(strip.seconds, total)}</svg></div>"
+    )
+
+
+def _class(strip: Strip, kind: int) -> str:
+    name = strip.kinds[kind]
+    return f"k-{name}" if name in ("waits", "ended") else f"k{(kind - 1) % 10 + 1}"
+
+
+def _runs(on: npt.NDArray[np.bool_]) -> str:
+    """A path of unit rectangles, those side by side in a row as one, in cells from the left and rows from the top."""
+    padded = np.zeros((on.shape[0], on.shape[1] + 2), np.int8)
+    padded[:, 1:-1] = on
+    change = np.diff(padded, axis=1)
+    rows, begins = np.nonzero(change == 1)
+    ends = np.nonzero(change == -1)[1]
+    runs = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
+    return "".join(f"M{begin} {row}h{end - begin}v1H{begin}z" for row, begin, end in runs)
+
+
+def _legend(strip: Strip, used: list[int]) -> str:
+    items = "".join(
+        f'<li><svg viewBox="0 0 10 10" aria-hidden="true"><path class="{_class(strip, kind)}" d="M0 0h10v10H0z"/></svg>'
+        f"{escape(strip.kinds[kind])}</li>"
+        for kind in used
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _labels(ranks: tuple[int, ...], height: int) -> str:
+    step = max(1, -(-len(ranks) // _LABELS), -(-13 // height))
+    return "".join(
+        f'<text x="{_GUTTER - 8}" y="{row * height + (height + 9) // 2}" text-anchor="end">{ranks[row]}</text>'
+        for row in range(0, len(ranks), step)
+    )
+
+
+def _axis(seconds: float, top: int) -> str:
+    ticks = ((0, "start", f"−{_seconds(seconds)}"), (_WIDTH, "end", "last seen"))
+    return "".join(
+        f'<text x="{_GUTTER + x}" y="{top + 15}" text-anchor="{anchor}">{text}</text>'
+        for x, anchor, text in ticks
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
