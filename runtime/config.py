@@ -53,11 +53,22 @@ class RunConfig(Section):
     hang_timeout: float | None = option(
         None, "floor of the watchdog's threshold; empty: its own", unit="seconds", least=0.1
     )
+    on_hang: str = option(
+        "", "what the monitor does about a hang: report, abort, or command:PROGRAM ARGUMENTS; empty: report"
+    )
     collective_timeout: float = option(1800.0, "limit of one collective", unit="seconds", least=1)
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
     peak_flops: float = option(
         0.0, "peak of one device for MFU; 0: known devices only", unit="FLOP/s", least=0
     )
+
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.on_hang not in ("", "report", "abort") and not self.on_hang.startswith("command:"):
+            raise UsageError(
+                f"--run.on_hang is {self.on_hang!r}; it can be report, abort or command:PROGRAM ARGUMENTS"
+            )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import os
 from importlib.util import find_spec
 
 from dtobs.errors import DependencyMissing
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """Check and report."""
     if find_spec("torch") is None:
         raise DependencyMissing("torch", "train")
+    # The store's own warnings (peers without a DNS name) would mix with the report; it is read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from dtobs.preflight import command
 
     return command.run(args)

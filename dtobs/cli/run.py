@@ -24,6 +24,7 @@ from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DependencyMissing, TargetError, UsageError
 from dtobs.integrations.launch import Command, environment
+from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
 from dtobs.recording.view import load_run
 
@@ -36,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="record to DIR instead")
     parser.add_argument(
         "--hang-timeout", type=float, metavar="S", help="seconds without progress that are a hang (adapts)"
+    )
+    parser.add_argument(
+        "--on-hang", metavar="POLICY", help="report, abort (a launcher restarts) or command:PROGRAM ARGUMENTS"
     )
     parser.add_argument("--tui", action="store_true", help="show the run live in this terminal")
     parser.add_argument(
@@ -53,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("say what to run: dtobs run -- torchrun --nproc-per-node 2 train.py")
     if args.hang_timeout is not None and not 0 < args.hang_timeout < 1e6:
         raise UsageError(f"--hang-timeout {args.hang_timeout}: give a positive number of seconds")
+    if args.on_hang is not None:
+        Policy.parse(args.on_hang)
+        os.environ[VARIABLE] = args.on_hang  # what we start has it
     if args.tui:
         _check_terminal()
     given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")

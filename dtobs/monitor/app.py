@@ -21,6 +21,7 @@ from dtobs.monitor.cluster_capture import NodeCapture, encode_ranks
 from dtobs.monitor.http import MonitorServer, Pages, is_loopback, parse_address
 from dtobs.monitor.lock import NodeLock
 from dtobs.monitor.loop import Monitor, Timing
+from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.token import ensure_token
 from dtobs.recording.wire import encode_view
@@ -47,6 +48,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)"
     )
+    parser.add_argument(
+        "--on-hang",
+        default=os.environ.get(VARIABLE, "report"),
+        metavar="POLICY",
+        help="report (default); abort: end this node's ranks, and torchrun restarts them; command:PROGRAM ARGUMENTS",
+    )
 
 
 def start(args: argparse.Namespace) -> int:
@@ -56,6 +63,7 @@ def start(args: argparse.Namespace) -> int:
         raise UsageError(f"there is no run directory {run.root}")
     if args.node < 0 or args.interval <= 0:
         raise UsageError("--node must not be negative, --interval must be positive")
+    policy = Policy.parse(args.on_hang)
     if args.listen != "off":
         parse_address(args.listen)  # a mistake is said before anything starts
     lock = NodeLock(run.node(args.node) / "monitor.lock")
@@ -63,7 +71,7 @@ def start(args: argparse.Namespace) -> int:
         log.info("node %d is watched by another monitor already", args.node)
         return 0
     try:
-        monitor = Monitor(run, args.node, timing=Timing(tick=args.interval))
+        monitor = Monitor(run, args.node, timing=Timing(tick=args.interval), on_hang=policy)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: monitor.stop())
         _watch(monitor, run, args)

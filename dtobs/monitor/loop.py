@@ -20,10 +20,12 @@ from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.exits import ProcessWatch
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.leftovers import remove_socket_folder
+from dtobs.monitor.on_hang import OnHang, hang_of
 from dtobs.monitor.ranks import NodeRanks
 from dtobs.monitor.stats import MonitorStats
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.recording.meta import read_meta
+from dtobs.recording.policy import Policy
 from dtobs.recording.process import ProcessState
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
@@ -59,6 +61,7 @@ class Monitor:
         *,
         timing: Timing | None = None,
         detect: Callable[[RunView], list[Finding]] = run_detectors,
+        on_hang: Policy | None = None,
     ) -> None:
         self.run_dir, self.node = run, node
         self.timing = timing or Timing()
@@ -69,6 +72,7 @@ class Monitor:
         self.ranks = NodeRanks(run.pages(node), self.watch)
         self.watchdog = Watchdog(run.captures)
         self.journal = Journal(run.findings, writes=self.leads)
+        self.on_hang = OnHang(on_hang or Policy(), run, node, lambda text: self.fail("on-hang", text))
         self.damaged: list[str] = []  #: what the last pass could not read
         self.totals = StepTotals()
         self._lock = threading.Lock()  # the run is read by the loop and by requests
@@ -184,6 +188,8 @@ class Monitor:
             moving = self.watchdog.stalled is None and not self.ranks.any_gone()
             for entry in self.journal.update(found, time.monotonic_ns(), may_clear=moving):
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)
+            if self._acts_on(found):
+                self.journal.flush()  # what follows is worth knowing the reason of
         cost = time.process_time() - begin
         self.stats.passes += 1
         self.stats.pass_seconds = cost
@@ -191,6 +197,14 @@ class Monitor:
         if self.ranks.any_gone():
             pause = min(pause, 1.0)  # what follows a death follows quickly
         self._next_pass = time.monotonic() + pause
+
+    def _acts_on(self, found: list[Finding]) -> bool:
+        """Let the run's policy act on a hang; whether it does."""
+        states = self.ranks.processes()
+        ranks = [(watched, states[watched.rank]) for watched in self.ranks.watched]
+        dog = self.watchdog
+        hang = hang_of(dog.stalled, dog.capture, self.run_dir.captures, self.ranks.attempt, ranks)
+        return self.on_hang.consider(found, hang)
 
     def look(self) -> RunView:
         """The run now, with what is known of the processes and, during a stall, its capture. Raises TargetError."""
@@ -241,6 +255,7 @@ class Monitor:
 
     def finish(self) -> None:
         """The last words: a final pass, and everything that was not written yet."""
+        self.on_hang.finish()
         if self.ranks.watched:
             self.ranks.read()
             self.detect()

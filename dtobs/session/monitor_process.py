@@ -15,18 +15,21 @@ from dtobs.session.nodes import Listening
 class MonitorProcess:
     """The monitor as its parent sees it. It ends by itself when the node's ranks are gone."""
 
-    def __init__(self, run: RunDirectory, node: int, listening: Listening | None = None) -> None:
+    def __init__(
+        self, run: RunDirectory, node: int, listening: Listening | None = None, on_hang: str = ""
+    ) -> None:
         """Start it, on loopback without `listening`. Raises OSError when that is impossible."""
         log = run.node(node) / "monitor.log"
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         made = listening.socket if listening is not None else None
         where = ["--listen", listening.argument] if listening is not None else []
+        policy = ["--on-hang", on_hang] if on_hang else []
         if made is not None:
             where += ["--socket", str(made.fileno())]
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dtobs.monitor", str(run.root), "--node", str(node), *where],
+                [sys.executable, "-m", "dtobs.monitor", str(run.root), "--node", str(node), *where, *policy],
                 stdin=subprocess.DEVNULL,
                 stdout=fd,
                 stderr=fd,

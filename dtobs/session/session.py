@@ -122,13 +122,13 @@ class LiveSession(Session):
         """How often the job has been started in this run directory before."""
         return self._who.attempt
 
-    def start_monitor(self, bind: str, warn: Callable[[str], object]) -> None:
+    def start_monitor(self, bind: str, warn: Callable[[str], object], on_hang: str = "") -> None:
         """Start the node's monitor, at the address `bind` where one is asked for.
 
         `warn` is told of what keeps it apart from other nodes' monitors. Raises OSError, RuntimeError.
         """
         run = self._recorder.run_dir
-        self._monitor = MonitorProcess(run, self._who.node, arrange(run, self._who, bind, warn))
+        self._monitor = MonitorProcess(run, self._who.node, arrange(run, self._who, bind, warn), on_hang)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the session closes, before its own probes are taken out."""

@@ -12,7 +12,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtobs.errors import DtobsError
+from dtobs.errors import DtobsError, UsageError
+from dtobs.recording.policy import VARIABLE as ON_HANG
+from dtobs.recording.policy import Policy
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory, new_run_path
 from dtobs.session.identity import Identity, agree
@@ -43,6 +45,7 @@ def attach(
     monitor: bool = True,
     monitor_bind: str | None = None,
     hang_timeout: float | None = None,
+    on_hang: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Session:
     """Start observing this rank; never raises for a reason of its own.
@@ -53,6 +56,8 @@ def attach(
     `monitor_bind`: the address of this node at which its monitor listens for those of other nodes, or "auto"
     (default: DTOBS_MONITOR_BIND, else loopback only).
     `hang_timeout`: seconds without progress that are a hang (default: adapts to the run's own steps).
+    `on_hang`: what the monitor does about one: "report", "abort" (end the ranks, so that torchrun restarts them) or
+    "command:PROGRAM ARGUMENTS" (default: DTOBS_ON_HANG, else report).
     `config`: settings to keep with the run; secrets are left out. With a session attached already, that one
     watches the new model and is returned.
     """
@@ -78,7 +83,7 @@ def attach(
     if monitor and os.environ.get("DTOBS_MONITOR") != "0" and session.local_rank == 0:
         bind = monitor_bind if monitor_bind is not None else os.environ.get(VARIABLE, "")
         try:
-            session.start_monitor(bind, lambda text: sys.stderr.write(f"dtobs: {text}\n"))
+            session.start_monitor(bind, lambda text: sys.stderr.write(f"dtobs: {text}\n"), _policy(on_hang))
         except (DtobsError, OSError, RuntimeError) as error:
             sys.stderr.write(f"dtobs: recording without a monitor: {error}\n")
     return session
@@ -136,6 +141,17 @@ def _levels(probes: Mapping[str, str] | None) -> dict[str, str]:
     if level not in ("full", "cheap", "off"):
         raise ValueError(f'DTOBS_COLLECTIVES is {level!r}: use "full", "cheap" or "off"')
     return levels
+
+
+def _policy(on_hang: str | None) -> str:
+    """`on_hang`, else the environment's, as the monitor takes it; hangs are only reported where it cannot be read."""
+    asked = on_hang if on_hang is not None else os.environ.get(ON_HANG, "")
+    try:
+        Policy.parse(asked)
+    except UsageError as error:
+        sys.stderr.write(f"dtobs: {error}; hangs are reported and nothing more\n")
+        return "report"
+    return asked
 
 
 def _shown(run_dir: str | os.PathLike[str] | None, name: str) -> Path:
