@@ -121,6 +121,8 @@ class Cluster:
             self._troubles, self._news_s = troubles, time.monotonic()
         if not self.leads:
             return True
+        if any(p.contact.lost and p.heard_s and not self._is_written(p) for p in self._all()):
+            return False  # the detectors read of it in its contact.json
         there = [p for p in self._all() if p.state == "answers"]
         if stalled and any(p.fresh_seconds > _UNCERTAIN_SECONDS for p in there):
             return False
@@ -223,6 +225,10 @@ class Cluster:
             if peer.heard_s and told != last:
                 write_contact(self.run_dir, contact)
                 self._written[peer.node] = told
+
+    def _is_written(self, peer: Peer) -> bool:
+        last = self._written.get(peer.node)
+        return last is not None and last.state == peer.state
 
     def _find_lead(self) -> None:
         """Node 0 and its address, as the ranks of this node left it."""

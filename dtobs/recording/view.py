@@ -291,7 +291,8 @@ def ran_here(process: dict[str, Any]) -> bool:
 
 def _to_one_clock(view: RunView) -> None:
     """Bring the times of ranks of several hosts together."""
-    by = shifts(view.pages, lambda rank: ran_here(view.meta(rank).process))
+    here = boot_id()
+    by = shifts(view.pages, lambda rank: view.meta(rank).process.get("boot_id", here) == here)
     if by.any():
         view.pages = np.concatenate([shift(view.pages[n : n + 1], int(ns)) for n, ns in enumerate(by)])
         view._clock = dict(zip(view.ranks, by.tolist(), strict=True))
@@ -330,10 +331,10 @@ def _believable(path: Path, pages: npt.NDArray[np.void], damaged: list[str]) -> 
 
 
 def _same_boot(view: RunView) -> bool:
-    """Whether the ranks ran on this host since its last start, so that pids and clocks mean something."""
+    """Whether the ranks ran on this host since its last start, so that clocks mean something."""
     _, first = np.unique(view.pages["node"], return_index=True)
     ranks = (int(rank) for rank in view.pages["rank"][first])
-    return any(ran_here(view.meta(rank).process) for rank in ranks)
+    return any(view.meta(rank).process.get("boot_id") in (boot_id(), None) for rank in ranks)
 
 
 def _look(view: RunView, exits: dict[int, ProcessState]) -> dict[int, ProcessState]:
