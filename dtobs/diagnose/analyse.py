@@ -74,7 +74,11 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
     for entry in journal:
         earlier = entry.finding
         same = found.get(earlier.key)
-        if same is None and (_outgrown(earlier, found.values()) or (explained and _only_possible(earlier))):
+        if same is None and (
+            _outgrown(earlier, found.values())
+            or _first_sign(earlier, found.values())
+            or (explained and _only_possible(earlier))
+        ):
             continue
         if same is None or earlier.confidence.order > same.confidence.order:
             found[earlier.key] = earlier
@@ -99,6 +103,12 @@ def _outgrown(earlier: Finding, now: Iterable[Finding]) -> bool:
         f.code == earlier.code and earlier.group in (f.group, None) and set(f.ranks) >= set(earlier.ranks)
         for f in now
     )
+
+
+def _first_sign(earlier: Finding, now: Iterable[Finding]) -> bool:
+    """Whether it was a rank that stood still while the kernel ran out of memory, before it killed that rank."""
+    killed = {rank for f in now if f.code == "rank-oom-killed" for rank in f.ranks}
+    return earlier.code in _PASSING and bool(earlier.ranks) and set(earlier.ranks) <= killed
 
 
 def _only_possible(earlier: Finding) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -10,17 +12,32 @@ import pytest
 from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.drills.hangs import FAULTS
 from dtobs.drills.job import Job
+from dtobs.drills.permitted import refused
 from dtobs.findings import CATALOGUE
 from dtobs.monitor.capture import capture_ranks
 from dtobs.recording.journal import Entry, read_journal
+from dtobs.recording.process import read_process
 from dtobs.recording.rundir import RunDirectory
-from tests.faults.programs import run_job
+from tests.faults.programs import meet_and_run_job, run_job
 from tests.harness import RankGroup, start_ranks
 
 DEADLINE_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 
-STALLS = [name for name, fault in FAULTS.items() if fault.code and fault.needs_stall]
+STALLS = [
+    *((name, "ddp") for name in ("blocked-loader", "blocked-checkpoint", "absent", "stopped", "early-exit")),
+    *((name, "fsdp") for name in ("blocked-loader", "absent", "python-lock")),
+    ("absent", "tp"),
+    ("absent", "pp"),
+    ("python-lock", "ddp"),
+    ("uneven-inputs", "ddp"),
+    ("dead-link", "ddp"),
+    ("dead-link", "pp"),
+    ("extra-receive", "by-hand"),
+    ("crossed-groups", "by-hand"),
+]
+if os.environ.get("DTOBS_DRILLS") == "all":
+    STALLS = [(f.name, w) for f in FAULTS.values() if f.code and f.needs_stall for w in f.wrappers]
 CRASHES = ["killed", "exception"]
 SILENT = ["reduce-op", "dtype"]
 
@@ -47,22 +64,93 @@ def of_family(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize(
     ("name", "wrapper", "world"),
     [
-        *((name, "ddp", 2) for name in STALLS),
-        *((name, "fsdp", 2) for name in STALLS if name not in ("blocked-checkpoint", "early-exit")),
+        *((name, wrapper, 2) for name, wrapper in STALLS if FAULTS[name].point != "rendezvous"),
         ("absent", "ddp", 3),
         ("order", "ddp", 3),
     ],
 )
 def test_a_hang_is_found_live_and_diagnosed(tmp_path: Path, name: str, wrapper: str, world: int):
     fault = FAULTS[name]
+    if fault.needs and (why := refused(fault.needs)):
+        pytest.skip(why)
     job = Job(tmp_path / "run", name, wrapper)  # type: ignore[arg-type]
     with start_ranks(run_job, world, job) as group:
         live = wait_for_finding(job.run_dir, group)
         diagnosis = diagnose(gather(job.run_dir, capture_ranks))
-    assert [(e.finding.code, e.finding.ranks) for e in live] == [(fault.code, (job.odd,))]
+    # Of two ranks that disagree neither is the odd one; of three, one is.
+    expected = [(fault.code, (job.odd,) if fault.names == "odd" or world > 2 else (0, 1))]
+    assert [(e.finding.code, e.finding.ranks) for e in live] == expected
+    assert of_family(diagnosis) == expected
     assert diagnosis.verdict is not None
-    assert (diagnosis.verdict.code, diagnosis.verdict.ranks) == (fault.code, (job.odd,)), diagnosis.verdict
-    assert of_family(diagnosis) == [(fault.code, (job.odd,))]
+
+
+def test_a_rendezvous_that_a_rank_does_not_come_to_is_found_live_and_diagnosed(tmp_path: Path):
+    job = Job(tmp_path / "run", "no-rendezvous", "by-hand")
+    with start_ranks(meet_and_run_job, 2, job, init_pg=False) as group:
+        live = wait_for_finding(job.run_dir, group)
+        diagnosis = diagnose(gather(job.run_dir, capture_ranks))
+    assert [(e.finding.code, e.finding.ranks) for e in live] == [("rendezvous-incomplete", (1,))]
+    assert of_family(diagnosis) == [("rendezvous-incomplete", (1,))]
+    assert diagnosis.verdict is not None
+    assert "tests/faults/programs.py" in diagnosis.verdict.summary, "the line that waits"
+
+
+def test_parameters_that_a_rank_leaves_out_are_named(tmp_path: Path):
+    job = Job(tmp_path / "run", "unused-parameters")
+    with start_ranks(run_job, 3, job) as group:
+        assert group.wait(DEADLINE_SECONDS), group.stacks()
+    diagnosis = diagnose(gather(job.run_dir))
+    assert of_family(diagnosis) == [("unused-parameters", (job.odd,))], diagnosis.findings
+    assert diagnosis.verdict is not None
+    assert "in step 6 left 2 parameters without a gradient, the first of them aside.weight" in (
+        diagnosis.verdict.summary
+    )
+
+
+def test_two_faults_at_once_are_both_named(tmp_path: Path):
+    """One rank's storage blocks, another is suspended: neither hides the other, and the third is not accused."""
+    job = Job(tmp_path / "run", "blocked-loader", mark=tmp_path / "struck")
+    with start_ranks(run_job, 3, job) as group:
+        wait_for_file(tmp_path / "struck")
+        group.kill(2, signal.SIGSTOP)
+        wait_for_finding(job.run_dir, group)
+        diagnosis = diagnose(gather(job.run_dir, capture_ranks))
+    assert sorted(of_family(diagnosis)) == [("rank-stopped", (2,)), ("stuck-in-dataloader", (1,))]
+
+
+def test_an_exception_beside_a_suspended_rank_is_still_the_verdict(tmp_path: Path):
+    job = Job(tmp_path / "run", "exception", mark=tmp_path / "struck", hang_timeout=30.0)
+    with start_ranks(run_job, 3, job) as group:
+        wait_for_file(tmp_path / "struck")
+        group.kill(2, signal.SIGSTOP)
+        entries = wait_for_finding(job.run_dir, group)
+        diagnosis = diagnose(gather(job.run_dir))
+    assert [e.finding.code for e in entries] == ["uncaught-exception"]
+    assert of_family(diagnosis) == [("uncaught-exception", (1,))]
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(_POLL_SECONDS)
+
+
+def test_all_ranks_suspended_and_continued_is_no_finding(tmp_path: Path):
+    job = Job(tmp_path / "run", "none", steps=20, pause=0.1, hang_timeout=DEADLINE_SECONDS)
+    with start_ranks(run_job, 2, job) as group:
+        wait_for_file(job.run_dir / "run.json")
+        for sig, stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
+            for rank in (0, 1):
+                group.kill(rank, sig)
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while any(read_process(pid).stopped != stopped for pid in group.pids):
+                assert time.monotonic() < deadline
+                time.sleep(_POLL_SECONDS)
+            time.sleep(1.5)  # a look of the monitor, which ticks every second
+        assert group.wait(DEADLINE_SECONDS), group.stacks()
+    assert read_journal(RunDirectory(job.run_dir).findings) == []
+    assert diagnose(gather(job.run_dir)).findings == ()
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])

@@ -188,6 +188,16 @@ def test_merge_drops_what_was_outgrown_or_only_guessed():
     assert merge([], [entry(guess)]) == [guess]
 
 
+def test_a_rank_that_stood_still_before_the_kernel_killed_it_for_memory_is_one_matter():
+    still = Finding("rank-not-joined", "rank 1 never joined", (1,), since_ns=5)
+    killed = Finding(
+        "rank-oom-killed", "rank 1 was killed by the kernel", (1,), Confidence.CERTAIN, since_ns=9
+    )
+    assert merge([killed], [entry(still)]) == [killed]
+    other = replace(still, ranks=(2,))
+    assert merge([killed], [entry(other)]) == [killed, other]
+
+
 def test_a_hang_that_somebody_then_killed_is_the_root_cause():
     assert rank_causes([dead(0, 1, since=500), HANG])[0] is HANG
     assert rank_causes([HANG, dead(0, since=50)])[0].code == "rank-dead"
