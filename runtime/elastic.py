@@ -7,10 +7,12 @@ does more or fewer micro-batches. The order of samples does not depend on the ra
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from runtime import manifest as manifests
 from runtime import mesh
@@ -18,36 +20,35 @@ from runtime.config import Config
 from runtime.errors import CheckpointError, LayoutError
 from runtime.manifest import Manifest
 from runtime.mesh import Layout
-from runtime.world import World
-
-_KEY = "elastic/global_batch"
 
 
-def settle(config: Config, layout: Layout, world: World, checkpoints: Path, *, restarted: bool) -> Config:
-    """The settings to train with. Every rank must call it; no collective.
+def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool) -> Config:
+    """The settings to train with. Every rank must call it; what rank 0 finds counts.
 
     After a restart the run resumes by itself. A resumed run keeps the checkpoint's global batch, unless
     --data.global_batch asks for one. Raises LayoutError, on every rank, where these ranks cannot share it.
     """
-    if restarted:
-        config = _resuming(config, checkpoints)
-    if not config.checkpoint.resume or config.data.global_batch:
-        return config
-    if world.place.rank == 0:
-        world.store.set(_KEY, json.dumps(_saved_global_batch(checkpoints, config.checkpoint.resume)))
-    samples = int(json.loads(world.store.get(_KEY)))
-    if not samples:
+    # A collective, not the store: torchrun may hand on a store in which the last attempt's words still stand.
+    found: list[Any] = [_find(config, checkpoints, restarted=restarted) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    resume, samples = found[0]
+    config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
+    if not samples or config.data.global_batch:
         return config
     config = keep_global_batch(config, layout, samples)
     mesh.resolve(config, layout.world)  # a pipeline wants a certain number of micro-batches
     return config
 
 
-def _resuming(config: Config, checkpoints: Path) -> Config:
-    """After a restart: from what the run saved itself, else from what it was started with."""
-    asked = config.checkpoint.resume
-    resume = "auto" if not asked or manifests.complete(checkpoints) else asked
-    return replace(config, checkpoint=replace(config.checkpoint, resume=resume))
+def _find(config: Config, checkpoints: Path, *, restarted: bool) -> tuple[str, int]:
+    """What to resume from ("" for nothing), and the samples a step of what is there (0 for nothing readable).
+
+    After a restart: from what the run saved itself, else from what it was started with.
+    """
+    resume = config.checkpoint.resume
+    if restarted and (not resume or manifests.complete(checkpoints)):
+        resume = "auto"
+    return resume, _saved_global_batch(checkpoints, resume) if resume else 0
 
 
 def _saved_global_batch(checkpoints: Path, asked: str) -> int:

@@ -30,7 +30,10 @@ _KEY = "run_dir"
 
 @dataclass(frozen=True)
 class Agreed:
-    """The run directory, absolute, and whether this is a restart: a launcher of this job has worked in it before."""
+    """The run directory, absolute, and whether this is a restart: a launcher of this job has worked in it before.
+
+    Rank 0 knows that for certain; others may read what was true of an earlier attempt in the launcher's store.
+    """
 
     path: Path
     restarted: bool
@@ -43,7 +46,7 @@ def agree(config: Config, world: World) -> Agreed:
     """
     identity = launcher_identity(os.environ)
     if identity is not None and world.place.local_rank == 0:
-        world.store.set(_known_key(os.environ["GROUP_RANK"]), str(_known(config, identity) or ""))
+        world.store.set(_known_key(_group()[0]), str(_known(config, identity) or ""))
     if world.place.rank == 0:
         try:
             known = _known_to_anybody(world) if identity is not None else None
@@ -64,7 +67,12 @@ def agree(config: Config, world: World) -> Agreed:
     return Agreed(run_dir, answer["restarted"])
 
 
-def _known_key(node: str | int) -> str:
+def _group() -> tuple[int, int]:
+    """This node among the launchers, and how many they are."""
+    return int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
+
+
+def _known_key(node: int) -> str:
     return f"{_KEY}/known/{node}"
 
 
@@ -79,8 +87,7 @@ def _known(config: Config, identity: str) -> Path | None:
 
 def _known_to_anybody(world: World) -> Path | None:
     """On rank 0: the newest directory that the launcher of any node has worked in."""
-    nodes = range(int(os.environ["GROUP_WORLD_SIZE"]))
-    known = [path for node in nodes if (path := world.store.get(_known_key(node)).decode())]
+    known = [path for node in range(_group()[1]) if (path := world.store.get(_known_key(node)).decode())]
     return Path(max(known)) if known else None
 
 

@@ -137,9 +137,7 @@ class Run:
         agreed = rundir.agree(self.config, self.world)
         run_dir, asked = agreed.path, self.config
         self._redirect(run_dir)
-        self.config = elastic.settle(
-            asked, self.layout, self.world, run_dir / "checkpoints", restarted=agreed.restarted
-        )
+        self.config = elastic.settle(asked, self.layout, run_dir / "checkpoints", restarted=agreed.restarted)
         device_mesh = mesh.build(self.layout, self.device.type)
         watch = self._observe(run_dir, device_mesh)
         progress = Progress(_print, steps=self.config.run.steps, peak_flops=self._peak_flops())
@@ -198,6 +196,7 @@ class Run:
             mesh=device_mesh,
             config=self.config.as_dict(),
             hang_timeout=self.config.run.hang_timeout,
+            on_hang=self.config.run.on_hang or None,
         )
         self.observers.callback(session.close)
         self.observers.callback(integration.observe(session, phases))

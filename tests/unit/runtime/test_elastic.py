@@ -1,0 +1,128 @@
+"""The same global batch on any number of ranks, and where a restart finds its run directory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore, PrefixStore
+
+from runtime import elastic, flags, mesh, rundir
+from runtime.config import Config
+from runtime.errors import LayoutError
+from runtime.manifest import Manifest
+from runtime.mesh import Layout
+from runtime.world import Place, World
+
+
+def settings(*arguments: str) -> Config:
+    return flags.load(["--preset", "debug", *arguments], {})
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
+def test_every_number_of_ranks_that_divides_keeps_the_global_batch(
+    samples: int, batch: int, ranks: int
+) -> None:
+    asked, layout = settings("--data.batch", str(batch)), Layout(replicate=ranks)
+    if samples % ranks:
+        with pytest.raises(LayoutError, match=f"{ranks} data ranks cannot share"):
+            elastic.keep_global_batch(asked, layout, samples)
+        return
+    kept = elastic.keep_global_batch(asked, layout, samples)
+    assert kept.data.batch <= batch
+    assert mesh.micro_batches(kept, layout) * kept.data.batch * ranks == samples
+    assert replace(kept, data=asked.data) == asked
+
+
+def test_a_batch_that_does_not_divide_is_one_line_that_says_what_does() -> None:
+    with pytest.raises(LayoutError) as caught:
+        elastic.keep_global_batch(settings(), Layout(replicate=3), 8)
+    assert str(caught.value) == (
+        "3 data ranks cannot share the checkpoint's global batch of 8 samples: use 1, 2, 4, 8 of them, or choose"
+        " another with --data.global_batch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout", "samples"),
+    [
+        (("--data.batch", "4"), Layout(replicate=2), 8),
+        (("--data.batch", "4", "--accumulate", "3"), Layout(replicate=2, tensor=2), 24),
+        (("--data.batch", "2", "--data.global_batch", "16"), Layout(shard=4), 16),
+    ],
+)
+def test_the_global_batch_of_a_checkpoint(arguments: tuple[str, ...], layout: Layout, samples: int) -> None:
+    sizes = {name: getattr(layout, name) for name in mesh.DIMENSIONS}
+    saved = Manifest(4, layout.world, sizes, {}, settings(*arguments).as_dict(), {})
+    assert elastic.global_batch(saved) == samples
+
+
+def test_what_each_rank_does_instead_is_said() -> None:
+    asked = settings("--data.batch", "4")
+    same = elastic.keep_global_batch(asked, Layout(replicate=2), 8)
+    assert elastic.batch_note(asked, same, Layout(replicate=2)) == ""
+    many = elastic.keep_global_batch(asked, Layout(replicate=4), 8)
+    assert elastic.batch_note(asked, many, Layout(replicate=4)) == (
+        "global batch of 8 samples kept: micro-batches of 2, 1 a step, on each of 4 data ranks (asked: 4, 1 a step)"
+    )
+
+
+def test_restarts_that_would_go_wrong_are_warned_of() -> None:
+    shared = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    store, nothing_saved = elastic.warnings(shared, settings())
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in store
+    assert "--checkpoint.every" in nothing_saved
+    own = shared | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert elastic.warnings(own, settings("--checkpoint.every", "5")) == []
+    assert elastic.warnings(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"}, settings()) == []
+    assert elastic.warnings({}, settings()) == []
+
+
+class Nodes:
+    """Ranks of one job, one a node; each launcher is told apart by a name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.local = threading.local()
+        monkeypatch.setattr(rundir, "launcher_identity", lambda _: self.local.launcher)
+        monkeypatch.setattr(rundir, "_group", lambda: (self.local.rank, self.size))
+        self.size = 0
+
+    def start(self, config: Config, *launchers: str) -> list[rundir.Agreed]:
+        """One start of the ranks: what each agrees on."""
+        self.size = len(launchers)
+        store, found = HashStore(), {}
+
+        def rank(number: int) -> None:
+            self.local.rank, self.local.launcher = number, launchers[number]
+            place = Place(number, self.size, 0, 1)
+            found[number] = rundir.agree(config, World(place, PrefixStore("runtime", store), None))  # type: ignore[arg-type]
+
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return [found[number] for number in range(self.size)]
+
+
+def test_a_restart_finds_its_directory_whichever_node_is_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, config = Nodes(monkeypatch), settings("--run.root", str(tmp_path))
+    (first, same) = nodes.start(config, "a", "b")
+    assert first.path == same.path
+    assert (first.restarted, json.loads((first.path / "config.json").read_text())["run"]["preset"]) == (
+        False,
+        "debug",
+    )
+    for launchers in (("b",), ("c", "b"), ("c",)):  # a is lost; c joins, and is rank 0; b is lost
+        for agreed in nodes.start(config, *launchers):
+            assert agreed == rundir.Agreed(first.path, True)
+    (other,) = nodes.start(config, "d")
+    assert not other.restarted
+    assert other.path != first.path
