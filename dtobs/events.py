@@ -12,8 +12,9 @@ from enum import IntEnum
 import numpy as np
 import xxhash
 
-SCHEMA = 2
-"""Version of everything below. A reader accepts its own and older ones. 2 added the pipeline fields of a step."""
+SCHEMA = 3
+"""Version of everything below. A reader accepts its own and older ones. 2 added the pipeline fields of a step, 3 how
+its numbers fit FP16 and FP8."""
 
 
 class Kind(IntEnum):
@@ -127,6 +128,15 @@ EVENT_FORMAT = "<QqHHIIIIIQdQ"
 STEP_PARTS = ("data", "forward", "backward", "exposed", "optimizer", "checkpoint", "validation", "other")
 """A step's partition: ``<part>_ns`` sum to ``end_ns - begin_ns``. `exposed` is communication the host waited for."""
 
+FP8_ROLES = ("input", "weight", "gradient")
+FORMAT_FIELDS = (
+    "gradient_zeros",  # FP16: share of zeros in a sample of gradients
+    *(f"fp8_amax_{role}" for role in FP8_ROLES),  # largest absolute value of the sampled layers
+    *(f"fp8_saturated_{role}" for role in FP8_ROLES),  # share of elements beyond what the format reaches
+    *(f"fp8_flushed_{role}" for role in FP8_ROLES),  # share of elements that the format turns into zero
+)
+"""How numbers fit a narrow format, as the training reports it in some steps; NaN in the others."""
+
 STEP_DTYPE = np.dtype(
     [
         ("stamp", "<u8"),
@@ -168,6 +178,7 @@ STEP_DTYPE = np.dtype(
         ("pipeline_begin_ns", "<i8"),
         ("pipeline_end_ns", "<i8"),
         ("pipeline_compute_ns", "<i8"),
+        *[(name, "<f8") for name in FORMAT_FIELDS],
         ("stamp_end", "<u8"),
     ]
 )

@@ -305,6 +305,20 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "The loss is NaN or infinity",
         "Look at this rank's batch of this step; lower the learning rate or clip if gradients grew before.",
     ),
+    (
+        "fp16-underflow",
+        "silent",
+        Severity.WARNING,
+        "FP16 loses gradients: its loss scale collapsed, or most of them are zero",
+        "Train in BF16; or raise the loss scale where gradients are zero, and find what overflows where it fell.",
+    ),
+    (
+        "fp8-saturation",
+        "silent",
+        Severity.WARNING,
+        "FP8 loses numbers: they saturate, or most of them become zero",
+        "Leave the layers with outliers in BF16, scale by row, or scale by the present amax, not by an older one.",
+    ),
     # performance
     (
         "straggler",

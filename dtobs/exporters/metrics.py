@@ -97,6 +97,31 @@ TABLE: tuple[Metric, ...] = (
     _run("validation_loss", "gauge", "Loss of the last validation", "validation_loss"),
     _run("learning_rate", "gauge", "Learning rate of the last step", "learning_rate"),
     _run("loss_scale", "gauge", "Loss scale of mixed precision", "loss_scale"),
+    _rank("gradient_zeros_ratio", "gauge", "FP16: zeros in a sample of the gradients", "gradient_zeros"),
+    Metric(
+        "fp8_amax",
+        "gauge",
+        "FP8: largest absolute value in the sampled layers",
+        ("rank", "role"),
+        "page fp8_amax_*",
+        s.by_role("fp8_amax"),
+    ),
+    Metric(
+        "fp8_saturated_ratio",
+        "gauge",
+        "FP8: elements beyond what the format reaches",
+        ("rank", "role"),
+        "page fp8_saturated_*",
+        s.by_role("fp8_saturated"),
+    ),
+    Metric(
+        "fp8_flushed_ratio",
+        "gauge",
+        "FP8: elements that the format turns into zero",
+        ("rank", "role"),
+        "page fp8_flushed_*",
+        s.by_role("fp8_flushed"),
+    ),
     # time
     _rank("last_step_seconds", "gauge", "Wall time of the last step", "step_ns"),
     Metric(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dtobs.events import STEP_PARTS, RankState
+from dtobs.events import FP8_ROLES, STEP_PARTS, RankState
 from dtobs.exporters.look import Look
 from dtobs.findings import CATALOGUE
 
@@ -29,6 +29,17 @@ def page(field: str, scale: float = 1.0) -> Source:
             value = float(row[field]) * scale
             if not math.isnan(value):
                 yield (str(int(row["rank"])),), value
+
+    return source
+
+
+def by_role(field: str) -> Source:
+    """One value a rank and role of FP8 numbers (input, weight, gradient)."""
+
+    def source(look: Look) -> Iterator[Sample]:
+        for role in FP8_ROLES:
+            for (rank,), value in page(f"{field}_{role}")(look):
+                yield (rank, role), value
 
     return source
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from dtobs.events import (
     EVENT_DTYPE,
     FIRST_CUSTOM_PHASE,
+    FORMAT_FIELDS,
     PHASE_BY_NAME,
     STEP_DTYPE,
     STEP_PARTS,
@@ -54,6 +55,7 @@ _NAN_FIELDS = (
     "model_flops",
     "device_bytes",
     "device_peak_bytes",
+    *FORMAT_FIELDS,
 )
 
 

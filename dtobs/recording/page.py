@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.errors import RecordingDisabled, RecordingError
-from dtobs.events import SCHEMA
+from dtobs.events import FORMAT_FIELDS, SCHEMA
 from dtobs.recording.rundir import private_folder
 
 MAGIC = b"DTOBSPG1"
@@ -93,6 +93,7 @@ PAGE_FLOATS = (
     "checkpoint_seconds",
     "checkpoint_bytes",
     "checkpoint_utc",  # UTC seconds of the last finished checkpoint
+    *FORMAT_FIELDS,  # of the last step that reported them
 )
 _HEAD = ("crc", "seq")
 PAGE_DTYPE = np.dtype(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from dtobs.events import FORMAT_FIELDS
 from dtobs.probes.base import Context
 from dtobs.probes.progress import Progress
 
@@ -18,6 +19,7 @@ _RECORD = {
     "gradient_norm": "reduced_norm",
     "loss_scale": "loss_scale",
     "model_flops": "model_flops",
+    **{name: name for name in FORMAT_FIELDS},
 }
 """Name in ``report()`` → field of the step record."""
 _PAGE = {
@@ -29,6 +31,7 @@ _PAGE = {
     "model_flops": "model_flops",
     "checkpoint_bytes": "checkpoint_bytes",
     "checkpoint_seconds": "checkpoint_seconds",
+    **{name: name for name in FORMAT_FIELDS},
 }
 _SUMMED = ("tokens", "global_tokens")
 """Given per step (or per micro-batch), summed on the page since attach."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dtobs.detectors.base import Detector
 from dtobs.detectors.silent.data_overlap import data_overlap
+from dtobs.detectors.silent.fp8_saturation import fp8_saturation
+from dtobs.detectors.silent.fp16_underflow import fp16_underflow
 from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
 from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
@@ -17,4 +19,6 @@ DETECTORS: tuple[Detector, ...] = (
     local_gradient_outlier,
     gradient_nonfinite,
     loss_nonfinite,
+    fp16_underflow,
+    fp8_saturation,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtobs.events import PipelineOp
+from dtobs.events import FP8_ROLES, PipelineOp
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
@@ -47,6 +47,10 @@ def full_run(root: Path, world: int = 2) -> FakeRun:
             global_tokens=20480 * world,
             validation_loss=1.9,
             loss_scale=65536,
+            gradient_zeros=0.25,
+            **{f"fp8_amax_{role}": 2.5 for role in FP8_ROLES},
+            **{f"fp8_saturated_{role}": 0.0 for role in FP8_ROLES},
+            **{f"fp8_flushed_{role}": 0.125 for role in FP8_ROLES},
             model_flops=5e10,
             collectives=20,
             collective_bytes=8e7,
