@@ -124,7 +124,7 @@ class Curves:
                 world,
                 str(self._folder / str(world)),
                 layouts,
-                timeout=60.0 + 30.0 * len(layouts),
+                timeout=300.0 + 60.0 * len(layouts),
             )
         except (RankFailure, RankTimeout) as error:
             return error

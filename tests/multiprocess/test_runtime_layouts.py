@@ -64,7 +64,7 @@ def marked(names: Iterable[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.timeout(900)  # the first layout of each world size trains all of them
+@pytest.mark.timeout(3600)  # the first layout of each world size trains all of them
 @pytest.mark.parametrize("layout", marked(DENSE))
 def test_it_trains_as_one_process_does(layout: str, trained: Curves) -> None:
     results = agrees(trained, layout)
@@ -74,19 +74,19 @@ def test_it_trains_as_one_process_does(layout: str, trained: Curves) -> None:
     assert len(set(samples.values())) == 1
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", marked(f"moe-{name}" for name in EXPERTS))
 def test_experts_train_as_in_one_process(layout: str, trained: Curves) -> None:
     agrees(trained, layout)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", marked(HALF))
 def test_half_precision_stays_near_fp32(layout: str, trained: Curves) -> None:
     agrees(trained, layout)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", marked(EIGHTH))
 def test_emulated_fp8_stays_near_fp32(layout: str, trained: Curves) -> None:
     pytest.importorskip("torchao")
