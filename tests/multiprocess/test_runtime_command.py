@@ -119,7 +119,7 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint_in_the_same_directory(t
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     with run(
-        *(tmp_path, "--checkpoint.every", "2", "--resume"),
+        *(tmp_path, "--checkpoint.every", "2"),
         program=(str(program),),
         options=["--max-restarts", "1"],
         env={"HAPPENS": "kill 1 6 0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},

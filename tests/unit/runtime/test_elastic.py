@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
 from runtime import elastic, flags, mesh, rundir
+from runtime import manifest as manifests
 from runtime.config import Config
 from runtime.errors import LayoutError
 from runtime.manifest import Manifest
@@ -60,6 +61,30 @@ def test_the_global_batch_of_a_checkpoint(arguments: tuple[str, ...], layout: La
     sizes = {name: getattr(layout, name) for name in mesh.DIMENSIONS}
     saved = Manifest(4, layout.world, sizes, {}, settings(*arguments).as_dict(), {})
     assert elastic.global_batch(saved) == samples
+
+
+def save(root: Path, step: int, *arguments: str) -> Path:
+    """A checkpoint without tensors, by a run of one rank with these settings."""
+    saving, final = root / ".saving", root / f"step-{step:08d}"
+    saving.mkdir(parents=True)
+    sizes = dict.fromkeys(mesh.DIMENSIONS, 1)
+    manifests.write(Manifest(step, 1, sizes, {}, settings(*arguments).as_dict(), {}), saving, final)
+    return final
+
+
+def test_what_a_start_resumes_from(tmp_path: Path) -> None:
+    own, base = tmp_path / "checkpoints", save(tmp_path / "base", 100, "--data.batch", "6")
+    plain, named = settings(), settings("--resume", str(base))
+    assert elastic._find(plain, own, restarted=False) == ("", 0)
+    assert elastic._find(plain, own, restarted=True) == ("auto", 0)
+    assert elastic._find(named, own, restarted=False) == (str(base), 6)
+    assert elastic._find(named, own, restarted=True) == (str(base), 6)  # nothing of its own yet
+    save(own, 4, "--data.batch", "3")
+    (own / "step-00000008").mkdir()  # without a manifest: whoever loads it says so
+    for asked in (plain, named):
+        assert elastic._find(asked, own, restarted=True) == ("auto", 3)
+    assert elastic._find(plain, own, restarted=False) == ("", 0)
+    assert elastic._find(named, own, restarted=False) == (str(base), 6)
 
 
 def test_what_each_rank_does_instead_is_said() -> None:
