@@ -20,7 +20,7 @@ def statuses(view: RunView) -> dict[int, RankStatus]:
 def _status(view: RunView, rank: int) -> RankStatus:
     page = view.page(rank)
     meta, process = view.meta(rank), view.process(rank)
-    alive = process is None or process.alive
+    alive = (process is None or process.alive) and rank not in view.out_of_reach
     waiting_since = int(page["wait_since_ns"])
     return RankStatus(
         rank,
@@ -42,6 +42,8 @@ def _state(view: RunView, rank: int, page: np.void) -> str:
     state = int(page["state"])
     if state in (RankState.CLOSED, RankState.FAILED):
         return "closed" if state == RankState.CLOSED else "failed"
+    if rank in view.out_of_reach:
+        return "unknown"
     process = view.process(rank)
     if process is not None and not process.alive:
         return "dead"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from dtobs.errors import ServiceError, UsageError
 from dtobs.findings import Finding
+from dtobs.recording.token import VARIABLE
 from dtobs.recording.view import RunView
 from dtobs.recording.wire import decode_view
 
@@ -23,7 +26,7 @@ def is_address(target: str) -> bool:
 
 
 def fetch_view(address: str) -> tuple[RunView, list[Finding]]:
-    """Ask the monitor at `address` for its view and its open findings.
+    """Ask the monitor at `address` for its view and its open findings, with the token in `DTOBS_TOKEN` if there is one.
 
     Raises UsageError when that is no address, ServiceError when nobody or somebody else answers there.
     """
@@ -33,10 +36,17 @@ def fetch_view(address: str) -> tuple[RunView, list[Finding]]:
     url = f"{parts.scheme}://{parts.netloc}/api/view"
     # The monitor is on this host or behind the user's own tunnel: a proxy has no business in between.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    token = os.environ.get(VARIABLE, "")
+    question = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
-        with opener.open(url, timeout=TIMEOUT_SECONDS) as answer:
+        with opener.open(question, timeout=TIMEOUT_SECONDS) as answer:
             body = answer.read(MAX_BYTES + 1)
     except urllib.error.HTTPError as error:
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            said = "refuses that token" if token else "wants the run's token"
+            raise ServiceError(
+                f"{url} {said}: set {VARIABLE} to the content of the file 'token' in the run directory"
+            ) from error
         raise ServiceError(f"{url} answers {error.code} {error.reason}: is that a dtobs monitor?") from error
     except (OSError, HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error

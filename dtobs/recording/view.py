@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.errors import RecordingError, TargetError
-from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE
+from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE, RankState
 from dtobs.recording.capture import Capture, latest_capture
 from dtobs.recording.clocks import shift, shifts
 from dtobs.recording.contact import Contact, read_contacts
@@ -110,6 +110,13 @@ class RunView:
         """The page of `rank`. Raises KeyError when it did not record."""
         try:
             return self.pages[self.ranks.index(rank)]  # type: ignore[no-any-return]
+    @property
+    def out_of_reach(self) -> frozenset[int]:
+        """Ranks of nodes whose monitors do not answer: what is known of them is from before."""
+        nodes = [n for n, contact in self.contacts.items() if contact.lost and contact.attempt == self.attempt]
+        gone = np.isin(self.pages["node"], nodes) & (self.pages["state"] != RankState.CLOSED)
+        return frozenset(self.pages["rank"][gone].tolist())
+
         except ValueError:
             raise KeyError(rank) from None
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.errors import ServiceError
+from dtobs.errors import ServiceError, TargetError
 from dtobs.events import STEP_DTYPE
 from dtobs.findings import Finding
+from dtobs.recording.contact import contact_from_json
 from dtobs.recording.meta import Meta, take
 from dtobs.recording.page import MAX_NS, PAGE_DTYPE, plausible
 from dtobs.recording.process import ProcessState
@@ -40,6 +41,7 @@ def encode_view(view: RunView, findings: Sequence[Finding] = (), last_steps: int
         "names": {str(rank): _names(view, rank) for rank in view.ranks},
         "findings": [{"since_ns": f.since_ns, **f.to_json()} for f in findings],
         "damaged": list(view.damaged),
+        "contacts": {str(node): asdict(contact) for node, contact in view.contacts.items()},
     }
 
 
@@ -57,6 +59,7 @@ def decode_view(value: dict[str, Any]) -> tuple[RunView, list[Finding]]:
             int(value["now_ns"]),
             {int(rank): ProcessState.from_json(state) for rank, state in value["processes"].items()},
             damaged=[str(line) for line in value["damaged"]],
+            contacts={int(n): contact_from_json(c, int(n)) for n, c in value.get("contacts", {}).items()},
         )
         if (
             not plausible(view.pages).all()
@@ -72,7 +75,7 @@ def decode_view(value: dict[str, Any]) -> tuple[RunView, list[Finding]]:
             view._steps[rank] = _stamped(_array(value["steps"].get(str(rank), {}), STEP_DTYPE))
             view._meta[rank] = _meta(value["names"].get(str(rank), {}))
         return view, [Finding.from_json(finding) for finding in value["findings"]]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (TargetError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ServiceError(f"the monitor's answer is not a view of a run: {error!r}") from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -67,10 +67,12 @@ def rank_rows(view: RunView, accused: Mapping[int, Accused] | None = None) -> tu
     accused = accused or {}
     now = view.now_ns - clock_shifts(view)
     late = arrivals(view)
-    return tuple(
+    unknown = view.out_of_reach
+    rows = tuple(
         _row(page, view.meta(rank), view.process(rank), int(then), late.get(rank), accused.get(rank, ""))
         for page, rank, then in zip(view.pages, view.ranks, now, strict=True)
     )
+    return tuple(replace(r, state="out of reach", level="bad") if r.rank in unknown else r for r in rows)
 
 
 def clock_shifts(view: RunView) -> npt.NDArray[np.int64]:

@@ -23,7 +23,8 @@ from dtobs.recording.contact import read_contacts
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory, read_json
 from dtobs.recording.view import RunView, load_run
-from tests.harness import REPOSITORY, Launched
+from tests.harness import Launched
+from tests.harness.launch import REPOSITORY
 from tests.nodes.network import INTERFACE, Network, network, require_namespaces
 
 HANG_SECONDS = 8.0
@@ -64,7 +65,10 @@ class Job:
 
     def steps(self) -> int:
         """Steps that every rank has done, as the lead knows."""
-        view = self.view(0)
+        lead = self.lead()
+        if lead is None:
+            return 0
+        view = self.view(lead)
         return int(view.pages["steps_done"].min()) if view.ranks == list(range(self.network.count)) else 0
 
     def findings(self, number: int) -> list[Finding]:
@@ -72,13 +76,10 @@ class Job:
         path = RunDirectory(self.network.run_dir(number)).findings
         return [e.finding for e in read_journal(path) if e.event == "found"]
 
-    def leads(self) -> list[int]:
-        """The machine of rank 0: under c10d that need not be the first."""
-        return [
-            n
-            for n in range(self.network.count)
-            if (self.network.run_dir(n) / "nodes/00000/monitor.log").exists()
-        ]
+    def lead(self) -> int | None:
+        """The machine of node 0, which under c10d need not be the first; None before there is one."""
+        logs = {n: self.network.run_dir(n) / "nodes/00000/monitor.log" for n in range(self.network.count)}
+        return next((number for number, log in logs.items() if log.exists()), None)
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -186,7 +187,8 @@ def _monitors_ended(running: Job, number: int) -> bool:
 
 def test_a_machine_that_is_powered_off(tmp_path: Path):
     with job(2, tmp_path, "c10d") as running:
-        lead = running.leads()[0]
+        lead = running.lead()
+        assert lead is not None
         other = 1 - lead
         running.network.power_off(running.machines[other])
         running.until(lambda: [f.code for f in running.findings(lead) if f.code not in SLOW])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtobs.detectors.hangs import detect
+from dtobs.diagnose.status import statuses
 from dtobs.events import RankState
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.contact import Contact, read_contacts, write_contact
 from dtobs.recording.fake import FakeRun
 from dtobs.recording.process import ProcessState
+from dtobs.recording.wire import decode_view, encode_view
+from dtobs.tui.rows import rank_rows
 
 LATER = 75.0
 
@@ -133,3 +137,25 @@ class TestQuiet:
 def test_a_contact_survives_its_file(two: Two):
     write_contact(two.run.directory, two.contact)
     assert read_contacts(two.run.directory) == {1: two.contact}
+
+
+def test_ranks_out_of_reach_are_not_said_to_run(two: Two):
+    write_contact(two.run.directory, two.contact)
+    view = two.run.view(later=LATER)
+    back, _ = decode_view(json.loads(json.dumps(encode_view(view))))
+    for seen in (view, back):
+        assert seen.out_of_reach == {2, 3}
+        assert {rank: status.state for rank, status in statuses(seen).items()} == {
+            0: "waiting",
+            1: "waiting",
+            2: "unknown",
+            3: "unknown",
+        }
+        assert [row.state for row in rank_rows(seen)][2:] == ["out of reach", "out of reach"]
+
+
+def test_a_contact_that_is_damaged_is_said(two: Two):
+    two.run.directory.contact(1).write_text('{"state": "asleep"}')
+    view = two.run.view(later=LATER)
+    assert view.contacts == {}
+    assert any("contact.json of node 1 is damaged" in line for line in view.damaged)

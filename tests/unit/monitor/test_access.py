@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.errors import ServiceError
 from dtobs.monitor.access import Access
 from dtobs.monitor.http import MonitorServer, Pages
+from dtobs.recording.remote import fetch_view
 from dtobs.recording.token import ensure_token, read_token, write_token
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -147,6 +149,12 @@ class TestServed:
         assert self.ask(port, "POST", "/api/node", b"[]", **given)[0] == 400
         assert self.ask(port, "POST", "/api/node", b"[" * 100_000, **given)[0] == 400
         assert self.ask(port, "POST", "/api/capture", b"{}", **given)[0] == 501  # nothing to capture here
+
+    def test_our_own_commands_give_it(self, port: int, monkeypatch: pytest.MonkeyPatch):
+        for token, said in (("wrong", "refuses that token"), ("secret", "is not a view of a run")):
+            monkeypatch.setenv("DTOBS_TOKEN", token)
+            with pytest.raises(ServiceError, match=said):
+                fetch_view(f"http://127.0.0.1:{port}")
 
     def test_a_question_without_end_is_not_read(self, port: int):
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
