@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dtobs.errors import TargetError
+from dtobs.recording.meta import read_meta
 from dtobs.recording.rundir import RunDirectory, new_run_path
+from dtobs.recording.view import boot_id
 
 AGREE_SECONDS = 60.0
 """How long a rank waits for rank 0 to say where the run is recorded."""
@@ -127,20 +128,37 @@ def told_by_first(who: Identity, topic: str, make: Callable[[], Any]) -> Any:
 
 
 def _free_attempt(run: RunDirectory) -> int:
-    return next(n for n in itertools.count() if not run.meta(0, n).exists())
+    """The first that no rank has recorded here. Not rank 0 alone: before a restart it may have been on another disk."""
+    names = (path.stem for rank in run.ranks() for path in run.rank(rank).glob("meta-*.jsonl"))
+    numbers = [text for name in names if (text := name.partition("-")[2]).isdigit()]
+    return max(map(int, numbers), default=-1) + 1
 
 
 def _choose(name: str, who: Identity) -> Path:
     """A new directory, or after a restart by torchrun the one of the attempts before."""
     path = new_run_path(name)
-    if who.attempt > 0 and who.launch:
-        for earlier in sorted(path.parent.glob(f"*-{path.name.partition('-')[2]}"), reverse=True):
-            try:
-                if RunDirectory(earlier).read_run().get("launch") == who.launch:
-                    return earlier
-            except TargetError:
-                continue
+    if not who.launch:
+        return path
+    for earlier in sorted(path.parent.glob(f"*-{path.name.partition('-')[2]}"), reverse=True):
+        run = RunDirectory(earlier)
+        try:
+            same = run.read_run().get("launch") == who.launch
+        except TargetError:
+            continue
+        # A start because a node came or went does not count as a restart; a later job may have the same run id.
+        if same and (who.attempt > 0 or _has_worked_in(run, os.getppid())):
+            return earlier
     return path
+
+
+def _has_worked_in(run: RunDirectory, agent: int) -> bool:
+    """Whether a process that `agent` started on this host has recorded in a run."""
+    for rank in run.ranks():
+        for path in run.rank(rank).glob("meta-*.jsonl"):
+            process = read_meta(path).process
+            if process.get("parent_pid") == agent and process.get("boot_id") == boot_id():
+                return True
+    return False
 
 
 def _store() -> Any:

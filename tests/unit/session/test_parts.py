@@ -145,6 +145,16 @@ def test_a_restart_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.M
     assert second.run_dir == earlier
     assert json.loads((earlier / "run.json").read_text())["started"] == started
     assert load_run(earlier).attempt == 1
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun does not count a node that comes or goes
+    joined = dtobs.attach(name="tiny", monitor=False)
+    joined.close()
+    assert joined.run_dir == earlier
+    assert load_run(earlier).attempt == 2
+    with monkeypatch.context() as other_agent:
+        other_agent.setattr(identity.os, "getppid", lambda: 1)
+        later = dtobs.attach(name="tiny", monitor=False)
+        later.close()
+    assert later.run_dir != earlier
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job8")
     third = dtobs.attach(name="tiny", monitor=False)
     third.close()
@@ -192,6 +202,8 @@ def test_a_second_run_in_a_directory_is_another_attempt(tmp_path: Path):
     assert agree(tmp_path, "run", who) == (tmp_path, 0)
     Recorder(RunDirectory(tmp_path), 0, 1).close()
     assert agree(tmp_path, "run", who) == (tmp_path, 1)
+    Recorder(RunDirectory(tmp_path), 3, 4, attempt=1).close()  # rank 0 was on a node with a disk of its own
+    assert agree(tmp_path, "run", who) == (tmp_path, 2)
 
 
 def test_ranks_under_agents_that_count_restarts_differently_find_each_other(
