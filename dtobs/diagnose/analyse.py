@@ -35,6 +35,8 @@ _PASSING = {
     "network-stalled",
 }
 """Codes that a run may recover from."""
+_SAYS_WHY = _PASSING - {"rank-not-joined", "network-stalled"} | {"device-stopped", "unused-parameters"}
+"""Codes that say why a rank did not join its peers."""
 _NUMBERS = {"gradient-nonfinite", "loss-nonfinite"}
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
@@ -77,6 +79,7 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
         if same is None and (
             _outgrown(earlier, found.values())
             or _first_sign(earlier, found.values())
+            or _before_the_capture(earlier, found.values())
             or (explained and _only_possible(earlier))
         ):
             continue
@@ -109,6 +112,12 @@ def _first_sign(earlier: Finding, now: Iterable[Finding]) -> bool:
     """Whether it was a rank that stood still while the kernel ran out of memory, before it killed that rank."""
     killed = {rank for f in now if f.code == "rank-oom-killed" for rank in f.ranks}
     return earlier.code in _PASSING and bool(earlier.ranks) and set(earlier.ranks) <= killed
+
+
+def _before_the_capture(earlier: Finding, now: Iterable[Finding]) -> bool:
+    """Whether it only says that ranks do not join, and by now it is known why."""
+    why = {rank for f in now if f.code in _SAYS_WHY for rank in f.ranks}
+    return earlier.code == "rank-not-joined" and bool(earlier.ranks) and set(earlier.ranks) <= why
 
 
 def _only_possible(earlier: Finding) -> bool:

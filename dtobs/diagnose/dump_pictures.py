@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from dtobs.diagnose.pictures import (
     CallState,
@@ -22,7 +22,6 @@ from dtobs.findings import Finding
 from dtobs.flight_recorder.analyse import DumpAnalysis, Matched
 from dtobs.flight_recorder.columns import COMPLETED
 from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier
-from dtobs.flight_recorder.mismatch import majority_by_segment
 from dtobs.flight_recorder.model import Group
 from dtobs.flight_recorder.wording import Words
 
@@ -100,9 +99,9 @@ def _strip(matched: Matched) -> Strip | None:
     created = entries["created_ns"]
     if not len(created) or not (created > 0).any():
         return None
-    bounds = np.searchsorted(dumps.row, np.arange(len(dumps.ranks) + 1))
-    last = np.array([created[high - 1] if high > low else 0 for low, high in _pairs(bounds)])
-    begin = [created[max(low, high - _CALLS_SHOWN)] if high > low else 0 for low, high in _pairs(bounds)]
+    bounds = list(pairwise(dumps.bounds))
+    last = np.array([created[high - 1] if high > low else 0 for low, high in bounds])
+    begin = [created[max(low, high - _CALLS_SHOWN)] if high > low else 0 for low, high in bounds]
     lengths = (last - np.array(begin))[last > 0]
     end_ns = int(np.median(last[last > 0]))
     length = max(int(np.median(lengths)), 1_000_000)
@@ -114,17 +113,13 @@ def _strip(matched: Matched) -> Strip | None:
     at = end_ns - length + (np.arange(COLUMNS) * length) // COLUMNS
     waiting = _waiting_since(matched)
     cells = np.zeros((len(dumps.ranks), COLUMNS), np.uint8)
-    for row, (low, high) in enumerate(_pairs(bounds)):
+    for row, (low, high) in enumerate(bounds):
         cells[row] = sample(created[low:high], of_group[entries["group"][low:high]], at)
         if row in waiting:
             cells[row, at >= waiting[row]] = len(kinds) - 1
     title = "the group of each rank's last call, by the clock of its own host"
     ranks = tuple(dump.rank for dump in dumps.ranks)
     return Strip(title, length / 1e9, ranks, tuple(kinds), cells)
-
-
-def _pairs(bounds: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
-    return zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
 
 
 def _waiting_since(matched: Matched) -> dict[int, int]:
@@ -193,11 +188,14 @@ def _cells(matched: Matched, inside: slice) -> dict[tuple[int, int], Cell]:
     """(row, sequence number) → the first part of the call."""
     dumps, aligned = matched.dumps, matched.aligned
     words = Words(dumps)
-    usual = majority_by_segment(dumps.entries["signature"][aligned.entry], aligned)
-    segment = np.searchsorted(aligned.start, np.arange(inside.start, inside.stop), side="right") - 1
+    called = dumps.entries["signature"][aligned.entry[inside]]
+    usual = {}
+    for seq in np.unique(aligned.seq[inside]):
+        values, counts = np.unique(called[aligned.seq[inside] == seq], return_counts=True)
+        usual[int(seq)] = int(values[counts.argmax()])
     texts: dict[tuple[int, int], str] = {}
     found: dict[tuple[int, int], Cell] = {}
-    for at, of in zip(range(inside.start, inside.stop), segment.tolist(), strict=True):
+    for at in range(inside.start, inside.stop):
         key = (int(aligned.row[at]), int(aligned.seq[at]))
         if key in found:
             continue
@@ -206,7 +204,7 @@ def _cells(matched: Matched, inside: slice) -> dict[tuple[int, int], Cell]:
         said = (int(record["signature"]), int(record["site"]))
         if said not in texts:
             texts[said] = words.operation(entry) + words.site(entry)
-        mine, theirs = dumps.operations[said[0]], dumps.operations[int(usual[of])]
+        mine, theirs = dumps.operations[said[0]], dumps.operations[usual[key[1]]]
         odd = (mine.family, mine.dtype_key, mine.shape_key) != (
             theirs.family,
             theirs.dtype_key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,14 @@ class Dumps:
     def rank_numbers(self) -> npt.NDArray[np.int32]:
         """i32[ranks], ascending."""
         return np.array([dump.rank for dump in self.ranks], np.int32)
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """The entries of row r are ``entries[bounds[r] : bounds[r + 1]]``."""
+        rows = np.arange(
+            len(self.ranks) + 1, dtype=self.row.dtype
+        )  # of another type, numpy would copy the table
+        return [int(place) for place in np.searchsorted(self.row, rows)]
 
     @property
     def world_size(self) -> int:

@@ -24,7 +24,7 @@ def odd_rows(dumps: Dumps, waits: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 
 def _is_new(dumps: Dumps, row: int, entry: int) -> bool | None:
     """Whether this call never before came so many calls after its group's last one; None without an earlier one."""
-    low = int(dumps.row.searchsorted(row))
+    low = dumps.bounds[row]
     history = dumps.entries[low : entry + 1]
     same_group = np.flatnonzero(
         (history["group"] == history["group"][-1]) & (history["kind"] == Kind.COLLECTIVE)

@@ -1,4 +1,4 @@
-"""A call-by-call simulation of a job's last steps, with one fault: which calls were issued, and how far each came.
+"""A call-by-call simulation of a job's last steps, with its faults: which calls were issued, and how far each came.
 
 Hosts block in each call until it completes. A collective completes when every member has issued its n-th call of the
 group with the same shape; a send with its receive.
@@ -7,6 +7,7 @@ group with the same shape; a send with its receive.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -22,13 +23,17 @@ FaultName = Literal[
     "call-site-mismatch",
     "group-deadlock",
     "p2p-unmatched",
+    "dumps-missing",
 ]
 State = Literal["scheduled", "started", "completed"]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of one rank. `axis`: the group in which it shows, where there is a choice."""
+    """One fault of one rank. `axis`: the group in which it shows, where there is a choice.
+
+    Of a rank with "dumps-missing" there is no dump: its process died before it could write one.
+    """
 
     name: FaultName
     rank: int
@@ -36,7 +41,7 @@ class Fault:
 
     def expected(self, layout: Layout) -> tuple[str, tuple[int, ...]]:
         """The right verdict: code and ranks."""
-        if self.name == "network-stalled":
+        if self.name in ("network-stalled", "dumps-missing"):
             return self.name, ()
         if self.name == "p2p-unmatched":
             peer = self.rank + layout.tp
@@ -71,11 +76,11 @@ class Outcome:
     issued: list[list[Issued]]
 
 
-def simulate(layout: Layout, fault: Fault | None, steps: int) -> Outcome:
+def simulate(layout: Layout, faults: Sequence[Fault], steps: int) -> Outcome:
     """Run `steps` steps. Raises ValueError for a fault that the layout has no room for."""
-    if fault is not None:
+    for fault in faults:
         fault.check(layout)
-    return _Simulation(layout, fault, steps).run()
+    return _Simulation(layout, faults, steps).run()
 
 
 @dataclass
@@ -86,9 +91,9 @@ class _Meeting:
 
 
 class _Simulation:
-    def __init__(self, layout: Layout, fault: Fault | None, steps: int) -> None:
-        self.layout, self.fault = layout, fault
-        self.programs = [_program(layout, fault, rank, steps) for rank in range(layout.world_size)]
+    def __init__(self, layout: Layout, faults: Sequence[Fault], steps: int) -> None:
+        self.layout, self.faults = layout, faults
+        self.programs = [_program(layout, faults, rank, steps) for rank in range(layout.world_size)]
         self.position = [0] * layout.world_size
         self.issued: list[list[Issued]] = [[] for _ in range(layout.world_size)]
         self.calls_made: dict[tuple[int, str], int] = {}
@@ -155,28 +160,26 @@ class _Simulation:
 
     def _stuck(self, rank: int, made: Issued) -> bool:
         """Whether this rank's device never gets to the call."""
-        fault = self.fault
-        return (
-            fault is not None
-            and fault.name == "device-stopped"
-            and rank == fault.rank
-            and made.call.axis == fault.axis
-            and made.step > 0
+        return made.step > 0 and any(
+            fault.name == "device-stopped" and (rank, made.call.axis) == (fault.rank, fault.axis)
+            for fault in self.faults
         )
 
     def _dead(self, axis: str, members: list[int], step: int) -> bool:
         """Whether the network of this group carries nothing any more."""
-        fault = self.fault
-        stalled = fault is not None and fault.name == "network-stalled" and axis == fault.axis
-        return stalled and fault is not None and fault.rank in members and step > 0
+        return step > 0 and any(
+            fault.name == "network-stalled" and axis == fault.axis and fault.rank in members
+            for fault in self.faults
+        )
 
 
-def _program(layout: Layout, fault: Fault | None, rank: int, steps: int) -> list[Issued]:
+def _program(layout: Layout, faults: Sequence[Fault], rank: int, steps: int) -> list[Issued]:
     """The calls that a rank would make if none of them had to wait."""
     calls = step_of(layout, layout.stage(rank)).calls
     program = [Issued(call, "scheduled", step) for step in range(steps) for call in calls]
-    if fault is not None and rank == fault.rank:
-        _spoil(program, fault, len(calls))
+    for fault in faults:
+        if rank == fault.rank:
+            _spoil(program, fault, len(calls))
     return program
 
 
@@ -186,7 +189,7 @@ def _spoil(program: list[Issued], fault: Fault, per_step: int) -> None:
     at = next(
         (i for i in later if program[i].call.axis == fault.axis and not program[i].call.peer_offset), None
     )
-    if fault.name == "rank-not-joined" and at is not None:
+    if fault.name in ("rank-not-joined", "dumps-missing") and at is not None:
         del program[at:]
     elif fault.name == "shape-mismatch" and at is not None:
         program[at].call = replace(

@@ -1,4 +1,4 @@
-"""Synthetic dumps of any number of ranks: a 3-D job (data × tensor × pipeline parallel) with one fault, or none.
+"""Synthetic dumps of any number of ranks: a 3-D job (data × tensor × pipeline parallel) with a fault, two, or none.
 
 The public fake of the real recorder, at the same seam: what it yields is what ``pickle.load`` of a real NCCL dump
 yields. The last steps are simulated call by call (``simulate``), everything older is filled in as completed.
@@ -28,6 +28,7 @@ class Job:
 
     layout: Layout
     fault: Fault | None = None
+    second: Fault | None = None
     entries: int = 2000
     steps: int = 40
     simulated_steps: int = 3
@@ -35,19 +36,25 @@ class Job:
     clock_skew_ns: dict[int, int] = field(default_factory=dict)
 
     @property
+    def faults(self) -> tuple[Fault, ...]:
+        """All that is wrong with it."""
+        return tuple(fault for fault in (self.fault, self.second) if fault is not None)
+
+    @property
     def expected(self) -> tuple[str, tuple[int, ...]] | None:
-        """The verdict that is right: code and ranks; None for a healthy job."""
+        """The verdict that is right on its (first) fault: code and ranks; None for a healthy job."""
         return None if self.fault is None else self.fault.expected(self.layout)
 
 
 def dumps_of(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (rank, dump) of every rank, one at a time."""
+    """Yield (rank, dump) of every rank that left one, one at a time."""
     if job.steps < job.simulated_steps:
         raise ValueError(f"a job of {job.steps} steps cannot have {job.simulated_steps} simulated ones")
     layout = job.layout
-    outcome = simulate(layout, job.fault, job.simulated_steps)
+    outcome = simulate(layout, job.faults, job.simulated_steps)
+    gone = {fault.rank for fault in job.faults if fault.name == "dumps-missing"}
     writers = [_Writer(job, step_of(layout, stage)) for stage in range(layout.pp)]
-    for rank in range(layout.world_size):
+    for rank in sorted(set(range(layout.world_size)) - gone):
         yield rank, writers[layout.stage(rank)].dump(rank, outcome)
 
 

@@ -77,11 +77,10 @@ class Words:
 
     def doing(self, row: int) -> str:
         """What a rank's dump says it called last."""
-        rows = self.dumps.row
-        low, high = rows.searchsorted(row), rows.searchsorted(row, side="right")
+        low, high = self.dumps.bounds[row : row + 2]
         if low == high:
             return "its dump holds no call at all"
-        last = int(high) - 1
+        last = high - 1
         return f"the last it called was {self.call(last)}{self.site(last)}"
 
     def evidence(self, what: str, entries: Sequence[int], **more: Any) -> dict[str, Any]:
@@ -105,6 +104,5 @@ class Words:
 
     def last_entries(self, rows: Iterable[int]) -> list[int]:
         """The last entry of each of some ranks."""
-        table = self.dumps.row
-        ends = [(int(table.searchsorted(r)), int(table.searchsorted(r, side="right"))) for r in rows]
-        return [high - 1 for low, high in ends if high > low]
+        bounds = self.dumps.bounds
+        return [bounds[row + 1] - 1 for row in rows if bounds[row + 1] > bounds[row]]

@@ -15,6 +15,7 @@ h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
 .critical { color: var(--critical); } .warning { color: var(--warning); } .good { color: var(--good); }
 .next { border-left: 4px solid currentColor; padding: .2rem .8rem; margin: 1rem 0; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th { white-space: nowrap; }
 th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   overflow-wrap: anywhere; }
 td.number, th.number { text-align: right; white-space: nowrap; overflow-wrap: normal; }

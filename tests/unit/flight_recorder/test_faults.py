@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dtobs.findings import Confidence
@@ -22,9 +24,18 @@ GROUPED = (
 )
 FAULTS = [
     *(Fault(name, 21, axis) for name in GROUPED for axis in ("world", "tp", "dp")),
+    *(Fault("dumps-missing", 21, axis) for axis in ("world", "tp", "dp")),
     Fault("group-deadlock", 21),
     Fault("p2p-unmatched", 21),
 ]
+LARGE = Layout(dp=32, tp=8, pp=4)
+PAIRS = [
+    (Fault("rank-not-joined", 1, "tp"), Fault("rank-not-joined", 38, "tp")),
+    (Fault("rank-not-joined", 1, "tp"), Fault("shape-mismatch", 38, "tp")),
+    (Fault("device-stopped", 1, "tp"), Fault("dtype-mismatch", 38, "tp")),
+    (Fault("collective-mismatch", 1, "tp"), Fault("p2p-unmatched", 38)),
+]
+"""Faults that do not keep each other from showing: of different replicas, before these have to meet."""
 
 
 def analyse(job: Job):
@@ -38,6 +49,21 @@ def test_fault_has_one_verdict(fault: Fault):
     assert [(f.code, f.ranks) for f in findings] == [job.expected]
     assert findings[0].confidence is not Confidence.POSSIBLE
     assert findings[0].evidence[0]["entries"]
+
+
+@pytest.mark.parametrize(
+    "fault", [replace(f, rank=341) for f in FAULTS if f.axis != "world"], ids=lambda f: f"{f.name}-{f.axis}"
+)
+def test_fault_among_a_thousand_ranks(fault: Fault):
+    job = Job(LARGE, fault, entries=60, steps=4)
+    assert [(f.code, f.ranks) for f in analyse(job).findings] == [job.expected]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda f: f.name)
+def test_two_faults_at_once(one: Fault, other: Fault):
+    found = analyse(Job(CUBE, one, other, entries=120, steps=6)).findings
+    sure = {(f.code, f.ranks) for f in found if f.confidence is not Confidence.POSSIBLE}
+    assert sure == {one.expected(CUBE), other.expected(CUBE)}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.name}-{f.axis}")
