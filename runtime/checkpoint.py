@@ -10,6 +10,9 @@ and checksums), then rank 0 writes the manifest and renames the folder into plac
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -33,6 +36,7 @@ from runtime.seeds import capture_generators, restore_generators
 
 T = TypeVar("T")
 Tensors = dict[str, Tensor]
+_FULL_BYTES = 1 << 20  # a disk with less free is full, where a save failed
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -100,10 +104,16 @@ def save(
             saving.mkdir(mode=0o700)
 
     def write_shards() -> None:
-        with warnings.catch_warnings():
-            # torch looks at the deprecated TypedStorage of its own tensors while it writes.
-            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-            dcp.save(tensors, storage_writer=FileSystemWriter(saving), process_group=group)
+        try:
+            with warnings.catch_warnings():
+                # torch looks at the deprecated TypedStorage of its own tensors while it writes.
+                warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+                dcp.save(tensors, storage_writer=FileSystemWriter(saving), process_group=group)
+        except CheckpointException as error:
+            # What torch says then is about positions in its archive.
+            if shutil.disk_usage(root).free < _FULL_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root)) from error
+            raise
 
     def seal() -> dict[str, FileSeal]:
         own = [*saving.glob(f"__{rank}_*"), *(saving.glob(".metadata") if rank == 0 else ())]
@@ -114,10 +124,15 @@ def save(
             manifests.write(Manifest(step, world, layout, training, config, files), saving, final)
             manifests.prune(root, keep)
 
-    _together(make_folder, step, group)
-    _together(write_shards, step, group)
-    files = {name: found for part in _together(seal, step, group) for name, found in part.items()}
-    _together(lambda: complete(files), step, group)
+    try:
+        _together(make_folder, step, group)
+        _together(write_shards, step, group)
+        files = {name: found for part in _together(seal, step, group) for name, found in part.items()}
+        _together(lambda: complete(files), step, group)
+    except CheckpointError:
+        if rank == 0:  # a full disk is not to stay full until the next save; by now nobody writes any more
+            shutil.rmtree(saving, ignore_errors=True)
+        raise
     size = sum(found.bytes for found in files.values())
     return Saved(final, size, time.perf_counter() - began)
 
@@ -186,4 +201,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {_reason(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,6 +22,7 @@ import torch
 
 from runtime import manifest, phases
 from tests.harness import start_ranks, wait_until_gone
+from tests.harness.processes import kill_all
 from tests.multiprocess import runtime_curves
 from tests.multiprocess.runtime_curves import curves
 
@@ -134,13 +135,8 @@ def test_killed_in_a_save_the_next_run_goes_on_exactly(tmp_path: Path) -> None:
         place = Place.random(chance)
         places[f"rank {place.rank} {place.operation}" if place.operation else "any moment"] += 1
         told = len(read_diary(run / "diary"))
-        more = (
-            "--checkpoint.every",
-            "1",
-            "--resume",
-            "auto",
-            *(("--checkpoint.background",) if number % 2 else ()),
-        )
+        background = ("--checkpoint.background",) if number % 2 else ()
+        more = ("--checkpoint.every", "1", "--resume", "auto", *background)
         with start_ranks(train_until_killed, 2, str(run), (*arguments, *more), place) as group:
             if place.operation is None:
                 wait_for_steps(run / "diary", told + 2)
@@ -149,10 +145,14 @@ def test_killed_in_a_save_the_next_run_goes_on_exactly(tmp_path: Path) -> None:
             assert wait_until_gone([group.pids[place.rank]], 100) == [], (
                 f"{place} never came\n{group.stacks()}"
             )
+            kill_all(group.pids)
+            assert group.wait(60)
+            victim = group.results()[place.rank]
+            assert victim.signal == signal.SIGKILL, f"{place}: {victim.exception}"
         unfinished += any(path.name.startswith(".") for path in root.iterdir())
         taken = [step for step, _ in read_diary(run / "diary")[told:]]
-        assert taken[0] == newest + 1, (
-            f"round {number} began at step {taken[0]} after a checkpoint of {newest}"
+        assert taken[:1] == [newest + 1], (
+            f"round {number}, {place}: took steps {taken} after a checkpoint of {newest}"
         )
         for folder in manifest.complete(root):
             assert manifest.verify(folder).step <= taken[-1]
