@@ -114,7 +114,9 @@ def make(
         layout=layout,
         model=model,
         optimizer=_optimizer(config, model, peak),
-        loader=_loader(config, layout, rank, device, tokens.training, config.run.seed),
+        loader=_loader(
+            config, layout, rank, device, tokens.training, config.run.seed, _ahead(config, device)
+        ),
         held_out=_held_out(config, layout, rank, device, tokens),
         micro_batches=count,
         peak_learning_rate=peak,
@@ -142,7 +144,13 @@ def _optimizer(config: Config, model: ParallelModel, peak: float) -> torch.optim
 
 
 def _loader(
-    config: Config, layout: Layout, rank: int, device: torch.device, stream: Any, seed: int
+    config: Config,
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    stream: Any,
+    seed: int,
+    ahead: int = 0,
 ) -> ShardedLoader:
     return ShardedLoader(
         stream,
@@ -157,7 +165,15 @@ def _loader(
         )
         if layout.context > 1
         else None,
+        ahead=ahead,
     )
+
+
+def _ahead(config: Config, device: torch.device) -> int:
+    """Micro-batches to read ahead: on a CPU the thread costs more than the read that it hides."""
+    if config.data.prefetch is not None:
+        return config.data.prefetch
+    return 1 if device.type == "cuda" else 0
 
 
 def _held_out(
