@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dtobs.detectors import run_detectors
+from dtobs.detectors.hangs.stall import last_movement_ns
 from dtobs.errors import DtobsError
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
 from dtobs.monitor.cluster import Cluster
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
+from dtobs.monitor.excuses import Excuses
 from dtobs.monitor.exits import ProcessWatch
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.leftovers import remove_socket_folder
@@ -72,6 +74,7 @@ class Monitor:
         self.ranks = NodeRanks(run.pages(node), self.watch)
         self.watchdog = Watchdog(run.captures)
         self.journal = Journal(run.findings, writes=self.leads)
+        self.excuses = Excuses()
         self.on_hang = OnHang(on_hang or Policy(), run, node, lambda text: self.fail("on-hang", text))
         self.damaged: list[str] = []  #: what the last pass could not read
         self.totals = StepTotals()
@@ -111,7 +114,10 @@ class Monitor:
         try:
             pause = 0.0
             while not self._stop.is_set():
-                for watched, state in self.watch.wait(pause):
+                self.excuses.asleep(pause)
+                ended = self.watch.wait(pause)
+                self.excuses.awake()
+                for watched, state in ended:
                     log.info("rank %d (process %d): %s", watched.rank, watched.pid, state.ending)
                     self._next_pass = 0.0
                 if self._stop.is_set():
@@ -216,6 +222,7 @@ class Monitor:
                 with_capture=False,
             )
             view.capture = self.watchdog.capture
+            view.excused_ns = self.excuses.observe(self.ranks.processes(), last_movement_ns(view))
             self._last_view = view
             return view
 

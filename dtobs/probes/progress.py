@@ -43,6 +43,8 @@ _PART_OF: dict[int, int] = {
 _OUTER = (Phase.CHECKPOINT, Phase.VALIDATION)
 """Phases that keep their name whatever runs inside them: a forward of the validation is validation."""
 
+PAUSED_NS = 10 * 365 * 24 * 3600 * 10**9
+"""Ten years: what a paused program is allowed."""
 _PHASE, _PHASE_BEGIN, _ALLOWANCE = INDEX["phase"], INDEX["phase_begin_ns"], INDEX["phase_allowance_ns"]
 _STEP, _STEP_BEGIN, _STEPS_DONE = INDEX["step"], INDEX["step_begin_ns"], INDEX["steps_done"]
 _STATE, _WAIT_SINCE, _PROBE_NS = INDEX["state"], INDEX["wait_since_ns"], INDEX["probe_ns"]
@@ -95,6 +97,7 @@ class Progress:
         self._bytes0 = 0.0
         self._optimizer_stepped = False
         self.allowances: dict[int, int] = {}
+        self._paused = 0
         self.on_step_begin: list[Callable[[], object]] = []
         self.on_step_end: list[Callable[[], object]] = []
         self.thread = threading.get_ident()
@@ -145,6 +148,11 @@ class Progress:
         now = self._events.write(Kind.PHASE_END, shown, self._context.step)
         self._show(top, now)
 
+    def pause(self, by: int) -> None:
+        """One more pause (`by` 1) or one fewer (−1): while there is any, whatever phase is shown may last for ever."""
+        self._paused += by
+        self._show(self._context.phase, self._clock())
+
     def end_named(self, phase: int) -> None:
         """Leave the innermost open phase of that number."""
         for depth in range(len(self._stack) - 1, -1, -1):
@@ -156,7 +164,7 @@ class Progress:
         ints = self._ints
         self._context.phase = phase
         ints[_PHASE], ints[_PHASE_BEGIN] = phase, now
-        ints[_ALLOWANCE] = self.allowances.get(phase, 0)
+        ints[_ALLOWANCE] = PAUSED_NS if self._paused else self.allowances.get(phase, 0)
         self.part = _PART_OF.get(phase, OTHER)
         if self._part != EXPOSED:
             self._switch(self.part, now)

@@ -52,6 +52,11 @@ class RunDirectory:
         return self.root / "token"
 
     @property
+    def paused(self) -> Path:
+        """As long as a user keeps this file, nothing need move."""
+        return self.root / "paused"
+
+    @property
     def captures(self) -> Path:
         return self.root / "captures"
 

@@ -79,6 +79,10 @@ class RunView:
     _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     damaged: list[str] = field(default_factory=list)  #: files that could not be read, one line each
+    paused: bool = (
+        False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
+    )
+    excused_ns: int = 0  #: of the time since the last movement, what a monitor saw that nothing could move in
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
 
     @cached_property
@@ -106,10 +110,6 @@ class RunView:
         """The attempt looked at: the newest."""
         return int(self.pages["attempt"].max()) if len(self.pages) else 0
 
-    def page(self, rank: int) -> np.void:
-        """The page of `rank`. Raises KeyError when it did not record."""
-        try:
-            return self.pages[self.ranks.index(rank)]  # type: ignore[no-any-return]
     @property
     def out_of_reach(self) -> frozenset[int]:
         """Ranks of nodes whose monitors do not answer: what is known of them is from before."""
@@ -117,6 +117,10 @@ class RunView:
         gone = np.isin(self.pages["node"], nodes) & (self.pages["state"] != RankState.CLOSED)
         return frozenset(self.pages["rank"][gone].tolist())
 
+    def page(self, rank: int) -> np.void:
+        """The page of `rank`. Raises KeyError when it did not record."""
+        try:
+            return self.pages[self.ranks.index(rank)]  # type: ignore[no-any-return]
         except ValueError:
             raise KeyError(rank) from None
 
@@ -256,6 +260,7 @@ def load_run(
         contacts = {}
         damaged.append(str(error))
     view = RunView(root, info, pages, time.monotonic_ns(), damaged=damaged, contacts=contacts)
+    view.paused = run.paused.exists()
     _to_one_clock(view)
     _reuse(view, previous)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -55,6 +55,14 @@ class Session:
 
     def allow(self, phase: str, seconds: float) -> None:
         """Declare that `phase` may take that long before it counts as hung."""
+
+    def pause(self, name: str = "paused") -> AbstractContextManager[None]:
+        """Declare that this rank stands still on purpose, for as long as it likes: ``with session.pause("debugging")``.
+
+        It is shown as a phase of that name. Whoever cannot call it, because a debugger holds the process already,
+        creates a file ``paused`` in the run directory, and removes it afterwards.
+        """
+        return nullcontext()
 
     def policy(self, **rules: Any) -> None:
         """Declare what must be equal or different between ranks, such as ``init="equal", data="differ"``."""
@@ -109,6 +117,7 @@ class LiveSession(Session):
         self._guarded_policy = guard(self._own, self._declare)
         self._guarded_batch = guard(self._own, self._probes.batch)
         self._guarded_allow = guard(self._own, self._probes.allow)
+        self._guarded_pause = guard(self._own, self._probes.progress.pause)
         recorder.meta.add("process", **self._describe_process())
         self._probes.install()
 
@@ -145,6 +154,17 @@ class LiveSession(Session):
     ) -> None:
         if self.active:
             self._guarded_watch(model, optimizer)
+
+    @contextmanager
+    def pause(self, name: str = "paused") -> Iterator[None]:
+        with self.phase(name):
+            if self.active:
+                self._guarded_pause(1)
+            try:
+                yield
+            finally:
+                if self.active:
+                    self._guarded_pause(-1)
 
     def step(self, step: int | None = None) -> None:
         if self.active:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import dtobs
 from dtobs.drills.job import Job, meet_and_train, train
 
 
@@ -23,3 +29,18 @@ def meet_and_run_job(rank: int, world_size: int, job: Job) -> int:
         dist.init_process_group("gloo", store, timedelta(minutes=5), world_size, rank)
 
     return meet_and_train(job, meet)
+
+
+def paused_job(rank: int, world_size: int, run_dir: Path, go: Path) -> None:
+    """Two steps, between which rank 1 stands still, on purpose and saying so, until `go` is there."""
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=run_dir, hang_timeout=2.0) as session:
+        for step in range(2):
+            if (rank, step) == (1, 1):
+                with session.pause("debugging"):
+                    while not go.exists():
+                        time.sleep(0.05)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()

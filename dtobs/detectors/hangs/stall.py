@@ -8,7 +8,10 @@ beyond the largest of
 * four times the run's own slow step (98th percentile of the last 128, the slowest left out: it is usually the first);
 * the allowance of the phase that any living rank is in: start-up, first step, compilation, validation and checkpoint
   take long legitimately, and last longer where a longer floor was asked for;
-* what the program declared for the phase.
+* what the program declared for the phase, or that it is paused (``session.pause``).
+
+Time in which nothing could move does not count (`RunView.excused_ns`), and while its owner keeps a file ``paused`` in
+the run directory, as long as a process lives, nothing is a stall.
 
 A slow run is not stalled, and neither is one whose ranks have all ended.
 """
@@ -78,8 +81,10 @@ def silence(view: RunView) -> Stall | None:
         return None
     pages = view.pages[moving]
     since_ns = last_movement_ns(view)
-    seconds = max(0, _moment(view, since_ns) - since_ns) / 1e9
+    seconds = max(0, _moment(view, since_ns) - since_ns - view.excused_ns) / 1e9
     threshold, why = _fixed_threshold(pages)
+    if view.paused and any(process.alive for process in view.processes.values()):
+        threshold, why = float("inf"), f"{view.root / 'paused'} is there"
     if seconds > threshold:  # only now is it worth reading the step histories
         slow = _slow_step_seconds(view, [int(rank) for rank in pages["rank"]])
         if STEP_FACTOR * slow > threshold:

@@ -1,0 +1,101 @@
+"""Time in which nothing could move, whoever is to blame: it does not count towards a stall.
+
+Three things look like a hang and are none: somebody suspended ranks and continued them; the whole machine stood still
+(a paused container or virtual machine, and this monitor with it); ranks that want to run and get no processor, because
+the machine is overloaded. While a rank *is* suspended its time counts, as that is a finding of its own; once it runs
+again it does not. Wall clocks play no part, and the monotonic clock stands still while a machine sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtobs.recording.process import ProcessState
+
+LATE_NS = 2_000_000_000
+"""This monitor woke that much later than it meant to: it was not running, and then nobody may have been."""
+STARVED_SHARE = 0.5
+"""A rank that waited for a processor for more than this share of a moment was kept from moving in it."""
+_LONG_AGO_NS = 15_000_000_000
+
+Delay = Callable[[int], int | None]
+"""How long the threads of a process have waited for a processor so far, ns; None where the kernel does not say."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    begin_ns: int
+    end_ns: int
+    share: float = 1.0  #: of its time that is excused
+
+    def excused_ns(self, since_ns: int) -> int:
+        """What of it lies after `since_ns`."""
+        return round(max(0, self.end_ns - max(self.begin_ns, since_ns)) * self.share)
+
+
+def run_delay(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """Of all threads, from ``/proc/PID/task/TID/schedstat`` (ns on a processor, ns waiting for one, time slices)."""
+    total, told = 0, False
+    for path in proc.glob(f"{pid}/task/*/schedstat"):
+        try:
+            fields = path.read_text().split()
+        except OSError:
+            continue  # the thread has ended
+        if len(fields) == 3:
+            total, told = total + int(fields[1]), True
+    return total if told else None
+
+
+class Excuses:
+    """Fed by the monitor's loop. All times are monotonic, ns."""
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns, delay: Delay = run_delay) -> None:
+        self._clock, self._delay = clock, delay
+        self._spans: list[_Span] = []
+        self._due_ns: int | None = None
+        self._stopped_ns: int | None = None  # since when a rank has been suspended
+        self._seen_ns = 0
+        self._delays: dict[int, int] = {}  # by process, at the last observation
+
+    def awake(self) -> None:
+        """The loop runs."""
+        now = self._clock()
+        if self._due_ns is not None and now - self._due_ns > LATE_NS:
+            self._spans.append(_Span(self._due_ns, now))
+        self._due_ns = None
+
+    def asleep(self, seconds: float) -> None:
+        """The loop is going to wait that long at most."""
+        self._due_ns = self._clock() + round(seconds * 1e9)
+
+    def observe(self, processes: Mapping[int, ProcessState], since_ns: int) -> int:
+        """Look at the ranks of this node; how much of the time since `since_ns` is excused."""
+        now, before = self._clock(), self._seen_ns
+        self._seen_ns = now
+        self._suspension(any(p.stopped for p in processes.values()), before or now, now)
+        share = self._starvation(
+            [p.pid for p in processes.values() if p.alive and not p.stopped], now - before
+        )
+        if share > STARVED_SHARE:
+            self._spans.append(_Span(before, now, share))
+        self._spans = [span for span in self._spans if span.end_ns > since_ns]
+        return min(max(0, now - since_ns), sum(span.excused_ns(since_ns) for span in self._spans))
+
+    def _suspension(self, stopped: bool, before: int, now: int) -> None:
+        if stopped and self._stopped_ns is None:
+            self._stopped_ns = before  # it happened since the last look
+        elif not stopped and self._stopped_ns is not None:
+            self._spans.append(_Span(self._stopped_ns, now))
+            self._stopped_ns = None
+
+    def _starvation(self, pids: list[int], elapsed_ns: int) -> float:
+        """The share of the time that the rank which waited most for a processor did so; 0 when it is not known."""
+        delays = {pid: delay for pid in pids if (delay := self._delay(pid)) is not None}
+        gained = [delay - self._delays[pid] for pid, delay in delays.items() if pid in self._delays]
+        self._delays = delays
+        if not gained or not 0 < elapsed_ns < _LONG_AGO_NS:
+            return 0.0
+        return min(1.0, max(gained) / elapsed_ns)

@@ -1,0 +1,60 @@
+"""Real jobs that look hung for longer than their limit and are not: nobody is accused, nothing is captured."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from dtobs.drills.job import Job
+from dtobs.recording.journal import read_journal
+from dtobs.recording.rundir import RunDirectory
+from tests.faults.programs import paused_job, run_job
+from tests.harness import start_ranks
+
+DEADLINE_SECONDS = 120.0
+HANG_TIMEOUT = 2.0  # of paused_job and of Job
+
+
+def test_a_rank_that_says_it_is_being_debugged(tmp_path: Path):
+    run, go = RunDirectory(tmp_path / "run"), tmp_path / "go"
+    with start_ranks(paused_job, 2, run.root, go) as group:
+        wait_until(lambda: run.monitor_json.exists())
+        time.sleep(6 * HANG_TIMEOUT)  # five times the limit is the longest a first step may take
+        go.touch()
+        assert group.wait(DEADLINE_SECONDS), group.stacks()
+    nobody_accused(run)
+
+
+def test_all_ranks_suspended_for_less_than_the_limit(tmp_path: Path):
+    job = Job(tmp_path / "run", "none", steps=12, pause=0.5, hang_timeout=8.0)
+    run = RunDirectory(job.run_dir)
+    with start_ranks(run_job, 2, job) as group:
+        wait_until(lambda: run.monitor_json.exists())
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in (0, 1):
+                group.kill(rank, number)
+            time.sleep(4.0)
+        assert group.wait(DEADLINE_SECONDS), group.stacks()
+        assert [result.value for result in group.results()] == [12, 12]
+    nobody_accused(run)
+
+
+def test_eight_ranks_on_two_cores(tmp_path: Path):
+    job = Job(tmp_path / "run", "none", steps=40)
+    with start_ranks(run_job, 8, job) as group:
+        assert group.wait(DEADLINE_SECONDS), group.stacks()
+        assert [result.value for result in group.results()] == [40] * 8
+    nobody_accused(RunDirectory(job.run_dir))
+
+
+def nobody_accused(run: RunDirectory) -> None:
+    assert [entry.finding.summary for entry in read_journal(run.findings)] == []
+    assert list(run.captures.glob("*")) == []
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,109 @@
+"""Time that does not count towards a stall, second by second on a fake clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from dtobs.monitor.excuses import Excuses, run_delay
+from dtobs.recording.process import ProcessState
+
+SECOND = 10**9
+RUNS = {0: ProcessState(1, alive=True, state="S"), 1: ProcessState(2, alive=True, state="S")}
+ONE_STOPPED = RUNS | {1: ProcessState(2, alive=True, state="T")}
+ALL_STOPPED = {rank: ProcessState(rank + 1, alive=True, state="T") for rank in RUNS}
+
+
+class World:
+    """A clock, and how long each process has waited for a processor."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1000 * SECOND
+        self.since_ns = self.now_ns
+        self.delays: dict[int, int] = {1: 0, 2: 0}
+        self.excuses = Excuses(lambda: self.now_ns, self.delays.get)
+        self.look(RUNS)
+
+    def look(self, processes: dict[int, ProcessState], *, late: float = 0.0) -> float:
+        """The loop sleeps a second, wakes `late` seconds after that, and looks: seconds excused."""
+        self.excuses.asleep(1.0)
+        self.now_ns += round((1 + late) * SECOND)
+        self.excuses.awake()
+        return self.excuses.observe(processes, self.since_ns) / SECOND
+
+    def looks(self, processes: dict[int, ProcessState], seconds: int) -> list[float]:
+        return [self.look(processes) for _ in range(seconds)]
+
+    def starve(self, pids: Iterable[int], seconds: int, share: float) -> list[float]:
+        excused = []
+        for _ in range(seconds):
+            for pid in pids:
+                self.delays[pid] += round(share * SECOND)
+            excused.append(self.look(RUNS))
+        return excused
+
+
+def test_a_hang_has_no_excuse():
+    world = World()
+    assert set(world.looks(RUNS, 300)) == {0.0}
+
+
+def test_ranks_that_were_suspended_and_run_again():
+    for stopped in (ALL_STOPPED, ONE_STOPPED):
+        world = World()
+        world.looks(RUNS, 5)
+        assert set(world.looks(stopped, 50)) == {0.0}, "a suspended rank is a finding while it is suspended"
+        assert world.look(RUNS) == 51.0
+        assert world.looks(RUNS, 30)[-1] == 51.0, "what comes after counts again"
+
+
+def test_what_lies_before_the_last_movement_is_no_excuse():
+    world = World()
+    world.looks(ALL_STOPPED, 50)
+    world.look(RUNS)
+    world.since_ns = world.now_ns
+    assert world.looks(RUNS, 10) == [0.0] * 10
+
+
+def test_a_machine_that_stood_still():
+    world = World()
+    assert world.look(RUNS, late=3600) == 3600.0
+    assert world.look(RUNS) == 3600.0
+
+
+def test_a_monitor_that_is_a_little_late_was_running():
+    world = World()
+    assert world.look(RUNS, late=1.5) == 0.0
+
+
+def test_a_rank_that_gets_no_processor():
+    world = World()
+    assert world.starve([2], 100, share=0.9)[-1] > 85
+    world = World()
+    assert world.starve([1, 2], 100, share=3.0)[-1] > 95, (
+        "many threads wait at once: never more than the time itself"
+    )
+
+
+def test_a_thread_that_polls_on_a_busy_machine_is_no_excuse():
+    world = World()
+    assert set(world.starve([1, 2], 100, share=0.3)) == {0.0}
+
+
+def test_a_kernel_that_does_not_tell():
+    world = World()
+    world.delays.clear()
+    assert set(world.looks(RUNS, 100)) == {0.0}
+
+
+def test_wall_clocks_play_no_part(monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    monkeypatch.setattr("time.time_ns", lambda: 0)
+    world = World()
+    assert set(world.looks(RUNS, 10)) == {0.0}
+
+
+def test_the_kernel_tells_of_this_process():
+    delay = run_delay(os.getpid())
+    assert delay is None or delay > 0
+    assert run_delay(5_000_000) is None
