@@ -20,8 +20,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 SIZES = (1, 1021, 65_536)
 """Elements a rank contributes: the least there is, an odd number, and one that takes several packets."""
 _CONTRIBUTORS = 60
-_SPEED_BYTES = 16 << 20
-_SPEED_REPEATS = 4
+_PROBE_BYTES = 1 << 20
+_MOST_BYTES = 64 << 20
+_SPEED_SECONDS = 0.2
+_SPEED_REPEATS = 3
 _MOST_PAIRS = 16
 
 Group = dist.ProcessGroup | None
@@ -178,25 +180,39 @@ def check_pairs(
 
 
 def speeds(world: int, device: torch.device, say: Callable[[str], None]) -> list[Speed]:
-    """All-reduce and all-gather of 16 MiB; bus bandwidth as nccl-tests defines it (2(n−1)/n and (n−1)/n of S/t)."""
+    """All-reduce and all-gather of up to 64 MiB; bus bandwidth as nccl-tests defines it.
+
+    That is S/t times 2(n−1)/n for an all-reduce and (n−1)/n for an all-gather of S bytes in all.
+    """
+    first = _timed(_all_reduce, _PROBE_BYTES, world, device)
+    wanted = torch.tensor([_PROBE_BYTES * _SPEED_SECONDS / first], dtype=torch.float64, device=device)
+    dist.all_reduce(wanted, op=dist.ReduceOp.MIN)  # one size for all ranks
+    size = int(min(_MOST_BYTES, max(_PROBE_BYTES, float(wanted))))
     found = []
-    elements = _SPEED_BYTES // 4 // world * world
-    data = torch.ones(elements, device=device)
-    part = torch.ones(elements // world, device=device)
-    operations: dict[str, tuple[Callable[[], object], float]] = {
-        "all_reduce": (lambda: dist.all_reduce(data), 2 * (world - 1) / world),
-        "all_gather": (lambda: dist.all_gather_into_tensor(data, part), (world - 1) / world),
-    }
-    for name, (run, factor) in operations.items():
+    for name, run, factor in (
+        ("all_reduce", _all_reduce, 2 * (world - 1) / world),
+        ("all_gather", _all_gather, (world - 1) / world),
+    ):
         say(f"speed: {name}")
-        taken = []
-        for _ in range(_SPEED_REPEATS):
-            dist.barrier()
-            begin = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken.append(time.perf_counter() - begin)
-        best = min(taken[1:])  # the first sets buffers up
-        found.append(Speed(name, 4 * elements, best, 4 * elements / best * factor))
+        best = min(_timed(run, size, world, device) for _ in range(_SPEED_REPEATS))
+        found.append(Speed(name, size, best, size / best * factor))
     return found
+
+
+def _timed(run: Callable[[torch.Tensor, int], object], size: int, world: int, device: torch.device) -> float:
+    """Seconds of one collective, from the moment that everybody is there."""
+    data = torch.ones(max(1, size // 4 // world) * world, device=device)
+    dist.barrier()
+    begin = time.perf_counter()
+    run(data, world)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _all_reduce(data: torch.Tensor, world: int) -> None:
+    dist.all_reduce(data)
+
+
+def _all_gather(data: torch.Tensor, world: int) -> None:
+    dist.all_gather_into_tensor(data, torch.ones(len(data) // world, device=data.device))

@@ -17,7 +17,7 @@ from dtobs.preflight.model import Hello, Link
 
 MAX_ROUNDS = 63
 """All pairs of up to 64 nodes; of more nodes, each is measured with 63 others."""
-_PINGS = 20
+_PINGS = 50
 _PROBE_BYTES = 256 << 10
 _MOST_BYTES = 64 << 20
 _TARGET_SECONDS = 0.1

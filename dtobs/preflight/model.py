@@ -156,13 +156,15 @@ class Evidence:
     done: set[int] = field(default_factory=set)
 
     def label(self, rank: int) -> str:
-        """The host of `rank`, with its node where one name stands for several nodes."""
+        """The host of `rank`; where one name stands for several nodes, the announced name or the node's number."""
         hello = self.hellos.get(rank)
         if hello is None:
             node = rank // self.local_world if self.local_world else rank
             return self.expected.get(node) or self.nodes.get(node) or f"node {node}"
         same = {h.node for h in self.hellos.values() if h.host == hello.host}
-        return hello.host if len(same) == 1 else f"{hello.host}/node{hello.node}"
+        if len(same) == 1:
+            return hello.host
+        return self.expected.get(hello.node) or f"{hello.host}/node{hello.node}"
 
     def labels(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The hosts of `ranks`, each once."""
