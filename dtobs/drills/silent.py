@@ -40,6 +40,7 @@ _ROWS = (
     Trouble("equal-dropout", "seed-policy", "all"),
     Trouble("nan", "gradient-nonfinite"),
     Trouble("nan-loss", "loss-nonfinite"),
+    Trouble("small-loss", "fp16-underflow", "all"),
     Trouble("loud", "local-gradient-outlier"),
     Trouble("flipped-bit", "replica-divergence", wrappers=("ddp", "hsdp", "by-hand")),
     Trouble("same-data", "data-overlap", "all"),
@@ -134,21 +135,27 @@ def train(job: SilentJob) -> None:
                 spoiled = (
                     nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
                 )
-                predicted = model(inputs)
+                with torch.autocast("cpu", torch.float16, enabled=is_now == "small-loss"):
+                    predicted = model(inputs)
                 if mine and is_now == "slow":
                     time.sleep(job.seconds)
                 loss = (predicted - wanted).square().mean() / job.accumulate
                 if struck and is_now == "loud":
                     loss = loss * 50
+                if is_now == "small-loss":
+                    loss = loss * 1.5e-6  # in FP16 most of its gradients are zero
                 loss.backward()
                 if spoiled is not None:
                     spoiled.remove()
             if job.wrapper == "by-hand":
                 average_gradients(model)
+            zeros = share_of_zeros(model)
             optimizer.step()
             optimizer.zero_grad()
             said = float("nan") if struck and is_now == "nan-loss" else loss.item()
             session.report(loss=said)
+            if is_now in ("none", "small-loss"):
+                session.report(gradient_zeros=zeros)
             if mine and is_now == "flipped-bit" and step == job.at_step:
                 flip_bit(next(iter(model.parameters())))
 
@@ -185,6 +192,13 @@ def synchronise(model: nn.Module, wrapper: Wrapper, *, now: bool) -> None:
         model.require_backward_grad_sync = now
     elif wrapper in ("fsdp", "hsdp"):
         model.set_requires_gradient_sync(now)  # type: ignore[operator]
+
+
+def share_of_zeros(model: nn.Module) -> float:
+    """The share of zeros in the gradients that this rank holds."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    local = torch.cat([(g._local_tensor if isinstance(g, DTensor) else g).flatten() for g in gradients])
+    return float((local == 0).float().mean())
 
 
 def average_gradients(model: nn.Module) -> None:

@@ -1,6 +1,9 @@
 """Every layout and format of the runtime that is compared with one process: its ranks, its flags, how close it comes.
 
-All train 20 steps on the same eight samples a step. The tolerances are relative, over all steps and ranks.
+All train 20 steps on the same eight samples a step. The tolerances are relative, over all steps and ranks. Two kinds of
+training cannot be held to every step's norm. Experts: once rounding has sent a token to another expert, norms differ in
+the third digit, on one process too; for `STEPS_BEFORE_ROUTES_PART` they are held to the usual tolerance. Formats of 16
+and 8 bits: single steps of so young a model differ by tens of per cent, so the mean over the steps is compared.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ class Layout:
     like: str = "reference"
     loss: float = 1e-4
     norm: float = 1e-3
+    early_norm: float | None = None  # of the steps before routes part
+    mean_norm: bool = False
 
+
+STEPS_BEFORE_ROUTES_PART = 6
 
 TWO = ("--data.batch", "4")
 EIGHT = ("--data.batch", "8")  # where the ranks share their samples
@@ -97,7 +104,7 @@ DENSE = {
 }
 
 EXPERTS = {
-    name: Layout(world, (*MOE, *arguments), like="moe")
+    name: Layout(world, (*MOE, *arguments), like="moe", norm=3e-2, early_norm=1e-3)
     for name, (world, arguments) in {
         "accumulate": (1, _accumulated(EIGHT)),
         "ddp": (2, TWO),
@@ -124,7 +131,7 @@ _FP8 = ("--precision", "fp8")
 _ROWWISE = ("--precision.fp8_recipe", "rowwise")
 
 HALF = {
-    name: Layout(2, arguments, loss=5e-3, norm=0.3)
+    name: Layout(2, arguments, loss=5e-3, norm=0.1, mean_norm=True)
     for name, arguments in {
         "bf16-ddp": (*TWO, *_BF16),
         "bf16-fsdp2": (*TWO, *_BF16, *SHARD),
@@ -138,7 +145,7 @@ HALF = {
 }
 
 EIGHTH = {
-    name: Layout(world, (*arguments, *_FP8), loss=1e-2, norm=0.8)
+    name: Layout(world, (*arguments, *_FP8), loss=1e-2, norm=0.3, mean_norm=True)
     for name, (world, arguments) in {
         "fp8-one": (1, EIGHT),
         "fp8-ddp-rowwise": (2, (*TWO, *_ROWWISE)),
