@@ -6,8 +6,8 @@ code are healthy: nothing may be found in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dtobs.drills import injectors
@@ -46,6 +46,9 @@ class Fault:
     wrappers: tuple[Layout, ...] = LAYOUTS
     pause: float = 0.0
     needs: Literal["", "memory-limit", "packet-filter"] = ""  #: what the machine must permit
+    code_under: Mapping[str, str] = field(
+        default_factory=dict
+    )  #: by layout, where it shows under another code
 
 
 _BY_ONE = (
@@ -70,7 +73,14 @@ _BY_ONE = (
     Fault("exception", "forward", "uncaught-exception", injectors.raise_exception, needs_stall=False),
     Fault("early-exit", "forward", "rank-exited-early", injectors.leave_early),
     Fault("unused-parameters", "branch", "unused-parameters", needs_stall=False, wrappers=("ddp",)),
-    Fault("uneven-inputs", "end", "collective-mismatch", injectors.leave_early, names="all"),
+    Fault(
+        "uneven-inputs",
+        "end",
+        "collective-mismatch",
+        injectors.leave_early,
+        names="all",
+        code_under={"pp": "p2p-unmatched"},
+    ),
 )
 _BY_ALL = (
     Fault(

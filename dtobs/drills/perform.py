@@ -100,7 +100,14 @@ def known() -> list[Drill]:
     """Every drill, hangs first; the healthy twins are named "none"."""
     named = {"odd": (_ODD,), "all": tuple(range(_WORLD))}
     hangs = [
-        Drill("hangs", f.name, wrapper, f.code, named[f.names] if f.code else None, f.needs)
+        Drill(
+            "hangs",
+            f.name,
+            wrapper,
+            f.code_under.get(wrapper, f.code),
+            named[f.names] if f.code else None,
+            f.needs,
+        )
         for f in FAULTS.values()
         for wrapper in f.wrappers
     ]

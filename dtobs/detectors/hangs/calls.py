@@ -54,6 +54,9 @@ class Calls:
         self._exchanged: dict[
             tuple[int, int, str, int], int
         ] = {}  # rank, peer, "send" or "recv", group → how many
+        self._last_message: dict[
+            int, tuple[int, int]
+        ] = {}  # rank → when it issued its last one, from which line
         self._restarts: dict[int, dict[int, int]] = {}  # group → rank → how often its counting began anew
         #: ranks whose recording of collectives switched itself off: their frontier means nothing
         self.unreliable = {rank for rank in view.ranks if _switched_off(view, rank)}
@@ -93,10 +96,14 @@ class Calls:
         return self.rows[self._first(group, seq) : self._first(group, seq + 1)]
 
     def last_site(self, rank: int) -> Site | None:
-        """The user's line that `rank` issued a collective from most recently; calls of autograd have none."""
+        """The user's line that `rank` communicated from most recently; calls of autograd have none."""
         own = self.rows[self.rows["rank"] == rank]
-        for number in own["site"][np.argsort(own["t_ns"])[::-1]][:_SITES_LOOKED_AT]:
-            site = self.site(rank, int(number))
+        newest = np.argsort(own["t_ns"])[::-1][:_SITES_LOOKED_AT]
+        sites = list(zip(own["t_ns"][newest].tolist(), own["site"][newest].tolist(), strict=True))
+        if rank in self._last_message:
+            sites = sorted([*sites, self._last_message[rank]], reverse=True)
+        for _, number in sites:
+            site = self.site(rank, number)
             if site is not None and site.line:
                 return site
         return None
@@ -128,6 +135,10 @@ class Calls:
     def op(self, rank: int, op: int) -> Op:
         """What an operation number stands for."""
         return self._view.meta(rank).ops.get(op, Op("collective"))
+
+    def knows(self, rank: int, op: int) -> bool:
+        """Whether the operation's definition was read: it may have been written after the definitions were read."""
+        return op in self._view.meta(rank).ops
 
     def site(self, rank: int, site: int) -> Site | None:
         """The line that a site number stands for; None when it was not recorded."""
@@ -191,6 +202,8 @@ class Calls:
 
     def _note_exchanges(self, rank: int, events: npt.NDArray[np.void]) -> None:
         """The newest number of each kind: messages are counted for each pair, group and direction."""
+        if len(events):
+            self._last_message[rank] = (int(events["t_ns"][-1]), int(events["site"][-1]))
         names = {int(op): self.op(rank, int(op)).op for op in np.unique(events["op"])}
         for op, name in names.items():
             made = events[events["op"] == op]

@@ -41,16 +41,22 @@ def blocked_in(situation: Situation, rank: int) -> str:
     """What a blocked rank waits in and from where: "in barrier() #1 of group default at train.py:9 in main"."""
     at = situation.blocked[rank]
     site = situation.calls.site(rank, at.site)
-    if at.peer >= 0:
-        op = situation.calls.op(rank, at.op)
-        sizes = ", ".join(f"{d}{list(s)}" for d, s in zip(op.dtypes, op.shapes, strict=False))
-        way = f"to {'send' if op.op == 'send' else 'receive'} {sizes or 'a message'} #{at.seq}"
-    else:
-        way = f"in {collective(situation, rank, at.group, at.seq)}"
+    if at.peer < 0:
         call = situation.calls.call(rank, at.group, at.seq)
         site = situation.calls.site(rank, int(call["site"])) if call is not None else None
     line = f"at {site}" if site is not None and site.line else line_of(situation, rank)
-    return f"{way} {line}".rstrip()
+    return f"{waits_in(situation, rank)} {line}".rstrip()
+
+
+def waits_in(situation: Situation, rank: int) -> str:
+    """The same without the line: "in barrier() #1 of group default", "to receive float32[3] #2 from rank 0"."""
+    at = situation.blocked[rank]
+    if at.peer < 0:
+        return f"in {collective(situation, rank, at.group, at.seq)}"
+    op = situation.calls.op(rank, at.op)
+    sizes = ", ".join(f"{d}{list(s)}" for d, s in zip(op.dtypes, op.shapes, strict=False)) or "a message"
+    way = f"to send {sizes} #{at.seq} to" if op.op == "send" else f"to receive {sizes} #{at.seq} from"
+    return f"{way} rank {at.peer}"
 
 
 def circle_evidence(situation: Situation, ranks: list[int]) -> tuple[Evidence, ...]:
@@ -59,7 +65,7 @@ def circle_evidence(situation: Situation, ranks: list[int]) -> tuple[Evidence, .
         {
             "what": "waiting",
             "rank": rank,
-            "operation": blocked_in(situation, rank),
+            "operation": blocked_in(situation, rank).removeprefix("in "),
             "for": situation.awaited(rank)[:_MAX_RANKS_SHOWN],
             "seconds": round(situation.waited_seconds(rank), 1),
         }
@@ -102,18 +108,18 @@ def waiting_evidence(situation: Situation, absence: Absence) -> list[Evidence]:
     """The peers that wait, and how far every rank of the group came."""
     calls, found = situation.calls, []
     for rank in absence.waiting[:_MAX_RANKS_SHOWN]:
-        call = calls.call(rank, absence.group, absence.seq)
-        site = calls.site(rank, int(call["site"])) if call is not None else None
+        call, at = calls.call(rank, absence.group, absence.seq), situation.blocked[rank]
+        site = calls.site(rank, int(call["site"]) if call is not None and at.peer < 0 else at.site)
         found.append(
             {
                 "what": "waiting",
                 "rank": rank,
-                "operation": collective(situation, rank, absence.group, absence.seq),
+                "operation": waits_in(situation, rank).removeprefix("in "),
                 "site": str(site) if site else "",
                 "seconds": round(situation.waited_seconds(rank), 1),
             }
         )
-    if absence.group:
+    if absence.group and situation.blocked[absence.waiting[0]].peer < 0:
         shown = sorted({absence.rank, *absence.waiting[:_MAX_RANKS_SHOWN]})
         found.append(
             {
@@ -150,5 +156,5 @@ def waiters(situation: Situation, absence: Absence) -> str:
         return "its peers wait"
     longest = seconds(max(situation.waited_seconds(rank) for rank in ranks))
     verb = "has waited" if len(ranks) == 1 else "have waited"
-    place = f" in {collective(situation, ranks[0], absence.group, absence.seq)}" if absence.group else ""
+    place = f" {waits_in(situation, ranks[0])}" if absence.group else ""
     return f"{named(ranks, 4)} {verb} {longest}{place}"

@@ -57,6 +57,8 @@ def mismatches(calls: Calls) -> list[Mismatch]:
 
 
 def _compare(calls: Calls, rows: npt.NDArray[np.void]) -> Mismatch | None:
+    if not all(calls.knows(int(row["rank"]), int(row["op"])) for row in rows):
+        return None
     ops = {int(row["rank"]): calls.op(int(row["rank"]), int(row["op"])) for row in rows}
     group, seq = int(rows["group"][0]), int(rows["seq"][0])
     stopped = any(calls.issued(rank, group) == seq for rank in ops)

@@ -71,12 +71,12 @@ def _finding(situation: Situation, group: int, seq: int, ranks: tuple[int, ...],
 
 
 def _lost_messages(situation: Situation, silent: float) -> list[Finding]:
-    """Ranks that wait for each other in a circle of which every send and receive has its other half."""
+    """Ranks that wait for each other in a circle, one of them for a message whose other half was issued."""
     ranks = circle(situation)
-    waits = [rank for rank in ranks if situation.blocked[rank].peer >= 0]
-    if not waits or any(unmatched(situation, rank) for rank in waits):
+    lost = [r for r in ranks if situation.blocked[r].peer >= 0 and not unmatched(situation, r)]
+    if not lost:
         return []
-    first = waits[0]
+    first = lost[0]
     return [
         Finding(
             "network-stalled",

@@ -21,15 +21,12 @@ _MAX_SHOWN = 4
 def find(situation: Situation) -> list[Finding]:
     """The circle of waiting that a send or a receive without its other half closes."""
     ranks = circle(situation)
-    alone = [rank for rank in ranks if unmatched(situation, rank)]
-    if not alone:
-        return []
-    first = ranks.index(alone[0])
+    between_two = [rank for rank in ranks if situation.blocked[rank].peer >= 0]
+    if not between_two or not all(unmatched(situation, rank) for rank in between_two):
+        return []  # a half that was issued and does not arrive is the network's matter
+    first = ranks.index(between_two[0])
     ranks = ranks[first:] + ranks[:first]
-    waits = [
-        f"rank {rank} waits {blocked_in(situation, rank)} for rank {ranks[(n + 1) % len(ranks)]}"
-        for n, rank in enumerate(ranks[:_MAX_SHOWN])
-    ]
+    waits = [f"rank {rank} waits {blocked_in(situation, rank)}" for rank in ranks[:_MAX_SHOWN]]
     counts = _counts(situation, ranks[0], ranks[1 % len(ranks)])
     more = f", and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
     return [

@@ -35,7 +35,7 @@ def test_a_receive_that_nobody_sends_for_names_both_and_the_counts(training):
     run.rank(0).collective("barrier", wait=True)
     (finding,) = found(run.view(later=61)).values()
     assert (finding.code, finding.ranks, finding.confidence) == ("p2p-unmatched", (0, 1), "certain")
-    assert "rank 1 waits to receive float32[3] #2" in finding.summary
+    assert "rank 1 waits to receive float32[3] #2 from rank 0" in finding.summary
     assert "while rank 0 waits in " in finding.summary
     assert finding.summary.endswith("rank 1 asked for 2 messages from rank 0, which sent 1")
     assert found(run.view(later=50)) == {}
@@ -52,13 +52,13 @@ def test_two_sends_that_wait_for_each_other(training):
 
 def test_a_message_that_was_sent_and_does_not_arrive_is_the_networks(training):
     run = training(2)
-    for rank in (0, 1):
-        message(run.rank(rank), "send", 1 - rank, 1)
-    for rank in (0, 1):
+    message(run.rank(0), "send", 1, 1)
+    for rank in (0, 1):  # rank 1 would answer, and has not got what to answer to
         message(run.rank(rank), "recv", 1 - rank, 1, wait=True)
     (finding,) = found(run.view(later=61)).values()
     assert (finding.code, finding.ranks) == ("network-stalled", (0, 1))
-    assert "rank 1 issued its half, and it does not arrive" in finding.summary
+    assert "rank 1 has waited 61 s to receive float32[3] #1 from rank 0" in finding.summary
+    assert "rank 0 issued its half, and it does not arrive" in finding.summary
 
 
 def test_a_link_that_fails_in_one_direction(training):

@@ -110,3 +110,14 @@ def test_each_group_is_judged_for_itself(training):
     for number in (2, 3):
         run.rank(number).collective("all_gather", right)
     assert found(run.view(later=1)) == {}
+
+
+def test_an_operation_whose_definition_is_not_read_yet_accuses_nobody(training):
+    """Definitions are read once a look and the ring a moment later, which may hold a call that is new since."""
+    run = training(2)
+    run.rank(0).collective(Op("all_reduce", "sum", ((4,),), ("bfloat16",)))
+    run.rank(1).collective(Op("all_reduce", "sum", ((4,),), ("float16",)))
+    view = run.view(later=1)
+    view.meta(0).ops.popitem()
+    assert found(view) == {}
+    assert list(found(run.view(later=1))) == ["dtype-mismatch"]

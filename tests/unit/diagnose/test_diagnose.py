@@ -198,6 +198,12 @@ def test_a_rank_that_stood_still_before_the_kernel_killed_it_for_memory_is_one_m
     assert merge([killed], [entry(other)]) == [killed, other]
 
 
+def test_what_was_said_before_the_stacks_were_known_gives_way_to_the_reason():
+    held = Finding("gil-held", "native code holds the Python lock of rank 1", (1,), since_ns=100)
+    assert merge([held], [entry(HANG)]) == [held]
+    assert merge([replace(held, ranks=(2,))], [entry(HANG)]) == [replace(held, ranks=(2,)), HANG]
+
+
 def test_a_hang_that_somebody_then_killed_is_the_root_cause():
     assert rank_causes([dead(0, 1, since=500), HANG])[0] is HANG
     assert rank_causes([HANG, dead(0, since=50)])[0].code == "rank-dead"
