@@ -29,13 +29,14 @@ from dtobs.probes.deferred import Deferred
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.modules import roots, wrap_call
+from dtobs.probes.norms import device_square, host_square
 from dtobs.probes.sampling import period
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-WHOLE_BYTES_A_STEP = 4 << 20
-SAMPLE_FIRST, SAMPLE_TENSORS = 3, 8
+WHOLE_BYTES_A_STEP = 2 << 20
+SAMPLE_FIRST, SAMPLE_TENSORS = 3, 6
 SAMPLE_ELEMENTS = 1 << 13
 """Of each sampled tensor at most this many elements."""
 ALARM_STEPS = 8
@@ -53,6 +54,9 @@ class GradientProbe(Probe):
     def __init__(self) -> None:
         super().__init__()
         self._handles: list[RemovableHandle] = []
+        # Of what is read on some steps only: a hook costs microseconds, also where it reads nothing.
+        self._rest: list[tuple[nn.Parameter, Callable[[torch.Tensor], None]]] = []
+        self._rest_handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
         self._tensors: list[Named] = []
         self._deferred = Deferred()
@@ -101,6 +105,8 @@ class GradientProbe(Probe):
         """Take every hook away again."""
         while self._undo:
             self._undo.pop()()
+        self._unhook_rest()
+        self._rest = []
         while self._handles:
             self._handles.pop().remove()
         self._deferred.clear()
@@ -113,7 +119,7 @@ class GradientProbe(Probe):
         self._squares = [None] * len(self._tensors)
         self._sampled = [None] * len(self._tensors)
         self._alarm = max(0, self._alarm - 1)
-        self._whole = context.step % self._every == 0 or self._alarm > 0
+        self._read_whole(context.step % self._every == 0 or self._alarm > 0)
 
     def before_optimizer(self, context: Context) -> None:
         """All local gradients are known now."""
@@ -144,15 +150,25 @@ class GradientProbe(Probe):
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._hooked:
             self._hooked.add(id(parameter))
             read = self._context.guard(self, self._reader(index, fresh))
-            sampled = index in self._sample
+            self._readers[id(parameter)] = read
+            if self._every == 1 or index in self._sample:
+                self._handles.append(_listen(parameter, read))
+                return
+            self._rest.append((parameter, read))
+            if self._whole:
+                self._rest_handles.append(_listen(parameter, read))
 
-            def hook(parameter: torch.Tensor) -> None:
-                if sampled or self._whole:
-                    read(parameter)
+    def _read_whole(self, whole: bool) -> None:
+        """From now on read every gradient, or only the sample."""
+        if whole and not self._whole:
+            self._rest_handles = [_listen(parameter, read) for parameter, read in self._rest]
+        elif not whole:
+            self._unhook_rest()
+        self._whole = whole
 
-            self._readers[id(parameter)] = hook
-            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+    def _unhook_rest(self) -> None:
+        while self._rest_handles:
+            self._rest_handles.pop().remove()
 
     def _find_gathered(self, _: object) -> None:
         """After a forward: hook the gathered parameters that are new."""
@@ -179,6 +195,8 @@ class GradientProbe(Probe):
 
         def read(parameter: torch.Tensor) -> None:
             nonlocal seen
+            if not (sampled or self._whole):
+                return
             gradient = parameter.grad
             if gradient is None or (ddp and not ddp[0].require_backward_grad_sync):
                 return  # to be accumulated further: the last micro-batch will be looked at
@@ -195,30 +213,36 @@ class GradientProbe(Probe):
             if values.is_sparse:
                 values = values.coalesce().values()
             if sampled and not always:
-                self._keep(self._sampled, index, values.reshape(-1)[:SAMPLE_ELEMENTS], adds)
+                self._keep(self._sampled, index, values, adds, SAMPLE_ELEMENTS)
             if self._whole:
                 self._keep(self._squares, index, values, adds)
 
         return read
 
-    def _keep(self, squares: list[Square | None], index: int, values: torch.Tensor, adds: bool) -> None:
-        norm: torch.Tensor = torch.linalg.vector_norm(
-            values, dtype=torch.float32 if values.itemsize < 4 else None
-        )
+    def _keep(
+        self,
+        squares: list[Square | None],
+        index: int,
+        values: torch.Tensor,
+        adds: bool,
+        first: int | None = None,
+    ) -> None:
+        """Remember the squared norm of `values`, or of their `first` elements."""
         square: Square
         if values.is_cpu:
-            square = norm.item() ** 2
+            square = host_square(values, first)
             if not math.isfinite(square):
-                square = self._not_finite(index, values, square)
+                square = self._not_finite(index, _first(values, first), square)
         else:
-            square = norm.to(torch.float64).square()
+            square = device_square(_first(values, first))
         earlier = squares[index]
         squares[index] = square + earlier if adds and earlier is not None else square
 
     def _not_finite(self, index: int, values: torch.Tensor, square: float) -> float:
         if bool(torch.isfinite(values).all()):  # only the squares overflowed
             return float(torch.linalg.vector_norm(values, dtype=torch.float64).item()) ** 2
-        self._whole, self._alarm = True, ALARM_STEPS
+        self._read_whole(True)
+        self._alarm = ALARM_STEPS
         context = self._context
         # A loop that gives up at once never ends this step: the event is what remains.
         context.recorder.events.write(
@@ -291,6 +315,15 @@ class GradientProbe(Probe):
 def _finds_unused(ddp: nn.Module) -> bool:
     """Whether this DDP copes with parameters that a backward does not reach."""
     return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
+
+
+def _listen(parameter: nn.Parameter, read: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(read)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _first(values: torch.Tensor, count: int | None) -> torch.Tensor:
+    return values if count is None else values.reshape(-1)[:count]
 
 
 def _found(squares: list[Square | None]) -> list[tuple[int, Square]]:

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtobs.probes import gradients
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.deferred import Deferred
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
-from dtobs.probes.sampling import period
-
-LEAST_PERIOD = 10
+from dtobs.probes.norms import device_square, host_square
+from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, period, reduced_period
 
 
 class ReducedGradientProbe(Probe):
@@ -33,7 +33,7 @@ class ReducedGradientProbe(Probe):
         super().__init__()
         self._tensors: list[Named] = []
         self._deferred = Deferred()
-        self._every = LEAST_PERIOD
+        self._every = LEAST_REDUCED_PERIOD
         self._own_norm = math.nan
         self._whole = False
 
@@ -41,8 +41,9 @@ class ReducedGradientProbe(Probe):
         """Remember whose gradients to read."""
         if context.model is None:
             return
-        self._tensors = [t for t in model_tensors(context.model, context.replicas) if t.tensor.requires_grad]
-        self._every = max(LEAST_PERIOD, period([t.tensor for t in self._tensors]))
+        tensors = model_tensors(context.model, context.replicas)
+        self._tensors = [t for t in tensors if t.tensor.requires_grad]
+        self._every = reduced_period(period([t.tensor for t in tensors], gradients.WHOLE_BYTES_A_STEP))
         self._whole = all(not isinstance(t.tensor, DTensor) and t.row.replica for t in self._tensors)
 
     def remove(self) -> None:
@@ -66,7 +67,7 @@ class ReducedGradientProbe(Probe):
         return of_this_step or not (math.isnan(said) or said == self._own_norm)
 
     def _read(self, context: Context) -> None:
-        norms: list[torch.Tensor] = []
+        found: list[float | torch.Tensor] = []  # squares; of a device, a tensor that nobody has waited for
         shares: list[float] = []
         for named in self._tensors:
             gradient = named.tensor.grad
@@ -76,25 +77,22 @@ class ReducedGradientProbe(Probe):
                 return  # not reduced yet as far as this tensor goes: the sum over ranks would be wrong
             values = local_tensor(gradient)
             values = values.coalesce().values() if values.is_sparse else values
-            norms.append(
-                torch.linalg.vector_norm(values, dtype=torch.float32 if values.itemsize < 4 else None)
-            )
+            found.append(host_square(values) if values.is_cpu else device_square(values))
             shares.append(named.share)
-        if not norms:
+        if not found:
             return
         step, whole = context.step, self._whole
 
-        def summary(values: npt.NDArray[Any]) -> dict[str, float]:
-            squares = values.astype(np.float64) ** 2
-            found = {"reduced_square": float((squares * np.array(shares)).sum())}
+        def summary(squares: npt.NDArray[Any]) -> dict[str, float]:
+            fields = {"reduced_square": float((squares * np.array(shares)).sum())}
             if whole:
-                found["reduced_norm"] = self._own_norm = math.sqrt(float(squares.sum()))
-            return found
+                fields["reduced_norm"] = self._own_norm = math.sqrt(float(squares.sum()))
+            return fields
 
-        if all(n.is_cpu for n in norms):
-            for name, value in summary(np.array([n.item() for n in norms])).items():
+        device = next((s.device for s in found if isinstance(s, torch.Tensor)), None)
+        if device is None:
+            for name, value in summary(np.array(found)).items():
                 context.record[name] = value
             return
-        device = next(n.device for n in norms if not n.is_cpu)
-        stacked = torch.stack([n.to(device=device, dtype=torch.float64) for n in norms])
+        stacked = torch.stack([torch.as_tensor(s, dtype=torch.float64).to(device) for s in found])
         self._deferred.put(stacked, lambda values: context.recorder.amend_step(step, **summary(values)))

