@@ -21,12 +21,14 @@ _MARGIN_SECONDS = 30.0
 
 def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit code. Raises DtobsError. As a rank of a launcher it ends the process instead."""
-    for name in ("join_timeout", "timeout"):
+    for name in ("join_timeout", "silence", "timeout"):
         if not 1 <= getattr(args, name) <= 86_400:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(args, name):g}: give seconds between 1 and 86400"
             )
-    options = Options(args.run_dir, args.backend, args.join_timeout, args.timeout)
+    options = Options(
+        args.run_dir, args.backend, args.join_timeout, args.timeout, silent_seconds=args.silence
+    )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         code = _rank(args, options)
         sys.stdout.flush()

@@ -32,7 +32,7 @@ class Options:
 
     run_dir: Path = Path("runs")
     backend: str = "auto"
-    join_seconds: float = 60.0  #: for all ranks to arrive
+    join_seconds: float = 60.0  #: for all ranks to arrive, after the first
     seconds: float = 180.0  #: for everything
     stage_seconds: float = 30.0  #: for one collective or transfer
     silent_seconds: float = 15.0  #: without a sign of life, before a rank counts as stopped

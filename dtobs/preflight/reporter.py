@@ -29,6 +29,7 @@ class Reporter:
         self._died, self._clock = died, clock
         self._began = clock()
         self._beats: dict[int, tuple[int, float]] = {}  # by rank: the last count, and when it was new
+        self._first: float | None = None  # when the first rank had arrived
         self._ends: float | None = None
 
     def look(self) -> bool:
@@ -48,10 +49,12 @@ class Reporter:
         if any(quiet > self.options.silent_seconds for quiet in seen.silent.values()):
             return True
         arrived = self.meeting.read_all("hello", seen.world)
-        if len(arrived) < seen.world:
-            # A rank that ended before it arrived is not waited for.
-            return now - self._began > self.options.join_seconds + _GRACE_SECONDS or self._over(now)
-        return self._over(now)
+        if arrived and self._first is None:
+            self._first = (
+                now  # how long Python and torch take to load on a cold file system says nothing of the others
+            )
+        late = self._first is not None and now - self._first > self.options.join_seconds + _GRACE_SECONDS
+        return self._over(now) or (late and len(arrived) < seen.world)
 
     def wait(self) -> Evidence:
         """Look until there is nothing more to wait for, then gather everything."""
