@@ -106,7 +106,7 @@ class Cluster:
         led = [p for p in self._all() if p.node < self.node and isinstance(p.head.get("findings"), list)]
         for peer in sorted(led, key=lambda p: -p.heard_s):
             try:
-                return [Finding.from_json(f) for f in peer.head["findings"]]
+                return [_on_our_clock(Finding.from_json(f), peer) for f in peer.head["findings"]]
             except (KeyError, TypeError, ValueError):
                 continue
         return []
@@ -153,6 +153,7 @@ class Cluster:
             "run": self.run_dir.root.name,
             "attempt": self._local.attempt(),
             "host": socket.gethostname(),
+            "monotonic_ns": time.monotonic_ns(),
             "clock_offset_ns": time.time_ns() - time.monotonic_ns(),
             "processes": {str(rank): state.to_json() for rank, state in processes.items()},
             "ending": self.ending,
@@ -257,6 +258,10 @@ class Cluster:
     def _all(self) -> list[Peer]:
         with self._lock:
             return [self._peers[node] for node in sorted(self._peers)]
+
+
+def _on_our_clock(finding: Finding, peer: Peer) -> Finding:
+    return replace(finding, since_ns=finding.since_ns + peer.ahead_ns) if finding.since_ns else finding
 
 
 def _reachable(address: str, client: str) -> str:

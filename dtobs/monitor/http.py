@@ -132,16 +132,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._guarded(self._get)
 
     def do_POST(self) -> None:
-        if self._allowed():
+        # Monitors have the token. A page in the user's own browser can send a question too, but no such header.
+        if self._allowed(needs_token=True):
             self._guarded(self._post)
 
-    def _allowed(self) -> bool:
+    def _allowed(self, *, needs_token: bool = False) -> bool:
         if not self._host_is_ours():
             self._text(HTTPStatus.FORBIDDEN, "this name is not one of this host's\n")
             return False
         access, given = self.server.access, self.headers.get("Authorization") or ""
         client, own = self.client_address[:2], self.connection.getsockname()[:2]
-        if access is None or access.allows(self._page, given, client, own):
+        if access is None or (access.allows(self._page, given, client, own) and (given or not needs_token)):
             return True
         self._text(
             HTTPStatus.UNAUTHORIZED,

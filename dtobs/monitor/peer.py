@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from dtobs.errors import ServiceError
+from dtobs.errors import ServiceError, TargetError
 from dtobs.events import RankState
 from dtobs.monitor.peer_client import Unanswered, ask
 from dtobs.recording.bundle import decode_bundle
 from dtobs.recording.clocks import ONE_CLOCK_NS
-from dtobs.recording.contact import Contact, State
+from dtobs.recording.contact import Contact, State, read_contacts, write_contact
 from dtobs.recording.mirror import NodeMirror
 from dtobs.recording.process import ProcessState
 from dtobs.recording.rundir import RunDirectory
@@ -38,15 +38,15 @@ class Peer:
         self.heard_s = 0.0  #: monotonic; when that answer came
         self.news_s = 0.0  #: when a rank there was last seen to have ended or failed
         self.head: dict[str, Any] = {}
+        self.ahead_ns = 0  #: what to add to times in `head`
         self.asking = False
         self._run, self._token_file = run, token_file
         self._since_s = time.monotonic()
         self._misses = 0
         self._troubles: tuple[int, int] = (0, 0)
         self._detailed_s = 0.0
-        # A folder that somebody else fills is on a disk that we share with that node.
-        shared = run.pages(node).exists() and not run.contact(node).exists()
-        self.mirror = None if shared else NodeMirror(run, node)
+        self._skew_ns = 0
+        self.mirror = None if _shares_our_disk(run, node) else NodeMirror(run, node)
 
     @property
     def state(self) -> State:
@@ -79,9 +79,12 @@ class Peer:
             head, parts = decode_bundle(body)
             if head.get("node") != self.node:
                 raise ServiceError(f"the monitor at {self.address} is that of another node")
+            by_ns = self._clocks(head, asked_s)
             if self.mirror is not None:
-                self.mirror.apply(parts, local_ranks)
-            self._understood(head, asked_s)
+                if not self.heard_s:  # the mark of a copy comes before the copy
+                    write_contact(self._run, replace(self.contact, mirrored=True))
+                self.mirror.apply(parts, local_ranks, self._skew_ns)
+            self._understood(head, asked_s, by_ns)
         except Unanswered as error:
             self._missed(error.kind, str(error))
         except (ServiceError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
@@ -89,9 +92,20 @@ class Peer:
         else:
             self._detailed_s = asked_s if due else self._detailed_s
 
-    def _understood(self, head: dict[str, Any], asked_s: float) -> None:
-        by = int(head["clock_offset_ns"]) - (time.time_ns() - time.monotonic_ns())
-        by = by if abs(by) >= ONE_CLOCK_NS else 0
+    def _clocks(self, head: dict[str, Any], asked_s: float) -> int:
+        """What to add to a time of that node's clock; 0 where it is ours.
+
+        The answer was made at some moment between our question and now: that is nearer than many a pair of hosts keeps
+        UTC, by which recordings of several hosts are compared. A larger difference is remembered as their skew.
+        """
+        by_ns = round((asked_s + time.monotonic()) * 5e8) - int(head["monotonic_ns"])
+        ours_ns = time.time_ns() - time.monotonic_ns()
+        skew_ns = ours_ns + by_ns - int(head["clock_offset_ns"])
+        if abs(skew_ns - self._skew_ns) >= ONE_CLOCK_NS:  # not at each trembling of the network
+            self._skew_ns = skew_ns if abs(skew_ns) >= ONE_CLOCK_NS else 0
+        return by_ns if abs(by_ns) >= ONE_CLOCK_NS else 0
+
+    def _understood(self, head: dict[str, Any], asked_s: float, by: int) -> None:
         processes = {}
         for rank, state in head["processes"].items():
             process = ProcessState.from_json(state)
@@ -111,7 +125,7 @@ class Peer:
         if self.mirror is not None:
             failed = int(np.count_nonzero(self.mirror.pages["state"] == RankState.FAILED))
         troubles = (sum(not p.alive for p in processes.values()), failed)
-        self.head, self.processes, self.contact = head, processes, contact
+        self.head, self.processes, self.contact, self.ahead_ns = head, processes, contact, by
         self.answered_s, self.heard_s, self._misses = asked_s, time.monotonic(), 0
         if troubles != self._troubles:
             self._troubles, self.news_s = troubles, time.monotonic()
@@ -122,6 +136,15 @@ class Peer:
         if silent_s >= (LOST_SECONDS if self.heard_s else FIRST_SECONDS) and self._misses >= 2:
             self.contact = replace(self.contact, state=kind, why=why)
             self.processes = {}
+
+
+def _shares_our_disk(run: RunDirectory, node: int) -> bool:
+    """Whether the folder of that node is one that its own ranks fill."""
+    try:
+        known = read_contacts(run).get(node)
+    except TargetError:
+        known = None
+    return run.pages(node).exists() and not (known is not None and known.mirrored)
 
 
 _DETAIL_SECONDS = 2.0

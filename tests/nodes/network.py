@@ -47,6 +47,10 @@ class Network:
         self.folder = folder
         self.count = count
         self._switch = f"{self._name}s"
+        # torch looks every peer's name up, and there is no name server on this switch.
+        self._hosts = folder / "hosts"
+        names = "".join(f"{self.address(n)} host{n}\n" for n in range(count))
+        self._hosts.write_text(f"127.0.0.1 localhost\n{names}")
         self._ip("netns", "add", self._switch)
         self._in(self._switch, "ip", "link", "add", "br0", "type", "bridge")
         self._in(self._switch, "ip", "link", "set", "br0", "up")
@@ -75,7 +79,8 @@ class Network:
             "--kill-child",
             "--uts",
         ]
-        inside = ["sh", "-c", 'hostname "$0"; exec "$@"', f"host{number}", *map(str, command)]
+        set_up = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+        inside = ["sh", "-c", set_up, f"host{number}", str(self._hosts), *map(str, command)]
         return launch([*words, "--mount-proc", "--", *inside], env=env, timeout=timeout)
 
     def power_off(self, machine: Launched) -> None:

@@ -138,6 +138,8 @@ class TestServed:
 
     def test_its_own_user_needs_no_token(self, port: int):
         assert self.ask(port, "GET", "/api/view") == (200, b'{"x":1}')
+        # A web page in the user's browser comes from the same user, and must not set anything off.
+        assert self.ask(port, "POST", "/api/capture", b"{}")[0] == 401
 
     def test_a_wrong_one_is_refused_all_the_same(self, port: int):
         status, text = self.ask(port, "GET", "/metrics", Authorization="Bearer wrong")
@@ -159,7 +161,8 @@ class TestServed:
     def test_a_question_without_end_is_not_read(self, port: int):
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(
-                b"POST /api/node HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n"
+                b"POST /api/node HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer secret\r\n"
+                b"Content-Length: 99999999999\r\n\r\n"
             )
             assert b" 400 " in connection.recv(1000)
 

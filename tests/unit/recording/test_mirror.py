@@ -102,6 +102,20 @@ def test_files_are_private(source: FakeRun, tmp_path: Path):
     assert {p.stat().st_mode & 0o077 for p in here.root.rglob("*")} == {0}
 
 
+def test_a_node_whose_utc_is_wrong_is_set_right(source: FakeRun, tmp_path: Path):
+    # Booted an hour before the other node, and an hour fast: by UTC its ranks' last sign of life is in our future.
+    for number in (2, 3):
+        page = source.rank(number).recorder.page
+        page.set(clock_offset_ns=int(page.get("clock_offset_ns")) + 3_600_000_000_000)
+        page.commit()
+    here = RunDirectory(tmp_path / "here/run")
+    parts = collect(source.directory, 1, {}, exits=0, detail=True)
+    NodeMirror(here, 1).apply(parts, skew_ns=-3_600_000_000_000)
+    ours, theirs = load_run(here.root), load_run(source.directory.root)
+    assert ours.ranks == [2, 3]  # the pages have a checksum of their new content
+    assert (theirs.pages["clock_offset_ns"] - ours.pages["clock_offset_ns"] == 3_600_000_000_000).all()
+
+
 class TestHostile:
     """A peer that lies gets nothing written outside of its own ranks, and an error."""
 
