@@ -21,7 +21,7 @@ def host_digest(tensor: torch.Tensor) -> int:
     """xxh3 (64 bits) of a CPU tensor's values in logical order; no copy where it is contiguous."""
     if tensor.dtype in _NUMPY and type(tensor) is torch.Tensor and not tensor.requires_grad:
         # The operators of `words` cost more than the hash of something as small as a batch of token numbers.
-        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tensor.numpy()))
+        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tensor.numpy()).data)
     return xxhash.xxh3_64_intdigest(words(tensor).numpy().data)
 
 
