@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtobs.flight_recorder.layout import Layout, Step, step_of
+from dtobs.flight_recorder.layout import WORLD, Layout, Step, step_of
 from dtobs.flight_recorder.simulate import Fault, Issued, Outcome, simulate
 
 VERSION = "2.10"
@@ -72,6 +72,10 @@ class _Writer:
         self.job = job
         self.step = step
         self.frames: dict[str, list[dict[str, Any]]] = {}
+        self.world = ""
+        # Of the rank whose dump is being written: its groups' names and descriptions, and its place in each.
+        self.groups: dict[str, tuple[str, str]] = {}
+        self.place: dict[str, int] = {}
         self.before = job.steps - job.simulated_steps
         # How often each group is used in a step, collectives and pairs apart.
         self.per_step: dict[tuple[str, bool], int] = {}
@@ -83,6 +87,10 @@ class _Writer:
         """The dump of one rank."""
         layout, job = self.job.layout, self.job
         issued = outcome.issued[rank]
+        self.groups = {
+            axis: (layout.group_name(rank, axis), layout.description(axis)) for axis in layout.axes
+        }
+        self.place = {axis: layout.members(rank, axis).index(rank) for axis in layout.axes}
         total = self.before * len(self.step.calls) + len(issued)
         first = max(0, total - job.entries)
         counters: dict[tuple[str, bool], int] = {}
@@ -104,16 +112,20 @@ class _Writer:
             "version": VERSION,
             "comm_lib_version": "2.27.5",
             "pg_config": {
-                layout.group_name(rank, axis): {
-                    "name": layout.group_name(rank, axis),
-                    "desc": layout.description(axis),
-                    "ranks": str(layout.members(rank, axis)),
-                }
-                for axis in layout.axes
+                name: {"name": name, "desc": description, "ranks": self._ranks(rank, axis)}
+                for axis, (name, description) in self.groups.items()
             },
             "pg_status": {},
             "entries": entries,
         }
+
+    def _ranks(self, rank: int, axis: str) -> str:
+        """The text of a group's ranks; that of the world is long, and the same in every dump."""
+        layout = self.job.layout
+        if axis != WORLD:
+            return str(layout.members(rank, axis))
+        self.world = self.world or str(layout.members(rank, WORLD))
+        return self.world
 
     def _append(
         self,
@@ -133,7 +145,7 @@ class _Writer:
             return
         name = call.operation
         if pair:
-            me = layout.members(rank, call.axis).index(rank)
+            me = self.place[call.axis]
             arrow = "->" if name == "send" else "<-"
             name = f"{name} {me}{arrow}{me + call.peer_offset}"
         created = START_NS + step * STEP_NS + record * CALL_NS + self.job.clock_skew_ns.get(rank, 0)
@@ -141,7 +153,7 @@ class _Writer:
         entry: dict[str, Any] = {
             "record_id": record,
             "pg_id": layout.axes.index(call.axis),
-            "process_group": (layout.group_name(rank, call.axis), layout.description(call.axis)),
+            "process_group": self.groups[call.axis],
             "collective_seq_id": counters.get((call.axis, False), 0),
             "p2p_seq_id": counters.get((call.axis, True), 0),
             "op_id": record + 1,

@@ -171,6 +171,17 @@ def _lines(path: Path, meta: Meta) -> Iterator[dict[str, Any]]:
             meta.damaged += 1
 
 
+def _layout(e: dict[str, Any]) -> dict[str, Any]:
+    """A layout whose fields are of the types that detectors expect. Raises TypeError or ValueError."""
+    checked = {
+        "data_ranks": [int(rank) for rank in e.get("data_ranks") or ()],
+        "coordinates": dict(e.get("coordinates") or {}),
+        "stage": int(e.get("stage") or 0),
+        "dropout": int(e.get("dropout") or 0),
+    }
+    return e | checked
+
+
 def take(meta: Meta, e: dict[str, Any]) -> None:
     """Add one entry to `meta`. Raises KeyError, TypeError, ValueError or OverflowError when it is not one of ours."""
     match e.get("t"):
@@ -209,7 +220,7 @@ def take(meta: Meta, e: dict[str, Any]) -> None:
         case "policy":
             meta.policy.update(e)
         case "layout":
-            meta.layout = e
+            meta.layout = _layout(e)
         case "pipeline":
             meta.pipeline = e
         case _:

@@ -64,6 +64,7 @@ def test_command_license_and_extras(metadata_folder: zipfile.Path):
         "all",
         "test",
         "bench",
+        "fuzz",
         "dev",
     } == extras
     core = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}

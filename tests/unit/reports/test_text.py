@@ -139,3 +139,13 @@ def test_html_is_self_contained_and_escaped():
 
 def test_html_of_a_thousand_ranks_stays_small():
     assert len(html.render(diagnosis(1024)).encode()) < 2_000_000
+
+
+def test_what_a_terminal_would_obey_is_not_passed_on():
+    nasty = Finding("rank-dead", "rank 1 \x1b]0;owned\x07 \x9b2J\u202e is gone \ud800", (1,))
+    shown = text.render(diagnosis(2, nasty), colour=True)
+    assert set(re.findall(r"\x1b(?!\[[0-9;]+m)|[\x00-\x09\x0b-\x1a\x7f-\x9f\u202e]", shown)) == set()
+    assert "\x1b" not in text.render(diagnosis(2, nasty))
+    assert "owned" in shown
+    shown.encode()
+    html.render(diagnosis(2, nasty)).encode()
