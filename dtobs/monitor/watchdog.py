@@ -16,6 +16,8 @@ from dtobs.recording.view import RunView
 KEEP = 10
 _MAX_PER_STALL = 4
 _APART_SECONDS = 5.0
+_REFRESH_SECONDS = 60.0
+"""A stack that shows a compilation excuses a silence; after this long it has to show it again."""
 
 Picture = tuple[tuple[object, ...], ...]
 
@@ -42,6 +44,8 @@ class Watchdog:
             self._in_stall = 0
             if quiet is None or quiet.seconds < 1.0:
                 self.capture = None
+            elif self._excuses(quiet):
+                self._capture(view, quiet, _picture(view))
             return 0.0 if quiet is None else quiet.seconds / max(quiet.threshold_seconds, 1e-9)
         picture = _picture(view)
         begins = self.stalled is None
@@ -50,6 +54,12 @@ class Watchdog:
         if begins or (picture != self._picture and apart and self._in_stall < _MAX_PER_STALL):
             self._capture(view, quiet, picture)
         return quiet.seconds / max(quiet.threshold_seconds, 1e-9)
+
+    def _excuses(self, quiet: Stall) -> bool:
+        """Whether what the capture of this very silence showed is all that makes it no stall, and is old by now."""
+        shown = self.capture is not None and self.capture.taken_ns >= quiet.since_ns
+        limited = quiet.threshold_seconds < float("inf")
+        return shown and limited and time.monotonic() - self._taken_s >= _REFRESH_SECONDS
 
     def _capture(self, view: RunView, stalled: Stall, picture: Picture) -> None:
         reason = (

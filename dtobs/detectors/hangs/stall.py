@@ -7,7 +7,8 @@ beyond the largest of
 * the floor: the run's ``hang_timeout``, 60 s where none was given;
 * four times the run's own slow step (98th percentile of the last 128, the slowest left out: it is usually the first);
 * the allowance of the phase that any living rank is in: start-up, first step, compilation, validation and checkpoint
-  take long legitimately, and last longer where a longer floor was asked for;
+  take long legitimately, and last longer where a longer floor was asked for; a captured stack may show a compilation
+  that no phase names;
 * what the program declared for the phase, or that it is paused (``session.pause``).
 
 Time in which nothing could move does not count (`RunView.excused_ns`), and while its owner keeps a file ``paused`` in
@@ -45,6 +46,18 @@ _MOVEMENTS = (
     "collective_ns",
     "wait_since_ns",
 )
+_COMPILER = (
+    "torch/_dynamo/convert_frame.py",
+    "torch/_dynamo/symbolic_convert.py",
+    "torch/_dynamo/output_graph.py",
+    "torch/_inductor/graph.py",
+    "torch/_inductor/scheduler.py",
+    "torch/_inductor/codecache.py",
+    "torch/_inductor/async_compile.py",
+    "torch/_inductor/cpp_builder.py",
+    "triton/compiler/",
+)
+"""Files that are on a stack while something is compiled, and not while it runs."""
 _STEPS = 128
 _SAMPLED_RANKS = 16
 
@@ -89,6 +102,10 @@ def silence(view: RunView) -> Stall | None:
         slow = _slow_step_seconds(view, [int(rank) for rank in pages["rank"]])
         if STEP_FACTOR * slow > threshold:
             threshold, why = STEP_FACTOR * slow, f"its slow steps take {slow:.1f} s"
+        compiles = _compiling(view, since_ns)
+        longer = PHASE_FACTORS[Phase.COMPILE] * _floor(pages)[0]
+        if compiles is not None and longer > threshold:
+            threshold, why = longer, f"rank {compiles} compiles, as its stack shows"
     return Stall(since_ns, seconds, threshold, why, tuple(int(rank) for rank in pages["rank"]))
 
 
@@ -120,10 +137,28 @@ def _moment(view: RunView, since_ns: int) -> int:
     return view.capture.taken_ns
 
 
-def _fixed_threshold(pages: npt.NDArray[np.void]) -> tuple[float, str]:
+def _floor(pages: npt.NDArray[np.void]) -> tuple[float, str]:
     asked = int(pages["hang_timeout_ns"].max()) / 1e9
-    floor = asked or DEFAULT_FLOOR_SECONDS
-    choices = [(floor, "the hang timeout" if asked else "the default hang timeout")]
+    return (asked, "the hang timeout") if asked else (DEFAULT_FLOOR_SECONDS, "the default hang timeout")
+
+
+def _compiling(view: RunView, since_ns: int) -> int | None:
+    """A rank that torch.compile was at work in when the run was captured, after all movement; None without one.
+
+    A new shape compiles anew in the middle of a run, and no phase says so.
+    """
+    capture = view.capture
+    if capture is None or capture.taken_ns < since_ns:
+        return None
+    for rank, seen in sorted(capture.ranks.items()):
+        if any(thread.mentions(*_COMPILER) for thread in seen.stacks):
+            return rank
+    return None
+
+
+def _fixed_threshold(pages: npt.NDArray[np.void]) -> tuple[float, str]:
+    choices = [_floor(pages)]
+    floor = choices[0][0]
     if (pages["steps_done"] == 0).any():
         choices.append((FIRST_STEP_FACTOR * floor, "a rank has not finished its first step"))
     phases = set(pages["phase"].tolist())

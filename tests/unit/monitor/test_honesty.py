@@ -12,14 +12,15 @@ import pytest
 
 from dtobs.detectors.hangs import detect
 from dtobs.monitor.watchdog import Watchdog
-from dtobs.recording.capture import Capture
+from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.fake import FakeRun
 from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
 
-
-def _no_capture(view: RunView, reason: str, *, previous: Capture | None = None) -> Capture:
-    return Capture(view.now_ns, "20260101", reason)
+STACK = """Thread 0x00007f0000000001 (most recent call first):
+  File "{file}", line 10 in run
+  File "train.py", line 20 in train_step
+"""
 
 
 class Story:
@@ -27,8 +28,9 @@ class Story:
 
     def __init__(self, root: Path, world: int = 2) -> None:
         self.run = FakeRun(root / "run", world=world)
-        self.watchdog = Watchdog(root / "captures", _no_capture)
+        self.watchdog = Watchdog(root / "captures", self._take)
         self.found: set[str] = set()
+        self.at = "train.py"  #: the file that rank 1 is in
 
     def silence(self, seconds: float, **arguments: object) -> None:
         """Nothing is heard until `seconds` after the last movement; somebody looks now and then."""
@@ -37,6 +39,10 @@ class Story:
             self.look(number * every, **arguments)
         self.look(seconds, **arguments)
 
+    def _take(self, view: RunView, reason: str, *, previous: Capture | None = None) -> Capture:
+        seen = RankCapture(1, ProcessState(1, alive=True, state="R"), stacks_text=STACK.format(file=self.at))
+        return Capture(view.now_ns, "20260101", reason, {1: seen})
+
     def look(
         self, later: float, excused: float = 0.0, processes: dict[int, ProcessState] | None = None
     ) -> None:
@@ -44,6 +50,7 @@ class Story:
         # The fake writes with its own clock; what the real clock stamped is of no meaning here.
         view.pages["heartbeat_ns"] = view.pages["attach_ns"] = 0
         view.excused_ns = round(excused * 1e9)
+        view.capture = self.watchdog.capture
         self.watchdog.look(view)
         view.capture = self.watchdog.capture
         self.found |= {finding.code for finding in detect(view)}
@@ -176,3 +183,17 @@ def test_a_wall_clock_that_jumps(story: Story):
         story.run.rank(1).page(clock_offset_ns=10**18 + hours * 3600 * 10**9)
         story.silence(55)
     assert story.quiet, story.found
+
+
+def test_a_compilation_in_the_middle_of_a_run_that_no_phase_names(story: Story):
+    waiting(story)
+    story.at = "/venv/lib/python3.11/site-packages/torch/_inductor/graph.py"
+    story.silence(600)
+    assert story.found == set()
+    assert story.watchdog.captures == 1, "its stack has to be seen once"
+    assert story.watchdog.stalled is None
+    story.at = "/venv/lib/python3.11/site-packages/torch/_dynamo/eval_frame.py"  # compiled code that runs
+    story.watchdog._taken_s -= 60
+    story.look(660)
+    story.look(661)
+    assert story.found == {"rank-not-joined"}, "what compiled a minute ago may hang by now"
