@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import socket
 import threading
 import time
@@ -31,10 +32,14 @@ from dtobs.recording.sharing import Have, collect
 from dtobs.recording.token import read_token
 
 INTERVAL_SECONDS = 1.0
+DETAIL_SECONDS = 2.0
+"""Between two looks at a node's rings; its pages and entries come with every answer."""
+NODES_AT_FULL_PACE = 16
+"""With more, each is asked less often, so that the lead's share of a core stays about the same."""
 RETRY_SECONDS = 5.0
 """Between two questions to a node that is lost."""
 MAX_NODES = 4096
-_UNCERTAIN_SECONDS = 2.5
+_UNCERTAIN_INTERVALS = 2.5
 _AFTER_NEWS_SECONDS = 1.0
 _GOODBYE_SECONDS = 6.0
 _LAST_SECONDS = 15.0
@@ -64,6 +69,7 @@ class Cluster:
         self._written: dict[int, Contact] = {}
         self._retried: dict[int, float] = {}
         self._news_s = 0.0
+        self._stalled = False
         self._troubles: object = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -79,6 +85,11 @@ class Cluster:
         """Stop asking."""
         self._stop.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two questions to one node."""
+        return INTERVAL_SECONDS * max(1.0, len(self._peers) / NODES_AT_FULL_PACE)
 
     @property
     def leads(self) -> bool:
@@ -124,7 +135,8 @@ class Cluster:
         if any(p.contact.lost and p.heard_s and not self._is_written(p) for p in self._all()):
             return False  # the detectors read of it in its contact.json
         there = [p for p in self._all() if p.state == "answers"]
-        if stalled and any(p.fresh_seconds > _UNCERTAIN_SECONDS for p in there):
+        self._stalled = stalled
+        if stalled and any(p.fresh_seconds > _UNCERTAIN_INTERVALS * self.interval for p in there):
             return False
         news = max([self._news_s, *(p.news_s for p in self._all())])
         return not news or all(p.answered_s >= news + _AFTER_NEWS_SECONDS for p in there)
@@ -175,7 +187,7 @@ class Cluster:
         ]
 
     def _run(self) -> None:
-        while not self._stop.wait(INTERVAL_SECONDS):
+        while not self._stop.wait(self.interval):
             try:
                 self._find_lead()
                 self._ask_all()
@@ -201,7 +213,8 @@ class Cluster:
             question = {"from": self.node, "address": self.address}
             attempt = self._local.attempt()
             ours = frozenset(self._local.processes()) if peer.contact.attempt == attempt else frozenset()
-            peer.ask(question, ours, detail=leads)
+            slowly = math.inf if not leads else 0.0 if self._stalled else DETAIL_SECONDS * self.interval
+            peer.ask(question, ours, slowly)
             if peer.state == "answers" and not leads:
                 for node, address in dict(peer.head.get("nodes", {})).items():
                     self._met(int(node), str(address), "")

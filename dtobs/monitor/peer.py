@@ -63,10 +63,13 @@ class Peer:
             self.address, self._since_s, self._misses = address, time.monotonic(), 0
             self.contact = replace(self.contact, address=address, state="answers", why="")
 
-    def ask(self, question: dict[str, Any], local_ranks: frozenset[int], *, detail: bool) -> None:
-        """Ask it and take its answer over. Raises RecordingDisabled when the disk refuses."""
+    def ask(self, question: dict[str, Any], local_ranks: frozenset[int], detail_seconds: float) -> None:
+        """Ask it and take its answer over; its rings only when they are `detail_seconds` old.
+
+        Raises RecordingDisabled when the disk refuses.
+        """
         asked_s = time.monotonic()
-        due = detail and asked_s - self._detailed_s >= _DETAIL_SECONDS
+        due = asked_s - self._detailed_s >= detail_seconds
         have = self.mirror.have if self.mirror is not None else {}
         said = {
             **question,
@@ -145,7 +148,3 @@ def _shares_our_disk(run: RunDirectory, node: int) -> bool:
     except TargetError:
         known = None
     return run.pages(node).exists() and not (known is not None and known.mirrored)
-
-
-_DETAIL_SECONDS = 2.0
-"""Between two looks at a node's rings; its pages and entries come with every answer."""

@@ -23,6 +23,8 @@ BUDGET_BYTES = 16 << 20
 META_CHUNK = 1 << 20
 MOST_RECORDS = {"events": 4096, "steps": 512, "digests": 8, "pipeline": 4096}
 """Of one ring in one bundle. What is older than that was overtaken, and no detector waits for it."""
+_FEW = 128
+"""Records of a ring that are read at first: in two seconds there are seldom more."""
 _AMENDED = {"steps": 16}
 """The newest records that may have been completed since they were sent (`Recorder.amend_step`)."""
 
@@ -94,15 +96,17 @@ def _text(path: Path, kind: str, start: int, rank: int = -1, attempt: int = 0) -
 
 
 def _ring(path: Path, name: str, since: int, rank: int, attempt: int) -> list[Part]:
+    """The records after number `since`, and those before it that may have been completed after they were sent."""
     try:
         with path.open("rb") as file:
-            dtype, capacity = parse_head(path, file.read(HEADER_BYTES))
-        newest = read_tail(path, 1)
-        if not len(newest) or int(newest["stamp"][-1]) == since:
+            _, capacity = parse_head(path, file.read(HEADER_BYTES))
+        records = read_tail(path, _FEW)
+        if not len(records) or int(records["stamp"][-1]) == since:
             return []
-        last = int(newest["stamp"][-1])
-        behind = last - since + _AMENDED.get(name, 0) if last > since else last
-        records = read_tail(path, min(behind, MOST_RECORDS[name], capacity))
+        first = since + 1 - _AMENDED.get(name, 0) if int(records["stamp"][-1]) > since else 0
+        if int(records["stamp"][0]) > max(1, first) and len(records) == _FEW:
+            records = read_tail(path, min(MOST_RECORDS[name], capacity))
     except (OSError, RecordingError):
         return []
-    return [Part(name, records.tobytes(), rank, attempt, 0, capacity, describe(dtype))]
+    new = records[records["stamp"] >= max(0, first)][-MOST_RECORDS[name] :]
+    return [Part(name, new.tobytes(), rank, attempt, 0, capacity, describe(new.dtype))]
