@@ -53,7 +53,8 @@ def _state(view: RunView, rank: int, page: np.void) -> str:
         return "waiting"
     if int(page["phase"]) == Phase.DATA:
         return "loading"
-    return {RankState.STARTING: "starting", RankState.RUNNING: "running"}.get(RankState(state), "unknown")
+    named: dict[int, str] = {RankState.STARTING: "starting", RankState.RUNNING: "running"}
+    return named.get(state, "unknown")
 
 
 def _phase(view: RunView, rank: int, phase: int) -> str:

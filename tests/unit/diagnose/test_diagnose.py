@@ -230,3 +230,10 @@ def test_an_exception_about_nan_is_the_consequence_of_the_nan():
     assert [f.code for f in rank_causes([raised, source])] == ["gradient-nonfinite", "uncaught-exception"]
     other = Finding("uncaught-exception", "rank 0 raised KeyError: 'banana'", (0,), since_ns=9)
     assert rank_causes([other, source])[0] is other
+
+
+def test_a_state_that_nobody_knows_is_unknown(tmp_path):
+    run = FakeRun(tmp_path, 2)
+    run.steps(3)
+    run.rank(1).page(state=512)
+    assert diagnose(Evidence("x", run.view())).ranks[1].state == "unknown"
