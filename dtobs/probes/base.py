@@ -52,19 +52,20 @@ class Context:
 
         The wrapper returns what the hook returns, None when it failed.
         """
+        ints, clock = self.recorder.page.ints, time.perf_counter_ns
 
         @functools.wraps(hook)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
             if not probe.active:
                 return None
-            begin = time.perf_counter_ns()
+            begin = clock()
             try:
                 return hook(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the host contract: whatever it is, training goes on
                 self.switch_off(probe, error)
                 return None
             finally:
-                self.recorder.page.ints[_PROBE_NS] += time.perf_counter_ns() - begin
+                ints[_PROBE_NS] += clock() - begin
 
         return guarded
 
