@@ -29,6 +29,7 @@ _WORLD, _ODD = 2, 1
 _POLL_SECONDS = 0.1
 _GOODBYE_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0  # for the second thing that a fault shows, once the first was found
+_SECOND_THOUGHTS_SECONDS = 10.0  # for the right finding, once there is another one
 _MONITOR_SECONDS = 15.0
 _IMPORTED_LATE = (
     "torch.distributed.fsdp",
@@ -216,13 +217,21 @@ def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path, group: Path | 
 def _until_found(
     drill: Drill, run_dir: Path, folder: Path, ranks: Sequence[_Rank], seconds: float
 ) -> float | None:
-    """Wait until the monitor has found something (and a moment more), or the job is over; when, in UTC seconds."""
+    """Wait until the monitor has found what it should (and a moment more), or the job is over; when, in UTC seconds.
+
+    What it finds first may be only the first sign of it: a rank that runs out of memory stands still before it is killed.
+    """
     deadline = time.monotonic() + seconds
     found_at: float | None = None
+    another = False
     while time.monotonic() < deadline:
-        if found_at is None and read_journal(RunDirectory(run_dir).findings):
+        codes = {entry.finding.code for entry in read_journal(RunDirectory(run_dir).findings)}
+        if found_at is None and drill.expected in codes:
             found_at = time.time()
             deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+        elif codes and found_at is None and not another:
+            another = True
+            deadline = min(deadline, time.monotonic() + _SECOND_THOUGHTS_SECONDS)
         if all(rank.over or (folder / f"done-{n}").exists() for n, rank in enumerate(ranks)):
             return found_at or time.time()
         time.sleep(_POLL_SECONDS)

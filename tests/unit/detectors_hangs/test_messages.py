@@ -47,7 +47,7 @@ def test_two_sends_that_wait_for_each_other(training):
         message(run.rank(rank), "send", 1 - rank, 1, wait=True)
     (finding,) = found(run.view(later=61)).values()
     assert (finding.code, finding.ranks) == ("p2p-unmatched", (0, 1))
-    assert "rank 0 sent 1 messages to rank 1, which asked for 0" in finding.summary
+    assert "rank 0 sent 1 message to rank 1, which asked for 0" in finding.summary
 
 
 def test_a_message_that_was_sent_and_does_not_arrive_is_the_networks(training):
