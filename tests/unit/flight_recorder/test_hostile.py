@@ -7,12 +7,14 @@ import gzip
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtobs.cli import main
 from dtobs.errors import DumpError, TargetError
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects, load_dumps
 from dtobs.flight_recorder.columns import RankColumns, columns_of
@@ -109,22 +111,65 @@ def _deep_tuple() -> bytes:
     return b"\x80\x02}K\x01" + b"\x85" * 5_000_000 + b"K\x01s."
 
 
-@pytest.mark.parametrize(
-    ("bomb", "message"),
-    [
-        (_memory_bomb(), "memory|no valid pickle"),
-        (_deep_tuple(), "ended with -11|no valid pickle|no list of entries"),
-    ],
-    ids=["memory", "c-stack"],
-)
+def _shared_sizes() -> bytes:
+    """A dump whose tensor sizes are lists that hold one another 2⁶⁰ times over."""
+    size: list[object] = [1]
+    for _ in range(60):
+        size = [size, size]
+    entry = {**GOOD[0]["entries"][0], "input_sizes": size}
+    return pickle.dumps({**GOOD[0], "entries": [entry]}, protocol=2)
+
+
+def _recursive_dict() -> bytes:
+    dump: dict[str, object] = {}
+    dump["entries"] = [dump]
+    return pickle.dumps(dump, protocol=2)
+
+
+_HUGE = (1 << 62).to_bytes(8, "little")
+BOMBS = {
+    "memory": (_memory_bomb(), "memory|no valid pickle"),
+    "c-stack": (_deep_tuple(), "ended with -11|no valid pickle|no list of entries"),
+    "bytes": (b"\x80\x04\x8e" + _HUGE + b"x.", "cut off|no valid pickle|memory"),
+    "bytearray": (b"\x80\x05\x96" + _HUGE + b"x.", "cut off|no valid pickle|memory"),
+    "text": (b"\x80\x04\x8d" + _HUGE + b"x.", "cut off|no valid pickle|memory"),
+    "frame": (b"\x80\x04\x95" + _HUGE + b"}.", "cut off|no valid pickle|memory"),
+    "long-integer": (b"\x80\x02\x8b\xff\xff\xff\x7f" + b"\x01" * 9 + b".", "cut off|no valid pickle|memory"),
+    "decimal-integer": (b"\x80\x02L" + b"9" * 1_000_000 + b"L\n.", "no valid pickle"),
+    "lists": (b"\x80\x02" + b"]" * 2_000_000 + b"a" * 1_999_999 + b".", "no list of entries"),
+    "marks": (b"\x80\x02" + b"(" * 4_000_000 + b".", "no valid pickle|memory"),
+    "recursive-dict": (_recursive_dict(), "no record_id"),
+    "shared-sizes": (_shared_sizes(), "sizes in it are not lists of whole numbers|not as PyTorch writes"),
+    "json-depth": (b'{"entries":' + b"[" * 1_000_000, "no valid JSON"),
+    "json-integer": (b'{"entries":[{"record_id":' + b"9" * 1_000_000 + b"}]}", "no valid JSON"),
+    "json-float": (re.sub(rb"\"record_id\": [0-9]+", b'"record_id": 1e999', JSON), "of type float, not int"),
+    "json-rank": (JSON.replace(b'"ranks": "[0, 1]"', b'"ranks": [' + b"9" * 40 + b"]"), ""),
+}
+
+
+@pytest.mark.parametrize(("bomb", "message"), BOMBS.values(), ids=BOMBS)
 def test_bombs_cost_one_error_and_the_reader_goes_on(
     tmp_path: Path, reader: DumpReader, bomb: bytes, message: str
 ):
     (tmp_path / "rank0").write_bytes(bomb)
     (tmp_path / "rank1").write_bytes(PICKLE)
-    with pytest.raises(DumpError, match=message):
+    if not message:  # nothing in it is asked for: read, and what cannot be believed is left out
+        assert len(reader.read(tmp_path / "rank0").entries) == 12
+        return
+    with pytest.raises(DumpError, match=message) as refused:
         reader.read(tmp_path / "rank0")
+    assert "\n" not in str(refused.value)
     assert len(reader.read(tmp_path / "rank1").entries) == 12
+
+
+def test_a_folder_of_bombs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for rank, name in enumerate(("lists", "bytes", "json-depth")):
+        (tmp_path / f"rank{rank}").write_bytes(BOMBS[name][0])
+    assert main(["diagnose", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "none of the 3 dumps" in said.err
 
 
 def test_a_bomb_in_time_is_stopped(tmp_path: Path):
