@@ -11,6 +11,7 @@ examples:
   dtobs diagnose http://127.0.0.1:9400
   dtobs diagnose runs/20261120T120000Z-run --html report.html
   dtobs diagnose runs/20261120T120000Z-run --json | jq .verdict
+  dtobs diagnose --json-schema > diagnosis.schema.json
 """
 
 from __future__ import annotations
