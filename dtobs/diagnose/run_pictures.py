@@ -142,9 +142,11 @@ def _table(situation: Situation, group: int, about: int | None) -> CallTable:
     begin = max(0, min(int(np.searchsorted(seqs, middle)) - ROWS // 2, len(seqs) - ROWS))
     shown = tuple(int(seq) for seq in seqs[begin : begin + ROWS])
     cells = _cells(situation, rows[np.isin(rows["seq"], shown)])
+    unknown = situation.view.out_of_reach  # what they called later is not on record here
     columns = {
         rank: tuple(
-            cells.get((rank, seq)) or Cell("missing" if seq > calls.issued(rank, group) else "gone")
+            cells.get((rank, seq))
+            or Cell("missing" if seq > calls.issued(rank, group) and rank not in unknown else "gone")
             for seq in shown
         )
         for rank in members

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.detectors.hangs import detect
+from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
 from dtobs.events import RankState
 from dtobs.findings import Confidence, Finding
@@ -152,6 +153,16 @@ def test_ranks_out_of_reach_are_not_said_to_run(two: Two):
             3: "unknown",
         }
         assert [row.state for row in rank_rows(seen)][2:] == ["out of reach", "out of reach"]
+
+
+def test_what_they_called_since_is_not_said_to_be_missing(two: Two):
+    tables = {}
+    for state in ("answers", "silent"):
+        write_contact(two.run.directory, replace(two.contact, state=state))
+        view = two.run.view(later=LATER)
+        (table,) = run_pictures(view, (), statuses(view)).calls
+        tables[state] = {cell.state for row in table.rows for cell in row}
+    assert tables["answers"] - tables["silent"] == {"missing"}
 
 
 def test_a_contact_that_is_damaged_is_said(two: Two):
