@@ -31,7 +31,7 @@ def test_a_healthy_run_is_clean_and_what_it_lacks_is_said(tmp_path: Path) -> Non
 def test_a_recording_without_numbers_says_which(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run").steps(3, local_norm=math.nan, input_digest=0)
     run.rank(0).step(local_norm=math.nan, loss=math.nan)
-    run.rank(1).step(local_norm=2.0, loss=math.nan)
+    run.rank(1).step(local_norm=2.0, input_digest=0, loss=math.nan)
     found = missing(run.view())
     assert "rank 0: no local_norm" in found
     assert "rank 1: no local_norm" not in found
