@@ -43,7 +43,7 @@ _UNCERTAIN_INTERVALS = 2.5
 _AFTER_NEWS_SECONDS = 1.0
 _GOODBYE_SECONDS = 6.0
 _LAST_SECONDS = 15.0
-_ASKED_AT_ONCE = 16
+_ASKED_AT_ONCE = 64
 
 log = logging.getLogger("dtobs.monitor")
 
@@ -112,6 +112,16 @@ class Cluster:
             for rank, state in p.processes.items()
         }
 
+    def contacts(self) -> dict[int, Contact]:
+        """The other nodes as they are known now, but for those that never said a word."""
+        others = self._all()
+        alone = bool(others) and all(p.contact.lost for p in others)
+        return {
+            p.node: replace(p.contact, asked_by=self.node, alone=alone and p.contact.lost)
+            for p in others
+            if p.heard_s
+        }
+
     def told_findings(self) -> list[Finding]:
         """What the monitor that led last had found."""
         led = [p for p in self._all() if p.node < self.node and isinstance(p.head.get("findings"), list)]
@@ -132,8 +142,6 @@ class Cluster:
             self._troubles, self._news_s = troubles, time.monotonic()
         if not self.leads:
             return True
-        if any(p.contact.lost and p.heard_s and not self._is_written(p) for p in self._all()):
-            return False  # the detectors read of it in its contact.json
         there = [p for p in self._all() if p.state == "answers"]
         self._stalled = stalled
         if stalled and any(p.fresh_seconds > _UNCERTAIN_INTERVALS * self.interval for p in there):
@@ -229,20 +237,12 @@ class Cluster:
 
     def _note(self) -> None:
         """Leave what is known of the others where a diagnosis finds it, when it has changed."""
-        others = self._all()
-        alone = bool(others) and all(p.contact.lost for p in others)
-        for peer in others:
-            contact = replace(peer.contact, asked_by=self.node, alone=alone and peer.contact.lost)
-            last = self._written.get(peer.node)
+        for node, contact in self.contacts().items():
             # Of one that answers, only what it is; when it last did is written once it no longer does.
             told = replace(contact, answered_ns=0) if contact.state == "answers" else contact
-            if peer.heard_s and told != last:
+            if told != self._written.get(node):
                 write_contact(self.run_dir, contact)
-                self._written[peer.node] = told
-
-    def _is_written(self, peer: Peer) -> bool:
-        last = self._written.get(peer.node)
-        return last is not None and last.state == peer.state
+                self._written[node] = told
 
     def _find_lead(self) -> None:
         """Node 0 and its address, as the ranks of this node left it."""

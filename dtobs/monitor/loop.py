@@ -222,7 +222,9 @@ class Monitor:
                 with_capture=False,
             )
             view.capture = self.watchdog.capture
-            view.excused_ns = self.excuses.observe(self.ranks.processes(), last_movement_ns(view))
+            if self.cluster is not None:
+                view.contacts = self.cluster.contacts()
+            self._excuse(view)
             self._last_view = view
             return view
 
