@@ -13,6 +13,8 @@ let the scale grow again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -41,22 +43,18 @@ def fp16_underflow(view: RunView) -> list[Finding]:
         first = min(collapsed.values(), key=lambda record: int(record["step"]))
         found.append(
             _finding(
-                view,
                 collapsed,
                 f"the loss scale of {named(list(collapsed))} fell to {_last(view, collapsed):g} and stays there",
                 int(first["step"]),
-                Confidence.LIKELY,
             )
         )
     if vanished:
         worst = max(vanished.values(), key=lambda record: float(record["gradient_zeros"]))
         found.append(
             _finding(
-                view,
                 vanished,
                 f"{float(worst['gradient_zeros']):.0%} of the sampled gradients of {named(list(vanished))} are zero",
                 int(worst["step"]),
-                Confidence.LIKELY,
             )
         )
     return found
@@ -73,9 +71,7 @@ def _last(view: RunView, ranks: dict[int, npt.NDArray[np.void]]) -> float:
     return float(scales[np.isfinite(scales)][-1])
 
 
-def _finding(
-    view: RunView, ranks: dict[int, npt.NDArray[np.void]], summary: str, step: int, confidence: Confidence
-) -> Finding:
+def _finding(ranks: dict[int, npt.NDArray[np.void]], summary: str, step: int) -> Finding:
     evidence = [
         {
             "what": "FP16",
@@ -90,12 +86,12 @@ def _finding(
         "fp16-underflow",
         summary,
         tuple(ranks),
-        confidence,
+        Confidence.LIKELY,
         step=step,
         evidence=tuple(evidence),
         since_ns=min(int(record["end_ns"]) for record in ranks.values()),
     )
 
 
-def _number(value: float) -> float | None:
+def _number(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -180,6 +183,17 @@ def test_an_impossible_layout_says_what_would_work(world: int, arguments: str, m
     with pytest.raises(LayoutError) as caught:
         mesh.resolve(config, world)
     assert str(caught.value) == message
+
+
+def test_the_layouts_of_the_readme_are_possible() -> None:
+    text = (Path(mesh.__file__).parent / "README.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^torchrun --standalone --nproc-per-node (\d) -m runtime\.train([^#\n]*)", text, re.M)
+    assert len(lines) > 20
+    for world, arguments in lines:
+        asked = [word for word in arguments.split() if word not in ("--preset", "debug", "debug-moe")]
+        preset = "debug-moe" if "debug-moe" in arguments else "debug"
+        layout = mesh.resolve(flags.load(["--preset", preset, *asked], {}), int(world))
+        assert layout.world == int(world)
 
 
 def test_the_global_batch_is_kept_by_accumulation() -> None:
