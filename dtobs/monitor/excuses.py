@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from dtobs.recording.excused import Excused
 from dtobs.recording.process import ProcessState
 
 LATE_NS = 2_000_000_000
@@ -23,17 +23,6 @@ _LONG_AGO_NS = 15_000_000_000
 
 Delay = Callable[[int], int | None]
 """How long the threads of a process have waited for a processor so far, ns; None where the kernel does not say."""
-
-
-@dataclass(frozen=True)
-class _Span:
-    begin_ns: int
-    end_ns: int
-    share: float = 1.0  #: of its time that is excused
-
-    def excused_ns(self, since_ns: int) -> int:
-        """What of it lies after `since_ns`."""
-        return round(max(0, self.end_ns - max(self.begin_ns, since_ns)) * self.share)
 
 
 def run_delay(pid: int, proc: Path = Path("/proc")) -> int | None:
@@ -54,7 +43,7 @@ class Excuses:
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns, delay: Delay = run_delay) -> None:
         self._clock, self._delay = clock, delay
-        self._spans: list[_Span] = []
+        self._spans: list[Excused] = []
         self._due_ns: int | None = None
         self._stopped_ns: int | None = None  # since when a rank has been suspended
         self._seen_ns = 0
@@ -64,15 +53,15 @@ class Excuses:
         """The loop runs."""
         now = self._clock()
         if self._due_ns is not None and now - self._due_ns > LATE_NS:
-            self._spans.append(_Span(self._due_ns, now))
+            self._spans.append(Excused(self._due_ns, now))
         self._due_ns = None
 
     def asleep(self, seconds: float) -> None:
         """The loop is going to wait that long at most."""
         self._due_ns = self._clock() + round(seconds * 1e9)
 
-    def observe(self, processes: Mapping[int, ProcessState], since_ns: int) -> int:
-        """Look at the ranks of this node; how much of the time since `since_ns` is excused."""
+    def observe(self, processes: Mapping[int, ProcessState], since_ns: int) -> tuple[Excused, ...]:
+        """Look at the ranks of this node; the time after `since_ns` that does not count."""
         now, before = self._clock(), self._seen_ns
         self._seen_ns = now
         self._suspension(any(p.stopped for p in processes.values()), before or now, now)
@@ -80,15 +69,25 @@ class Excuses:
             [p.pid for p in processes.values() if p.alive and not p.stopped], now - before
         )
         if share > STARVED_SHARE:
-            self._spans.append(_Span(before, now, share))
+            self._add(Excused(before, now, share))
         self._spans = [span for span in self._spans if span.end_ns > since_ns]
-        return min(max(0, now - since_ns), sum(span.excused_ns(since_ns) for span in self._spans))
+        return tuple(self._spans)
+
+    def _add(self, span: Excused) -> None:
+        """One more; looks that follow each other become one span, so that there are never many."""
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last.end_ns == span.begin_ns:
+            whole = span.end_ns - last.begin_ns
+            time_ns = last.within_ns(0, span.end_ns) + span.within_ns(0, span.end_ns)
+            self._spans[-1] = Excused(last.begin_ns, span.end_ns, time_ns / whole)
+        else:
+            self._spans.append(span)
 
     def _suspension(self, stopped: bool, before: int, now: int) -> None:
         if stopped and self._stopped_ns is None:
             self._stopped_ns = before  # it happened since the last look
         elif not stopped and self._stopped_ns is not None:
-            self._spans.append(_Span(self._stopped_ns, now))
+            self._spans.append(Excused(self._stopped_ns, now))
             self._stopped_ns = None
 
     def _starvation(self, pids: list[int], elapsed_ns: int) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dtobs.detectors import run_detectors
 from dtobs.detectors.hangs.stall import last_movement_ns
-from dtobs.errors import DtobsError
+from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
@@ -26,11 +26,12 @@ from dtobs.monitor.on_hang import OnHang, hang_of
 from dtobs.monitor.ranks import NodeRanks
 from dtobs.monitor.stats import MonitorStats
 from dtobs.monitor.watchdog import Watchdog
+from dtobs.recording.excused import read_excused, write_excused
 from dtobs.recording.meta import read_meta
 from dtobs.recording.policy import Policy
 from dtobs.recording.process import ProcessState
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.view import RunView, load_run
+from dtobs.recording.view import RunView, boot_id, load_run
 
 log = logging.getLogger("dtobs.monitor")
 
@@ -231,6 +232,21 @@ class Monitor:
     def _processes(self) -> dict[int, ProcessState]:
         others = self.cluster.processes() if self.cluster is not None else {}
         return others | self.ranks.processes()
+
+    def _excuse(self, view: RunView) -> None:
+        """Tell what does not count towards a stall, also to others who look at the files."""
+        found = self.excuses.observe(self.ranks.processes(), last_movement_ns(view))
+        path = self.run_dir.excused(self.node)
+        if found != read_excused(path, boot_id()):
+            try:
+                write_excused(path, boot_id(), found)
+            except RecordingDisabled as error:
+                self._say(str(error))
+        others = (n for n in self.run_dir.nodes() if n != self.node)
+        view.excused = (
+            *found,
+            *(e for n in others for e in read_excused(self.run_dir.excused(n), boot_id())),
+        )
 
     def export(self) -> Look:
         """One look for the exporters; may be called from any thread. Raises TargetError."""

@@ -73,6 +73,10 @@ class RunDirectory:
     def exits(self, node: int) -> Path:
         return self.node(node) / "exits.jsonl"
 
+    def excused(self, node: int) -> Path:
+        """Time in which nothing on this node could move."""
+        return self.node(node) / "excused.json"
+
     def lead(self, node: int) -> Path:
         return self.node(node) / "lead.json"
 

@@ -22,6 +22,7 @@ from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE, RankState
 from dtobs.recording.capture import Capture, latest_capture
 from dtobs.recording.clocks import shift, shifts
 from dtobs.recording.contact import Contact, read_contacts
+from dtobs.recording.excused import Excused, read_excused
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
 from dtobs.recording.process import ProcessState, read_process
@@ -82,7 +83,7 @@ class RunView:
     paused: bool = (
         False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
     )
-    excused_ns: int = 0  #: of the time since the last movement, what a monitor saw that nothing could move in
+    excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
 
     @cached_property
@@ -113,7 +114,9 @@ class RunView:
     @property
     def out_of_reach(self) -> frozenset[int]:
         """Ranks of nodes whose monitors do not answer: what is known of them is from before."""
-        nodes = [n for n, contact in self.contacts.items() if contact.lost and contact.attempt == self.attempt]
+        nodes = [
+            n for n, contact in self.contacts.items() if contact.lost and contact.attempt == self.attempt
+        ]
         gone = np.isin(self.pages["node"], nodes) & (self.pages["state"] != RankState.CLOSED)
         return frozenset(self.pages["rank"][gone].tolist())
 
@@ -261,6 +264,7 @@ def load_run(
         damaged.append(str(error))
     view = RunView(root, info, pages, time.monotonic_ns(), damaged=damaged, contacts=contacts)
     view.paused = run.paused.exists()
+    view.excused = tuple(e for node in run.nodes() for e in read_excused(run.excused(node), boot_id()))
     _to_one_clock(view)
     _reuse(view, previous)
     try:

@@ -11,7 +11,7 @@ beyond the largest of
   that no phase names;
 * what the program declared for the phase, or that it is paused (``session.pause``).
 
-Time in which nothing could move does not count (`RunView.excused_ns`), and while its owner keeps a file ``paused`` in
+Time in which nothing could move does not count (`RunView.excused`), and while its owner keeps a file ``paused`` in
 the run directory, as long as a process lives, nothing is a stall.
 
 A slow run is not stalled, and neither is one whose ranks have all ended.
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import Phase, RankState
+from dtobs.recording.excused import excused_ns
 from dtobs.recording.view import RunView
 
 DEFAULT_FLOOR_SECONDS = 60.0
@@ -94,7 +95,8 @@ def silence(view: RunView) -> Stall | None:
         return None
     pages = view.pages[moving]
     since_ns = last_movement_ns(view)
-    seconds = max(0, _moment(view, since_ns) - since_ns - view.excused_ns) / 1e9
+    moment = _moment(view, since_ns)
+    seconds = max(0, moment - since_ns - excused_ns(view.excused, since_ns, moment)) / 1e9
     threshold, why = _fixed_threshold(pages)
     if view.paused and any(process.alive for process in view.processes.values()):
         threshold, why = float("inf"), f"{view.root / 'paused'} is there"

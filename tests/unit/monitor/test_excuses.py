@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
+from dtobs.detectors.hangs.stall import last_movement_ns, stall
 from dtobs.monitor.excuses import Excuses, run_delay
+from dtobs.recording.excused import Excused, excused_ns, read_excused, write_excused
+from dtobs.recording.fake import FakeRun
 from dtobs.recording.process import ProcessState
+from dtobs.recording.view import boot_id
 
 SECOND = 10**9
 RUNS = {0: ProcessState(1, alive=True, state="S"), 1: ProcessState(2, alive=True, state="S")}
@@ -29,7 +34,9 @@ class World:
         self.excuses.asleep(1.0)
         self.now_ns += round((1 + late) * SECOND)
         self.excuses.awake()
-        return self.excuses.observe(processes, self.since_ns) / SECOND
+        spans = self.excuses.observe(processes, self.since_ns)
+        assert len(spans) < 5
+        return excused_ns(spans, self.since_ns, self.now_ns) / SECOND
 
     def looks(self, processes: dict[int, ProcessState], seconds: int) -> list[float]:
         return [self.look(processes) for _ in range(seconds)]
@@ -107,3 +114,17 @@ def test_the_kernel_tells_of_this_process():
     delay = run_delay(os.getpid())
     assert delay is None or delay > 0
     assert run_delay(5_000_000) is None
+
+
+def test_others_who_look_at_the_files_excuse_the_same(tmp_path: Path):
+    run = FakeRun(tmp_path / "run").steps(5)
+    run.rank(0).collective(wait=True)
+    assert stall(run.view(later=90)) is not None
+    since = last_movement_ns(run.view())
+    path = run.directory.excused(0)
+    write_excused(path, boot_id(), [Excused(since, since + 40 * SECOND)])
+    assert stall(run.view(later=90)) is None
+    write_excused(path, "of another boot", [Excused(since, since + 40 * SECOND)])
+    assert stall(run.view(later=90)) is not None
+    path.write_text('{"boot_id": "' + boot_id() + '", "spans": [{"begin_ns": 0}]}')
+    assert read_excused(path, boot_id()) == ()

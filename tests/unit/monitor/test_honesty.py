@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from dtobs.detectors.hangs import detect
+from dtobs.detectors.hangs.stall import last_movement_ns
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.recording.capture import Capture, RankCapture
+from dtobs.recording.excused import Excused
 from dtobs.recording.fake import FakeRun
 from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
@@ -49,7 +51,7 @@ class Story:
         view = self.run.view(later=later, processes=processes)
         # The fake writes with its own clock; what the real clock stamped is of no meaning here.
         view.pages["heartbeat_ns"] = view.pages["attach_ns"] = 0
-        view.excused_ns = round(excused * 1e9)
+        view.excused = (Excused(last_movement_ns(view), last_movement_ns(view) + round(excused * 1e9)),)
         view.capture = self.watchdog.capture
         self.watchdog.look(view)
         view.capture = self.watchdog.capture
