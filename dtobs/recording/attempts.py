@@ -7,7 +7,7 @@ clock; others are brought together through UTC, as well as it was kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What an earlier attempt did, by one rank that recorded it. Steps are -1 and `end_ns` is 0 before one ended."""
+    """How far an earlier attempt came, by one rank that recorded it; `last_step` is -1, `end_ns` 0 before one ended."""
 
     number: int
     attach_ns: int
-    first_step: int = -1
     last_step: int = -1
     end_ns: int = 0  #: when its last step ended
     numbered: bool = False  #: the training said the steps' numbers: they go on where a checkpoint was taken
@@ -102,16 +101,8 @@ def _attempt(run: RunDirectory, number: int, clock: Clock) -> Attempt | None:
         return begun
     if not len(last):
         return begun
-    step, stamp = int(last["step"][0]), int(last["stamp"][0])
-    # The ring forgets its oldest records, but their numbers go up by one.
-    return Attempt(
-        number,
-        begun.attach_ns,
-        step - stamp + 1,
-        step,
-        int(last["end_ns"][0]),
-        bool(process.get("steps_numbered")),
-    )
+    numbered = bool(process.get("steps_numbered"))
+    return replace(begun, last_step=int(last["step"][0]), end_ns=int(last["end_ns"][0]), numbered=numbered)
 
 
 def _shift_ns(process: dict[str, Any], clock: Clock) -> int:

@@ -52,6 +52,7 @@ def run(
 ) -> Launched:
     environment = {"DTOBS_DISABLE": "1", **options.pop("env", {})}  # type: ignore[dict-item]
     folders = ("--run.root", str(tmp_path / "runs"), "--data.cache", str(tmp_path / "corpora"))
+    options = {"timeout": 280.0, **options}
     return torchrun([*program, *DEBUG, *folders, *arguments], 2, env=environment, **options)  # type: ignore[arg-type]
 
 
