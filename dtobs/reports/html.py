@@ -69,8 +69,10 @@ def _findings(diagnosis: Diagnosis) -> str:
 
 
 def _evidence(record: dict[str, Any]) -> str:
-    cells = [_given(name, value) for name, value in record.items() if name != "what"]
-    return f"<td>{escape(str(record.get('what', '')))}</td><td>{'<br>'.join(cells)}</td>"
+    given = [(name, value) for name, value in record.items() if name != "what"]
+    short = ", ".join(_given(name, value) for name, value in given if not isinstance(value, list | dict))
+    long = [_given(name, value) for name, value in given if isinstance(value, list | dict)]
+    return f"<td>{escape(str(record.get('what', '')))}</td><td>{'<br>'.join([*filter(None, [short]), *long])}</td>"
 
 
 def _given(name: str, value: Any) -> str:

@@ -9,7 +9,7 @@ from dtobs.diagnose.pictures import WaitNode, WaitPicture
 from dtobs.reports.likeness import named
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 280, 96, 64, 22
-_CHARACTERS = 42
+_CHARACTERS, _SITE_CHARACTERS = 42, 38
 
 
 def render(picture: WaitPicture) -> str:
@@ -79,7 +79,7 @@ def _node(node: WaitNode, x: int, y: int) -> str:
         f'<text x="{x + 10}" y="{y + 20 + 17 * number}"{" class=name" if not number else ""}>{escape(line)}</text>'
         for number, line in enumerate(lines)
     )
-    site = node.site if len(node.site) <= _CHARACTERS else f"…{node.site[-_CHARACTERS + 1 :]}"
+    site = node.site if len(node.site) <= _SITE_CHARACTERS else f"…{node.site[-_SITE_CHARACTERS + 1 :]}"
     text += f'<text class="site" x="{x + 10}" y="{y + _HEIGHT - 8}">{escape(site)}</text>'
     return f'<g class="{kind}"><rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="6"/>{text}</g>'
 
