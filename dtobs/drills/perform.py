@@ -141,7 +141,7 @@ def perform_all(
 
 
 def perform(
-    drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_seconds: float = 90.0
+    drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_seconds: float = 180.0
 ) -> Outcome:
     """Run the drill on two ranks below `folder` (which it creates) and diagnose it; nothing is left running."""
     folder.mkdir(parents=True)
@@ -219,7 +219,7 @@ def _until_found(
 ) -> float | None:
     """Wait until the monitor has found what it should (and a moment more), or the job is over; when, in UTC seconds.
 
-    What it finds first may be only the first sign of it: a rank that runs out of memory stands still before it is killed.
+    What it finds first may be only a sign of it: a rank that runs out of memory stands still before it is killed.
     """
     deadline = time.monotonic() + seconds
     found_at: float | None = None

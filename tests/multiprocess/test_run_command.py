@@ -171,3 +171,19 @@ def test_the_screen_ends_with_the_command(tmp_path: Path):
         os.close(master)
     assert "step 2" in (tmp_path / "here" / "output.log").read_text()
     assert json.loads((tmp_path / "here" / "run.json").read_text())["world_size"] == 1
+
+
+def test_who_is_missing_at_the_rendezvous_is_said(tmp_path: Path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "from datetime import timedelta\n"
+        "import torch.distributed as dist\n"
+        f"dist.init_process_group('gloo', 'file://{tmp_path}/store', timedelta(seconds=8), 2, 0)\n"
+    )
+    rank_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    words = ("--run-dir", tmp_path / "run", "--hang-timeout", "0.5", "--", sys.executable, program)
+    with observed(*words, cwd=tmp_path, env=rank_0) as job:
+        assert job.wait() == 1, job.stderr
+    assert "rendezvous-incomplete: rank 1 of 2 is missing at the rendezvous: never started on" in job.stderr
+    assert "while rank 0 has waited " in job.stderr
+    assert f"in init_process_group at {program}:3 in <module>" in job.stderr
