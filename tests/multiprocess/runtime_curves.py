@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runtime import flags, loop, mesh, phases, resume, trainer
 from runtime.data.tokens import prepare
-from tests.harness import RankFailure, RankResult, RankTimeout, run_ranks
+from tests.harness import RankFailure, RankTimeout, run_ranks
 
 SMALL = (
     *("--preset", "debug", "--steps", "8", "--data.sequence", "32", "--data.validate_every", "0"),
@@ -97,37 +97,40 @@ def train_in_turn(
 
 
 class Curves:
-    """Curves of many layouts. Those of one world size are trained in one start of the ranks, when first asked for:
-    starting them and torch's first use of each part cost more than the steps."""
+    """Curves of many layouts. `TOGETHER` of one world size are trained in one start of the ranks, when the first of
+    them is asked for: starting ranks and torch's first use of each part cost more than the steps."""
+
+    TOGETHER = 12
 
     def __init__(self, folder: Path, layouts: Mapping[str, tuple[int, tuple[str, ...]]]) -> None:
         self._folder = folder
-        self._layouts = layouts
-        self._found: dict[int, list[RankResult] | Exception] = {}
+        self._batch_of: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {}
+        open_batches: dict[int, dict[str, tuple[str, ...]]] = {}
+        for name, (world, arguments) in layouts.items():
+            if len(open_batches.get(world, {})) in (0, self.TOGETHER):
+                open_batches[world] = {}
+            open_batches[world][name] = ("--data.cache", str(folder / "corpora"), *arguments)
+            self._batch_of[name] = (world, open_batches[world])
+        self._found: dict[str, list[dict[str, Any]] | Exception] = {}
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
-        """One result a rank. Raises what the training raised, for every layout of that world size."""
-        world = self._layouts[name][0]
-        if world not in self._found:
-            self._found[world] = self._train(world)
-        found = self._found[world]
+        """One result a rank. Raises what the training raised, for every layout that was trained with it."""
+        if name not in self._found:
+            self._train(*self._batch_of[name])
+        found = self._found[name]
         if isinstance(found, Exception):
             raise found
-        return [result.value[name] for result in found]
+        return found
 
-    def _train(self, world: int) -> list[RankResult] | Exception:
-        cache = ("--data.cache", str(self._folder / "corpora"))
-        layouts = {name: (*cache, *arguments) for name, (n, arguments) in self._layouts.items() if n == world}
+    def _train(self, world: int, layouts: dict[str, tuple[str, ...]]) -> None:
+        folder = self._folder / f"{len(self._found)}"
+        timeout = 300.0 + 60.0 * len(layouts)
         try:
-            return run_ranks(
-                train_in_turn,
-                world,
-                str(self._folder / str(world)),
-                layouts,
-                timeout=300.0 + 60.0 * len(layouts),
-            )
+            results = run_ranks(train_in_turn, world, str(folder), layouts, timeout=timeout)
         except (RankFailure, RankTimeout) as error:
-            return error
+            self._found.update(dict.fromkeys(layouts, error))
+        else:
+            self._found.update({name: [result.value[name] for result in results] for name in layouts})
 
 
 def assert_same_curve(

@@ -14,6 +14,7 @@ from tests.multiprocess.layouts_of_runtime import (
     DENSE,
     EIGHT,
     EIGHTH,
+    EXACT,
     EXPERTS,
     HALF,
     MOE,
@@ -60,9 +61,12 @@ def agrees(trained: Curves, layout: str) -> list[dict[str, Any]]:
         if asked.mean_norm:
             found, norms = [sum(found) / 20], [sum(norms) / 20]
         assert found == pytest.approx(norms, rel=asked.norm)
-        if asked.early_norm is not None:
+        if asked.routed:
             early = slice(STEPS_BEFORE_ROUTES_PART)
-            assert found[early] == pytest.approx(norms[early], rel=asked.early_norm)
+            assert found[early] == pytest.approx(norms[early], rel=EXACT["norm"])
+            assert result["global_loss"][early] == pytest.approx(
+                expected["global_loss"][early], rel=EXACT["loss"]
+            )
     return results
 
 
