@@ -21,11 +21,11 @@ _MARGIN_SECONDS = 30.0
 
 def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit code. Raises DtobsError. As a rank of a launcher it ends the process instead."""
-    for name in ("join_timeout", "silence", "timeout"):
-        if not 1 <= getattr(args, name) <= 86_400:
-            raise UsageError(
-                f"--{name.replace('_', '-')} {getattr(args, name):g}: give seconds between 1 and 86400"
-            )
+    for name, least in (("join_timeout", 1), ("silence", 5), ("timeout", 1)):
+        value = getattr(args, name)
+        if not least <= value <= 86_400:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {value:g}: give seconds between {least} and 86400")
     options = Options(
         args.run_dir, args.backend, args.join_timeout, args.timeout, silent_seconds=args.silence
     )

@@ -14,6 +14,17 @@ CLOCK_SECONDS = 0.1
 
 def unreachable(seen: Evidence) -> Iterator[Problem]:
     """Connections between hosts that could not be made: the host that all of them share, else the links."""
+    several = len({hello.node for hello in seen.hellos.values()}) > 1
+    for rank, hello in sorted(seen.hellos.items()):
+        if several and hello.local_rank == 0 and not hello.port:
+            yield Problem(
+                "unreachable",
+                Severity.CRITICAL,
+                f"{seen.label(rank)} has no address that the other hosts could reach it by",
+                "Look at its interfaces and routes (ip -br addr, ip route).",
+                (rank,),
+                seen.labels([rank]),
+            )
     bad = [one for one in seen.reached if one.error]
     if not bad:
         return

@@ -137,11 +137,11 @@ class Rank:
     def _hello(self) -> Hello:
         place, address = self.place, ""
         try:
-            address = reach.local_address(place.address, place.port)
+            address = reach.own_address(place.address, place.port, place.nodes)
             if place.local_rank == 0:
                 self._listener = reach.Listener(address)
         except OSError:
-            pass  # the others find nobody to connect to and say so
+            pass  # without a port its host is judged as one that nobody reaches
         port = self._listener.port if self._listener is not None else 0
         return Hello(
             place.rank, place.local_rank, place.node, socket.gethostname(), os.getpid(), address, port

@@ -7,6 +7,7 @@ counts, and the peer's clock is taken to have been read in its middle. The error
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import struct
 import threading
@@ -17,6 +18,7 @@ from dtobs.preflight.model import Hello, Reached
 
 CONNECT_SECONDS = 3.0
 _EXCHANGES = 10
+_ELSEWHERE = "192.0.2.1"  # RFC 5737: nobody's, and nothing is sent there
 _GREETING = b"dtobs-preflight\n"
 _TIME = struct.Struct("!d")
 
@@ -60,6 +62,15 @@ class Listener:
                     connection.sendall(_TIME.pack(self._clock()))
             except OSError:
                 return  # the peer says what it saw
+
+
+def own_address(rendezvous: str, port: int, nodes: int) -> str:
+    """The address that other hosts reach this one by. Raises OSError when it has none."""
+    address = local_address(rendezvous, port)
+    if nodes > 1 and ipaddress.ip_address(address).is_loopback:
+        # Node 0 itself, whose own name Debian resolves to 127.0.1.1: the address it has towards the outside.
+        return local_address(_ELSEWHERE, port)
+    return address
 
 
 def local_address(towards: str, port: int) -> str:

@@ -99,6 +99,12 @@ def test_a_host_that_nobody_reaches():
     assert (found.check, found.ranks, found.hosts) == ("unreachable", (2,), ("c",))
 
 
+def test_a_host_without_an_address():
+    seen = healthy()
+    seen.hellos[1] = replace(seen.hellos[1], address="", port=0)
+    assert one(seen).summary == "b has no address that the other hosts could reach it by"
+
+
 def test_one_blocked_link():
     seen = healthy()
     seen.done = set()

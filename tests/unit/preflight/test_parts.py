@@ -199,6 +199,15 @@ def test_a_port_nobody_listens_on():
     assert reach.reach(peer, peer).error == f"127.0.0.1:{listener.port}: Connection refused"
 
 
+def test_the_address_of_a_host():
+    assert reach.own_address("127.0.0.1", 1, 1) == "127.0.0.1"
+    try:
+        outside = reach.local_address("192.0.2.1", 1)
+    except OSError:
+        pytest.skip("this machine has no route to anywhere")
+    assert reach.own_address("127.0.1.1", 1, 2) == outside
+
+
 def test_whom_a_host_connects_to():
     hellos = list(healthy(3, 2).hellos.values())
     assert [h.rank for h in reach.peers(hellos, hellos[2])] == [4, 0]

@@ -27,7 +27,7 @@ class Board:
 
     def arrive(self, *ranks: int) -> None:
         for rank in ranks:
-            self.notes["hello", rank] = asdict(Hello(rank, 0, rank, f"host{rank}", 1))
+            self.notes["hello", rank] = asdict(Hello(rank, 0, rank, f"host{rank}", 1, "10.0.0.1", 40_000))
 
     def beat(self, *ranks: int, stage: str = "values: all_reduce") -> None:
         for rank in ranks:
