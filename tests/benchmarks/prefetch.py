@@ -23,7 +23,7 @@ from runtime.data.tokens import prepare
 from tests.harness import run_ranks
 
 SETTINGS = (
-    *("--preset", "debug", "--data.sequence", "512", "--data.batch", "4", "--data.validate_every", "0"),
+    *("--preset", "debug", "--data.sequence", "128", "--data.batch", "4", "--data.validate_every", "0"),
     *("--steps", "1000000", "--device", "cpu"),
 )
 STEPS = 10  # a block
@@ -37,7 +37,7 @@ def measure(rank: int, world: int, folder: str, pairs: int, cold: bool) -> list[
     files = prepare(config)
     made = trainer.make(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), files, Path(folder))
     plain, ahead = (
-        ShardedLoader(files.training, sequence=512, batch=4, seed=1, ahead=depth) for depth in (0, 1)
+        ShardedLoader(files.training, sequence=128, batch=4, seed=1, ahead=depth) for depth in (0, 1)
     )
     results: list[list[tuple[float, float]]] = []
     for pair in range(pairs + 1):
