@@ -27,7 +27,7 @@ from tests.harness import Launched
 from tests.harness.launch import REPOSITORY
 from tests.nodes.network import INTERFACE, Network, network, require_namespaces
 
-HANG_SECONDS = 8.0
+HANG_SECONDS = 10.0
 DEADLINE_SECONDS = 300.0
 
 
