@@ -6,6 +6,8 @@ TrainingError                 anything this package raises on purpose; its text 
 ├── DataError                 a corpus or tokenizer cannot be used
 ├── CheckpointError           a checkpoint cannot be written, trusted or loaded
 └── NonFiniteError            too many steps in a row had gradients that are not finite
+
+SaveWarning                   a checkpoint was not written and training goes on; its text is one clear line
 """
 
 from __future__ import annotations
@@ -33,3 +35,7 @@ class CheckpointError(TrainingError):
 
 class NonFiniteError(TrainingError):
     """Gradients stayed non-finite for the permitted number of steps in a row."""
+
+
+class SaveWarning(UserWarning):
+    """A checkpoint could not be saved; training goes on."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from runtime import huggingface, manifest
+from runtime.data import tokenizer
 from runtime.errors import CheckpointError, TrainingError, UsageError
 from runtime.manifest import Manifest
 from runtime.reader import MetadataReader
@@ -110,9 +111,9 @@ def _write_tensors(checkpoint: Path, folder: Path, shard_bytes: int) -> Path:
 
 
 def _copy_tokenizer(found: Manifest, folder: Path) -> None:
-    file = Path(found.training.get("tokens", "")) / "tokenizer.json"
+    file = Path(found.training["tokens"]) / tokenizer.NAME
     if file.is_file():
-        shutil.copyfile(file, folder / "tokenizer.json")
+        shutil.copyfile(file, folder / tokenizer.NAME)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from runtime import checkpoint, huggingface, phases, pretrained
 from runtime.checkpoint import Saved
 from runtime.config import disagreement
 from runtime.data import tokenizer
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, SaveWarning
 from runtime.manifest import Manifest, complete, verify
 from runtime.trainer import Trainer
 
@@ -63,7 +63,7 @@ def _conclude(trainer: Trainer, outcome: Callable[[], Saved | None]) -> None:
         if trainer.config.checkpoint.strict:
             raise
         if dist.get_rank() == 0:
-            warnings.warn(f"{error}; training goes on", stacklevel=2)
+            warnings.warn(f"{error}; training goes on", SaveWarning, stacklevel=2)
         return
     if saved is not None:
         phases.report(checkpoint_bytes=saved.size_bytes, checkpoint_seconds=saved.seconds)

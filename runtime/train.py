@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -25,7 +26,7 @@ from runtime import elastic, flags, float8, loop, mesh, phases, pretrained, resu
 from runtime import trainer as trainers
 from runtime.config import Config
 from runtime.data.tokens import TokenFiles, prepare
-from runtime.errors import DataError, TrainingError, UsageError
+from runtime.errors import DataError, SaveWarning, TrainingError, UsageError
 from runtime.mesh import Layout
 from runtime.model import counts
 from runtime.output import RankOutput
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dtobs.session.session import Session
 
 _SECONDS_TO_SPEAK = 5.0
+_with_its_place = warnings.formatwarning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:  # the launcher ends all when one has ended: leave the first the time to say it
             time.sleep(_SECONDS_TO_SPEAK)
         return 2
+    warnings.formatwarning = _warn_in_one_line
     return Run(config, layout, place, device).execute()
+
+
+def _warn_in_one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning for the user of the command; any other as Python shows it, with its place in the code."""
+    if issubclass(category, SaveWarning):
+        return f"warning: {message}\n"
+    return _with_its_place(message, category, filename, lineno, line)
 
 
 def watch(session: Session, trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime import export, flags, huggingface
 from runtime.model.initial import materialize
 from runtime.model.transformer import Transformer
-from tests.multiprocess.runtime_curves import assert_same_curve, curves
+from tests.multiprocess.runtime_curves import Curves, assert_same_curve, curves
 
 DENSE = ("--preset", "debug")
 MIXTURE = ("--preset", "debug-moe", "--model.experts", "4")
@@ -23,75 +23,89 @@ TIED = ("--preset", "debug", "--model.tie_embeddings")
 KINDS = {"dense": DENSE, "experts": MIXTURE, "tied": TIED}
 
 
+LAYOUTS = {
+    "dense alone": (1, ()),
+    "dense ddp, zero1": (2, ("--parallel.zero1",)),
+    "dense fsdp2": (2, ("--parallel.shard", "2")),
+    "dense offload": (2, ("--parallel.shard", "2", "--parallel.offload")),
+    "dense tensor": (2, ("--parallel.tensor", "2")),
+    "dense pipeline": (2, ("--parallel.pipeline", "2", "--pipeline.schedule", "ZBV")),
+    "dense fsdp2 x tensor": (4, ("--parallel.shard", "2", "--parallel.tensor", "2")),
+    "tied alone": (1, ()),
+    "tied fsdp2": (2, ("--parallel.shard", "2")),
+    "experts alone": (1, ()),
+    "experts ddp": (2, ()),
+    "experts fsdp2": (2, ("--parallel.shard", "2")),
+    "experts expert": (2, ("--parallel.expert", "2")),
+    "experts tensor": (2, ("--parallel.tensor", "2")),
+    "experts expert x fsdp2": (4, ("--parallel.expert", "2", "--parallel.shard", "2")),
+}
+SAME_STEPS = ("--steps", "2", "--data.batch", "2", "--data.global_batch", "8", "--schedule.kind", "constant")
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each kind of model, a folder with its checkpoint of step 2 and, beside it, `exported` in three files."""
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, float]]:
+    """For each kind of model, a folder with its weights after two steps, in several files, and its first loss."""
     root = tmp_path_factory.mktemp("trained")
-    for kind, arguments in KINDS.items():
-        curves(1, root / kind, *arguments, "--steps", "2", "--checkpoint.every", "2")
-        checkpoint = root / kind / "checkpoints" / "step-00000002"
-        export.export(checkpoint, root / kind / "exported", shard_bytes=1_600_000)
-        assert len(list((root / kind / "exported").glob("model-*-of-*.safetensors"))) > 1
-    return {kind: root / kind for kind in KINDS}
+    saves = (*SAME_STEPS, "--checkpoint.every", "2")
+    trained = Curves(root, {kind: (1, (*arguments, *saves)) for kind, arguments in KINDS.items()})
+    found = {}
+    for number, kind in enumerate(KINDS):
+        (curve,) = trained(kind)
+        (checkpoint,) = root.glob(f"*/{number}/checkpoints/step-00000002")
+        export.export(checkpoint, root / kind, shard_bytes=1_600_000)
+        assert len(list((root / kind).glob("model-*-of-*.safetensors"))) > 1
+        found[kind] = root / kind, curve["global_loss"][0]
+    return found
 
 
-def first_loss(
-    folder: Path, world: int, *arguments: str, batch: int = 4, steps: int = 2
-) -> list[dict[str, Any]]:
-    return curves(
-        *(world, folder, *arguments, "--steps", str(steps), "--data.batch", str(batch)),
-        *("--data.global_batch", "8", "--schedule.kind", "constant"),
-    )
+@pytest.fixture(scope="module")
+def loaded(exported: dict[str, tuple[Path, float]], tmp_path_factory: pytest.TempPathFactory) -> Curves:
+    """Two steps from those weights in every layout."""
+    layouts = {}
+    for name, (world, arguments) in LAYOUTS.items():
+        kind = name.split()[0]
+        init = ("--checkpoint.init", str(exported[kind][0]))
+        layouts[name] = world, (*KINDS[kind], *SAME_STEPS, *init, *arguments)
+    return Curves(tmp_path_factory.mktemp("loaded"), layouts)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_they_load_into_every_layout(
+    name: str, loaded: Curves, exported: dict[str, tuple[Path, float]]
+) -> None:
+    kind = name.split()[0]
+    folder, first_loss = exported[kind]
+    (alone,) = loaded(f"{kind} alone")
+    assert alone["note"].startswith(f"weights from {folder}")
+    assert alone["global_loss"][0] < first_loss - 1e-2  # they have learnt something
+    for rank in loaded(name):
+        assert_same_curve(rank, alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_weights_come_back_bitwise(kind: str, trained: dict[str, Path], tmp_path: Path) -> None:
-    source = trained[kind] / "exported"
-    arguments = (*KINDS[kind], "--checkpoint.init", str(source), "--steps", "1")
-    frozen = ("--optimizer.learning_rate", "0", "--checkpoint.every", "1")
-    (result,) = curves(1, tmp_path / "run", *arguments, *frozen)
-    assert result["note"].startswith(f"weights from {source}")
+def test_the_same_weights_and_losses_come_back_bitwise(
+    kind: str, exported: dict[str, tuple[Path, float]], tmp_path: Path
+) -> None:
+    source = exported[kind][0]
+    kept = ("--optimizer.learning_rate", "0", "--checkpoint.every", "1", "--steps", "1")
+    (first,) = curves(1, tmp_path / "run", *KINDS[kind], *kept, "--checkpoint.init", str(source))
     again = export.export(tmp_path / "run/checkpoints/step-00000001", tmp_path / "again")
     assert again.name == "model.safetensors"
     before = {name: t for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
     after = load_file(again)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    (second,) = curves(
+        1, tmp_path / "next", *KINDS[kind], *kept, "--checkpoint.init", str(tmp_path / "again")
+    )
+    assert second["global_loss"] == first["global_loss"]
 
 
-LAYOUTS = {
-    "dense": {
-        "ddp": (2, ("--parallel.zero1",)),
-        "fsdp2": (2, ("--parallel.shard", "2")),
-        "offload": (2, ("--parallel.shard", "2", "--parallel.offload")),
-        "tensor": (2, ("--parallel.tensor", "2")),
-        "pipeline": (2, ("--parallel.pipeline", "2", "--pipeline.schedule", "ZBV")),
-        "fsdp2-x-tensor": (4, ("--parallel.shard", "2", "--parallel.tensor", "2")),
-    },
-    "tied": {"fsdp2": (2, ("--parallel.shard", "2"))},
-    "experts": {
-        "ddp": (2, ()),
-        "fsdp2": (2, ("--parallel.shard", "2")),
-        "expert": (2, ("--parallel.expert", "2")),
-        "expert-x-fsdp2": (4, ("--parallel.expert", "2", "--parallel.shard", "2")),
-    },
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_they_load_into_every_layout(kind: str, trained: dict[str, Path], tmp_path: Path) -> None:
-    init = (*KINDS[kind], "--checkpoint.init", str(trained[kind] / "exported"))
-    (alone,) = first_loss(tmp_path / "alone", 1, *init, batch=2)
-    fresh = curves(1, tmp_path / "fresh", *KINDS[kind], "--steps", "1", "--data.batch", "8")
-    assert abs(alone["global_loss"][0] - fresh[0]["global_loss"][0]) > 1e-2  # the weights did something
-    for name, (world, layout) in LAYOUTS[kind].items():
-        found = first_loss(tmp_path / name, world, *init, *layout, batch=2)
-        for rank in found:
-            assert_same_curve(rank, alone)
-
-
-def test_a_checkpoint_of_the_run_wins_over_the_weights(trained: dict[str, Path], tmp_path: Path) -> None:
-    arguments = (*DENSE, "--checkpoint.init", str(trained["dense"] / "exported"), "--resume", "auto")
+def test_a_checkpoint_of_the_run_wins_over_the_weights(
+    exported: dict[str, tuple[Path, float]], tmp_path: Path
+) -> None:
+    arguments = (*DENSE, "--checkpoint.init", str(exported["dense"][0]), "--resume", "auto")
     (first,) = curves(1, tmp_path / "run", *arguments, "--steps", "2", "--checkpoint.every", "2")
     assert "starting from the beginning; weights from" in first["note"]
     (second,) = curves(1, tmp_path / "run", *arguments, "--steps", "4")
