@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import atexit
 import io
+import tempfile
+from pathlib import Path
 from random import Random
 from typing import Any
 
+from dtobs.monitor.access import Access
 from dtobs.monitor.http import MonitorServer, Pages, _Handler
+from dtobs.recording.token import write_token
 from tests.fuzz.mutate import mutate_bytes
 
+TOKEN = "0123456789abcdef" * 4
 SEEDS = [
     b"GET /metrics HTTP/1.1\r\nHost: localhost:9400\r\n\r\n",
     b"GET /api/view?x=1 HTTP/1.0\r\nHost: 127.0.0.1\r\nAccept: */*\r\n\r\n",
     b"GET /healthz HTTP/1.1\r\nHost: [::1]:80\r\nAuthorization: Bearer abc\r\n\r\n",
     b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\nabc",
     b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+    b"POST /api/node HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\n\r\n"
+    b'{"a": []}' % TOKEN.encode(),
+    b"POST /api/capture HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\nContent-Length: 2\r\n\r\n{}",
 ]
 _FAILED: list[str] = []
 
 
-_PAGES = Pages(lambda: b"up 1\n", lambda: {"x": 1}, lambda: {"ok": True}, _FAILED.append)
-_SERVER = MonitorServer("127.0.0.1", 0, _PAGES)
+_PAGES = Pages(
+    lambda: b"up 1\n",
+    lambda: {"x": 1},
+    lambda: {"ok": True},
+    _FAILED.append,
+    node=lambda question, address: b"node knows",
+    capture=lambda question: b'{"captured": 1}',
+)
+_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-http-"))
+write_token(_FOLDER / "token", TOKEN)
+_SERVER = MonitorServer("127.0.0.1", 0, _PAGES, Access(_FOLDER / "token", loopback=True))
 atexit.register(_SERVER.close)
 
 
@@ -45,7 +62,7 @@ class _Socket:
 
 
 def check(data: bytes) -> bool:
-    """No exception, an answer that is one of ours, pages only for names of this host. Returns whether it answered."""
+    """No exception, pages only for names of this host and what it asks a token for with it. Whether it answered."""
     connection = _Socket(data)
     _Handler(connection, ("127.0.0.1", 1), _SERVER._server)
     assert not _FAILED, _FAILED
@@ -53,6 +70,8 @@ def check(data: bytes) -> bool:
     assert len(answer) < 10_000
     if b"up 1\n" in answer or b'{"x":1}' in answer:
         assert b"host:" in data.lower()
+    if b"node knows" in answer or b"captured" in answer:
+        assert TOKEN.encode() in data
     return bool(answer)
 
 
