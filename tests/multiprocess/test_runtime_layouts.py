@@ -40,7 +40,8 @@ ALL: dict[str, Layout] = {
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Curves:
     """The curves of the layouts that the tests selected for this session ask for."""
-    cases = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    here = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params for item in here if hasattr(item, "callspec")]
     wanted = {*REFERENCES, *(case["layout"] for case in cases if "layout" in case)}
     arguments = {
         name: (layout.world, ("--steps", "20", *layout.arguments))
