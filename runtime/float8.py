@@ -1,9 +1,10 @@
 """FP8: the linear layers' products in 8 bits, through torchao's float8 with dynamic scaling.
 
 Inputs and weights go to E4M3 and gradients to E5M2, each scaled so that its largest value just fits: by tensor, or by
-row. Parameters stay FP32 and are converted anew each time. Embedding, head, norms, router and experts stay as they
-are, and so do layers whose sides are not multiples of 16, which the hardware's products ask for. Where the device has
-no FP8 products (a CPU, a GPU before compute capability 8.9) they are emulated: the same numbers, slower.
+row (then gradients go to E4M3 too, and scales are powers of two). Parameters stay FP32 and are converted anew each
+time. Embedding, head, norms, router and experts stay as they are, and so do layers whose sides on a rank are not
+multiples of 16, which the hardware's products ask for. Where the device has no FP8 products (a CPU, a GPU before
+compute capability 8.9) they are emulated: the same numbers, slower.
 """
 
 from __future__ import annotations
