@@ -10,14 +10,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtobs.errors import DtobsError
-from dtobs.recording import attempts
-from dtobs.recording.attempts import Clock
-from dtobs.recording.view import boot_id
+from dtobs.session.restart import describe_setback
 from dtobs.session.session import LiveSession, Session
 
 if TYPE_CHECKING:
@@ -72,21 +68,10 @@ def observe(session: Session, phases: Phases) -> Callable[[], None]:
 
 
 def setback(session: Session, step: int) -> str:
-    """What it costs to go on after `step`, by what earlier attempts recorded in this run; "" where none did."""
+    """A line about what it costs to go on after `step`; "" in a first attempt, or where nothing was recorded."""
     if not isinstance(session, LiveSession) or not session.active or not session.attempt:
         return ""
-    now_ns = time.monotonic_ns()
-    clock = Clock(boot_id(), time.time_ns() - now_ns)
-    try:
-        cost = attempts.setback(
-            attempts.earlier_attempts(session.run_dir, session.attempt, clock), step, now_ns
-        )
-    except (DtobsError, OSError):  # an unreadable recording costs a line on the console, not the training
-        return ""
-    if cost is None:
-        return ""
-    again = f"{cost.steps} step{'' if cost.steps == 1 else 's'} to do again"
-    return f"restart {session.attempt}: {again}, {cost.seconds:.1f} s since the last step ended"
+    return describe_setback(session.run_dir, session.attempt, step)
 
 
 def _nothing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +17,14 @@ from dtobs.probes import backward as backward_module
 from dtobs.probes.c10d_ops import canonical_name, discover
 from dtobs.probes.call_site import CallSites
 from dtobs.probes.patches import Patches
+from dtobs.recording.fake import FakeRun
 from dtobs.recording.meta import MetaWriter, read_meta
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import load_run
 from dtobs.session import Session, identity
 from dtobs.session.identity import Identity, agree
+from dtobs.session.restart import describe_setback
 from dtobs.session.run_info import git_revision, hide_arguments, without_secrets
 from tests.unit.session.conftest import make_model, train
 
@@ -220,3 +224,15 @@ def test_ranks_under_agents_that_count_restarts_differently_find_each_other(
     monkeypatch.setattr(identity, "_agreed", {})
     monkeypatch.setattr(identity, "AGREE_SECONDS", 1.0)
     assert agree(tmp_path, "run", late) == (tmp_path, 0)
+
+
+def test_a_restart_says_what_it_has_cost(tmp_path: Path):
+    assert describe_setback(tmp_path, 1, 3) == ""
+    run = FakeRun(tmp_path, world=1, start_ns=time.monotonic_ns() - 60_000_000_000)
+    run.steps(11)  # 0 to 10, the last one ended 58.9 seconds ago
+    assert re.fullmatch(
+        r"restart 1: 3 steps to do again, [\d.]+ s since the last step ended",
+        describe_setback(tmp_path, 1, 7),
+    )
+    assert "1 step to do again" in describe_setback(tmp_path, 1, 9)
+    assert "0 steps to do again" in describe_setback(tmp_path, 1, 10)
