@@ -17,8 +17,8 @@ from dtobs.preflight.model import Link, Wrong
 
 Key = TypeVar("Key")
 
-FACTOR = 3.0
-"""A rate that many times below its peers' median is a fault; a busy machine alone stays within two."""
+FACTOR = 4.0
+"""A rate that many times below its peers' median is a fault; an ordinarily busy machine stays within two."""
 LATENCY_FACTOR = 5.0
 LATENCY_SECONDS = 2e-3
 """Latency must also be above its peers' by this much: microseconds on one host vary more than five-fold."""

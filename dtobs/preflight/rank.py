@@ -23,7 +23,7 @@ from dtobs.preflight.meeting import GONE, Meeting
 from dtobs.preflight.model import Hello, Link, Reached, Wrong
 
 BEAT_SECONDS = 0.5
-_MORE_LOOKS = 3
+_MORE_LOOKS = 5
 
 
 @dataclass(frozen=True)

