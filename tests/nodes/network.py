@@ -117,10 +117,6 @@ class Network:
         said = json.loads(self._in(self._switch, "tc", "-json", "-s", "qdisc", "show", "dev", f"p{number}"))
         return sum(int(queue.get("drops", 0)) for queue in said if queue.get("root"))
 
-    def inside(self, number: int, *command: str | Path) -> str:
-        """The output of a command on that machine's network."""
-        return self._in(self._space(number), *map(str, command))
-
     def close(self) -> None:
         """Take it all down."""
         for number in range(self.count):
