@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import shutil
 import tempfile
 from pathlib import Path
 from random import Random
@@ -40,6 +41,7 @@ _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-http-"))
 write_token(_FOLDER / "token", TOKEN)
 _SERVER = MonitorServer("127.0.0.1", 0, _PAGES, Access(_FOLDER / "token", loopback=True))
 atexit.register(_SERVER.close)
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 
 class _Socket:

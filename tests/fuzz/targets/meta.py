@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.fuzz.mutate import jsonl_mutator
 _FOLDER = Path(
     tempfile.mkdtemp(prefix="fuzz-meta-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 )
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 _PATH = _FOLDER / "x.jsonl"
 _META = (
     {"t": "process", "pid": 7, "host": "a", "boot_id": "x"},

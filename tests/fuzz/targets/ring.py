@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from random import Random
@@ -19,6 +21,7 @@ from tests.fuzz.mutate import json_mutator, mutate_bytes
 _FOLDER = Path(
     tempfile.mkdtemp(prefix="fuzz-ring-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 )
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 _PATH = _FOLDER / "x.ring"
 
 
