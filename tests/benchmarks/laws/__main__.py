@@ -47,8 +47,9 @@ def bubble_rows(
     """Idle shares of pipelines."""
     yield "schedule", "ranks p", "micro-batches m", "measured", "replayed", "(p−1)/(m+p−1)"
     for schedule, world in cases:
-        count, *shares = bubble.measure(Path(tempfile.mkdtemp()) / "run", schedule, world)
-        yield schedule, f"{world}", f"{count}", *(f"{share:.3f}" for share in shares)
+        found = bubble.calmest(Path(tempfile.mkdtemp()) / "run", schedule, world)
+        shares = (found.measured, found.replayed or 0.0, found.ideal or 0.0)
+        yield schedule, f"{world}", f"{found.plan.micro_batches}", *(f"{share:.3f}" for share in shares)
 
 
 def traffic_rows(ranks: Sequence[int] = (2, 4)) -> Iterable[Sequence[str]]:
