@@ -39,6 +39,8 @@ ENTRY_DTYPE = np.dtype(
 
 MAX_ENTRIES = 2_000_000
 MAX_TENSORS = 65_536
+MAX_SEQ = 1 << 40
+MAX_NS = 1 << 61
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
 # Frames that every call passes through on its way into PyTorch.
 _NOT_THE_USER = ("/torch/", "/typing_extensions.py", "/contextlib.py", "<string>")
@@ -121,6 +123,7 @@ def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
         table["record"] = np.array(columns["record_id"], np.int64)
         table["seq"] = np.array(columns["collective_seq_id"], np.int64)
         table["created_ns"] = np.array(columns["time_created_ns"], np.int64)
+        _check_range(table)
         table["group"], table["signature"] = group_index, signature_index
         table["state"] = _states(columns)
         _apply_names(table, parsed, name_index, np.array(columns["is_p2p"], bool))
@@ -142,6 +145,13 @@ def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
         untracked=_untracked(dump, entries, labels, parsed),
         backends=sorted({p.backend for p in parsed}),
     )
+
+
+def _check_range(table: npt.NDArray[np.void]) -> None:
+    """Numbers that can be added and multiplied by the ranks of any job within 64 bits. Raises DumpError."""
+    for name, least, most in (("record", 0, MAX_NS), ("seq", 0, MAX_SEQ), ("created_ns", -MAX_NS, MAX_NS)):
+        if (table[name] < least).any() or (table[name] > most).any():
+            raise DumpError(f"a {name} in it is out of range ({table[name].min()} to {table[name].max()})")
 
 
 def _fields(entries: list[Any]) -> dict[str, Sequence[Any]]:
