@@ -50,9 +50,15 @@ class Manifest:
 
 def seal(path: Path) -> FileSeal:
     """Force a file to disk; its length and checksum."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         os.fsync(file.fileno())
+    return measure(path)
+
+
+def measure(path: Path) -> FileSeal:
+    """Length and checksum of a file."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
         return FileSeal(file.tell(), digest.hexdigest())
@@ -104,7 +110,7 @@ def verify(folder: Path) -> Manifest:
             length = path.stat().st_size
             if length != expected.bytes:
                 raise CheckpointError(f"{path} has {length} bytes, its manifest says {expected.bytes}")
-            found = seal(path)
+            found = measure(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if found != expected:
