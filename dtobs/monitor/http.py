@@ -42,7 +42,7 @@ class Pages:
 def parse_address(text: str) -> tuple[str, int]:
     """ "127.0.0.1:9400", "[::1]:0", ":9400" (loopback). Raises UsageError."""
     host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
+    if not colon or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"{text!r} is not HOST:PORT")
     return host.strip("[]") or "127.0.0.1", int(port)
 
@@ -182,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _question(self) -> dict[str, Any]:
         """What was sent, a JSON object. Raises UsageError."""
         length = self.headers.get("Content-Length") or ""
-        if not length.isdigit() or int(length) > _MAX_QUESTION_BYTES:
+        if not length.isdecimal() or int(length) > _MAX_QUESTION_BYTES:
             raise UsageError("a question says how long it is, and is short")
         try:
             said = json.loads(self.rfile.read(int(length)))
