@@ -3,6 +3,9 @@
     python -m tests.benchmarks.flight_recorder --ranks 64 256 1024
     python -m tests.benchmarks.flight_recorder --ranks 16384 --entries 500 --no-peer
 
+Measured on 2 busy cores: 16,384 ranks at 500 entries, 3.3 GB of dumps, take 114 CPU seconds (93 of them in the two
+children that read) and 1.03 GB; the dumps are never in memory together, their columns are.
+
 Each tool runs in a process of its own, its children counted with it. In the job one rank does not join. Its groups are
 the world, data and tensor parallel; with --pipeline also pipeline parallel, where the peer stops early ("too many
 mismatches", at plain sends and receives), so that its cost says nothing.
