@@ -75,6 +75,14 @@ CASES = {
     "hsdp": Case(4, ("--parallel.shard", "2"), 2),
     "shard-tensor": Case(4, ("--parallel.shard", "2", "--parallel.tensor", "2"), 2),
     "pipeline-shard": Case(4, (*PIPELINE, "--parallel.shard", "2", "--pipeline.schedule", "ZBV"), 1),
+    "ddp-accumulate": Case(2, ("--accumulate", "4"), 2),
+    "ddp-bf16": Case(2, ("--precision", "bf16"), 2),
+    "ddp-fp16": Case(2, ("--precision", "fp16"), 2),
+    "ddp-fp8": Case(2, ("--precision", "fp8"), 2),
+    "ddp-recompute": Case(2, ("--memory.recompute", "full"), 2),
+    "fsdp2-recompute": Case(2, ("--parallel.shard", "2", "--memory.recompute", "selective"), 1),
+    "fsdp2-fp16": Case(2, ("--parallel.shard", "2", "--precision", "fp16"), 1),
+    "expert": Case(2, ("--preset", "debug-moe", "--parallel.expert", "2"), 1),
 }
 QUICK = ("ddp", "fsdp2-zero3", "tensor-sequence", "context", "pipeline-1f1b", "pipeline-zbv")
 
@@ -113,10 +121,15 @@ def assert_numbers(view: RunView, case: Case) -> None:
     parts = sum(records[f"{part}_ns"] for part in STEP_PARTS)
     np.testing.assert_array_equal(parts, records["end_ns"] - records["begin_ns"])
     assert (records["forward_ns"] > 0).all() and (records["backward_ns"] > 0).all()
-    assert np.isfinite(window.field("reduced_norm")).all()
-    assert (window.field("nonfinite") <= 0).all()
     local = window.field("local_norm")
-    assert np.isfinite(local).all()
+    # Under FP16 a step whose gradients overflowed is skipped, and the scale halved: that is how it is meant to work.
+    overflowed = (window.field("nonfinite") > 0).any(axis=0)
+    assert overflowed.sum() <= (4 if "fp16" in case.arguments else 0)
+    assert np.isfinite(window.field("reduced_norm")[:, ~overflowed]).all()
+    assert np.isfinite(window.field("sample_norm")[:, ~overflowed]).all()
+    # The model with experts is large enough to be read whole on some steps only.
+    whole = np.isfinite(local[:, ~overflowed])
+    assert whole.any(axis=1).all() if "debug-moe" in case.arguments else whole.all()
     if case.world == 2 and "--parallel.pipeline" in case.arguments:
         # Nobody else has gradients of these parameters: together the ranks' own are the model's.
         whole = np.sqrt((local**2).sum(axis=0))
