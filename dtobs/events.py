@@ -193,8 +193,8 @@ NONFINITE_MARK = identify("nonfinite gradient")
 """`op` of the MARK that says when a gradient was found not to be finite; `seq` is its row in the parameter table."""
 
 UNUSED_MARK = identify("unused parameters")
-"""`op` of the MARK that says that a synchronised backward under DDP left parameters without a gradient; `seq` is the row
-of the first in the parameter table, `value` how many."""
+"""`op` of the MARK that says that a synchronised backward under DDP left parameters without a gradient; `seq` is the
+row of the first in the parameter table, `value` how many."""
 
 
 def group_id(name: str, ranks: tuple[int, ...]) -> int:

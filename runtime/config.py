@@ -62,7 +62,6 @@ class RunConfig(Section):
         0.0, "peak of one device for MFU; 0: known devices only", unit="FLOP/s", least=0
     )
 
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.on_hang not in ("", "report", "abort") and not self.on_hang.startswith("command:"):

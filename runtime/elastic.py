@@ -100,7 +100,7 @@ def batch_note(asked: Config, settled: Config, layout: Layout) -> str:
 def warnings(environment: Mapping[str, str], config: Config) -> list[str]:
     """What would go wrong in a restart by torchrun, one line each; nothing where it does not restart."""
     limit = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
-    if not limit.isdigit() or int(limit) == 0:
+    if not limit.isdecimal() or int(limit) == 0:
         return []
     found = []
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,9 +27,11 @@ def main(
     """Train what `fields`, those of the family's job, describe. Raises what the fault raises.
 
     `environment` are the variables of a torchrun worker; ranks meet through a file in `folder`. A rank that is done
-    stays until `stay` closes, so that no peer sees a connection close only because it was slower. `memory_group` is
-    the control group to live in.
+    stays until `stay` closes, so that no peer sees a connection close only because it was slower; one that hangs ends
+    then too, where it still can, whatever became of the drill. `memory_group` is the control group to live in.
     """
+    leaving = threading.Thread(target=_leave_with, args=(stay,), name="drill-end", daemon=True)
+    leaving.start()
     os.environ.update(environment)
     if memory_group is not None:
         (memory_group / "cgroup.procs").write_text(str(os.getpid()))
@@ -48,6 +51,10 @@ def main(
         meet()
         silent.train(silent.SilentJob(**fields))
     (folder / f"done-{rank}").touch()
+    leaving.join()
+
+
+def _leave_with(stay: Connection) -> None:
     stay.poll(None)
     # Gloo's threads outlive destroy_process_group() for a moment and would abort an ordinary exit.
     os._exit(0)

@@ -34,7 +34,7 @@ def addresses(run: RunDirectory) -> dict[int, str]:
     return {
         int(node): str(entry["address"])
         for node, entry in read_json(run.monitor_json).items()
-        if node.isdigit() and isinstance(entry, dict) and entry.get("address")
+        if node.isdecimal() and isinstance(entry, dict) and entry.get("address")
     }
 
 

@@ -18,7 +18,6 @@ from dtobs.events import RankState
 from dtobs.monitor import rank_stacks, worker_server
 from dtobs.recording.capture import Capture, Gil, RankCapture
 from dtobs.recording.kernel_log import XID_NOTE, read_xids
-from dtobs.recording.kernel_log import XID_NOTE, read_xids
 from dtobs.recording.process import ProcessState, read_process
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.stacks import parse_stacks
@@ -30,7 +29,6 @@ GIL_SECONDS = 1.5
 STACK_SECONDS = 2.0
 FLIGHT_RECORDER_SECONDS = 3.0
 _MAX_THREADS = 64
-_TICKS = os.sysconf("SC_CLK_TCK")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _FRESH_NS = 60_000_000_000
 
@@ -89,21 +87,9 @@ def capture_ranks(
         wait_for([f for asked in looks.values() for f in asked.values()], deadline - time.monotonic())
         ranks = {t.rank: _collect(t, states[t.rank], looks[t.rank]) for t in targets}
         ranks = _with_device_errors(ranks, targets)
-        ranks = _with_device_errors(ranks, targets)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return Capture(taken_ns, taken_utc, reason, ranks)
-
-
-def _with_device_errors(ranks: dict[int, RankCapture], targets: list[_Target]) -> dict[int, RankCapture]:
-    """Add what the kernel logged of the devices that the ranks' processes use, where its log may be read."""
-    began = {t.rank: t.ticks / _TICKS for t in targets}
-    errors = read_xids()
-    return {
-        rank: replace(seen, notes=(*seen.notes, *(f"{XID_NOTE}{xid}" for xid in mine)))
-        for rank, seen in ranks.items()
-        for mine in [[x for x in errors if x.pid == seen.process.pid and x.seconds >= began[rank]]]
-    }
 
 
 def _with_device_errors(ranks: dict[int, RankCapture], targets: list[_Target]) -> dict[int, RankCapture]:

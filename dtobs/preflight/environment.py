@@ -85,7 +85,7 @@ def _threads(s: Setting) -> str:
         return ""
     if not value:
         return f"OMP_NUM_THREADS is not set: {s.facts.local_world} ranks take all {s.facts.cores} cores each"
-    threads = int(value) if value.isdigit() else 0
+    threads = int(value) if value.isdecimal() else 0
     if threads < 1:
         return f"OMP_NUM_THREADS={value} is no number of threads"
     asked = threads * s.facts.local_world

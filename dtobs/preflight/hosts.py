@@ -38,7 +38,7 @@ def _choices(piece: str) -> list[str]:
     found: list[str] = []
     for item in piece[1:-1].split(","):
         low, dash, high = item.partition("-")
-        if dash and low.isdigit() and high.isdigit():
+        if dash and low.isdecimal() and high.isdecimal():
             if int(high) - int(low) > _MOST:
                 raise UsageError(f"{piece} is no list of hosts")
             found += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]

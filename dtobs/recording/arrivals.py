@@ -72,7 +72,7 @@ def write_arrival(run: RunDirectory, arrival: Arrival) -> None:
 
 def read_arrivals(root: Path) -> dict[int, Arrival]:
     """The ranks of the newest attempt by number; {} where none was recorded. Damaged files are left out."""
-    attempts = sorted(int(p.name) for p in _listed(_folder(root)) if p.name.isdigit())
+    attempts = sorted(int(p.name) for p in _listed(_folder(root)) if p.name.isdecimal())
     if not attempts:
         return {}
     found = {}

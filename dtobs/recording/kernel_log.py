@@ -50,11 +50,11 @@ def parse_xids(records: Iterable[str]) -> list[Xid]:
         if match is None:
             continue
         fields = head.split(",")
-        micros = int(fields[2]) if text and len(fields) > 2 and fields[2].isdigit() else 0
+        micros = int(fields[2]) if text and len(fields) > 2 and fields[2].isdecimal() else 0
         pid = match["pid"] or ""
         said = match["text"].splitlines()[0].strip() if match["text"] else ""
         found.append(
-            Xid(match["device"], int(match["number"]), int(pid) if pid.isdigit() else 0, said, micros / 1e6)
+            Xid(match["device"], int(match["number"]), int(pid) if pid.isdecimal() else 0, said, micros / 1e6)
         )
     return found
 

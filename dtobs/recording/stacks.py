@@ -68,7 +68,7 @@ def parse_stacks(text: str) -> list[ThreadStack]:
             name, frames = line.strip().rstrip(":"), []
         elif found := _FAULTHANDLER.match(line) or _PYSPY.match(line):
             number = found["line"] or "0"
-            frames.append(Frame(found["file"], int(number) if number.isdigit() else 0, found["function"]))
+            frames.append(Frame(found["file"], int(number) if number.isdecimal() else 0, found["function"]))
     if frames:
         threads.append(ThreadStack(name, tuple(frames)))
     return threads

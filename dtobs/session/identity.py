@@ -58,7 +58,7 @@ class Identity:
 
 def _number(values: Mapping[str, str], name: str, default: int) -> int:
     text = values.get(name, "")
-    return int(text) if text.isdigit() else default
+    return int(text) if text.isdecimal() else default
 
 
 def _from_group() -> tuple[int, int] | None:
@@ -130,7 +130,7 @@ def told_by_first(who: Identity, topic: str, make: Callable[[], Any]) -> Any:
 def _free_attempt(run: RunDirectory) -> int:
     """The first that no rank has recorded here. Not rank 0 alone: before a restart it may have been on another disk."""
     names = (path.stem for rank in run.ranks() for path in run.rank(rank).glob("meta-*.jsonl"))
-    numbers = [text for name in names if (text := name.partition("-")[2]).isdigit()]
+    numbers = [text for name in names if (text := name.partition("-")[2]).isdecimal()]
     return max(map(int, numbers), default=-1) + 1
 
 
@@ -177,7 +177,7 @@ def _store() -> Any:
         get = getattr(distributed_c10d, "_get_default_store", None)
         return get() if get is not None else None
     values = os.environ
-    if values.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and values.get("MASTER_PORT", "").isdigit():
+    if values.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and values.get("MASTER_PORT", "").isdecimal():
         return TCPStore(
             values.get("MASTER_ADDR", "127.0.0.1"),
             int(values["MASTER_PORT"]),

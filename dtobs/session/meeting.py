@@ -22,8 +22,8 @@ def started() -> None:
     values = os.environ
     if (
         values.get(_SEEN)
-        or not values.get("RANK", "").isdigit()
-        or not values.get("WORLD_SIZE", "").isdigit()
+        or not values.get("RANK", "").isdecimal()
+        or not values.get("WORLD_SIZE", "").isdecimal()
     ):
         return
     if int(values["WORLD_SIZE"]) > 1:
@@ -48,7 +48,7 @@ def _write(rank: int, world: int) -> Arrival:
     timeout = os.environ.get("DTOBS_HANG_TIMEOUT")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     arrival = arrive(
-        rank, world, int(attempt) if attempt.isdigit() else 0, float(timeout) if timeout else 0.0
+        rank, world, int(attempt) if attempt.isdecimal() else 0, float(timeout) if timeout else 0.0
     )
     run = _run()
     if not run.run_json.exists():
@@ -69,4 +69,4 @@ def _number(kwargs: Mapping[str, Any], name: str) -> int:
     if isinstance(given, int) and given >= 0:
         return given
     text = os.environ.get(name.upper(), "")
-    return int(text) if text.isdigit() else -1
+    return int(text) if text.isdecimal() else -1

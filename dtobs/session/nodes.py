@@ -44,10 +44,10 @@ def nodes_of(who: Identity, environment: Mapping[str, str] = os.environ) -> int:
     """How many nodes the job runs on, as its launcher says; 1 when it does not."""
     for name in ("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
         text = environment.get(name, "")
-        if text.isdigit() and int(text) > 0:
+        if text.isdecimal() and int(text) > 0:
             return int(text)
     here = environment.get("LOCAL_WORLD_SIZE", "")
-    return -(-who.world_size // int(here)) if here.isdigit() and int(here) > 0 else 1
+    return -(-who.world_size // int(here)) if here.isdecimal() and int(here) > 0 else 1
 
 
 def bind_address(asked: str, environment: Mapping[str, str] = os.environ) -> str:

@@ -70,6 +70,6 @@ def _said(text: str, ending: Ending) -> Unused:
     """From DDP's message alone: numbers of parameters, or their names under TORCH_DISTRIBUTED_DEBUG."""
     said = _INDICES.search(text)
     entries = [entry.strip() for entry in re.split(r"[ ,]+", said.group(1)) if entry.strip()] if said else []
-    names = [entry for entry in entries if not entry.isdigit()]
+    names = [entry for entry in entries if not entry.isdecimal()]
     step = int((ending.exception or {}).get("step") or 0)
     return Unused(ending.rank, names[0] if names else "", len(entries), max(0, step - 1), ending)
