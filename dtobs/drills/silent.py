@@ -62,7 +62,7 @@ class SilentJob:
     at_step: int = 12
     steps: int = 30
     accumulate: int = 1
-    seconds: float = 0.05  #: how much a slow rank or a slow loader takes longer
+    seconds: float = 0.15  #: how much a slow rank or a slow loader takes longer
     monitor: bool = False
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,19 @@ from dtobs.drills.job import Job, meet_and_train, train
 def run_job(rank: int, world_size: int, job: Job) -> int:
     """Train with a fault; the number of steps this rank did."""
     return train(job)
+
+
+def run_job_and_suspend_rank_2(rank: int, world_size: int, job: Job) -> int:
+    """The same; rank 2 suspends itself as soon as the fault has struck, before it can hear of it."""
+    if rank == 2:
+        threading.Thread(target=_suspend_after, args=(job.mark,), daemon=True).start()
+    return train(job)
+
+
+def _suspend_after(mark: Path) -> None:
+    while not mark.exists():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def meet_and_run_job(rank: int, world_size: int, job: Job) -> int:

@@ -18,7 +18,7 @@ from dtobs.monitor.capture import capture_ranks
 from dtobs.recording.journal import Entry, read_journal
 from dtobs.recording.process import read_process
 from dtobs.recording.rundir import RunDirectory
-from tests.faults.programs import meet_and_run_job, run_job
+from tests.faults.programs import meet_and_run_job, run_job, run_job_and_suspend_rank_2
 from tests.harness import RankGroup, start_ranks
 
 DEADLINE_SECONDS = 120.0
@@ -120,10 +120,9 @@ def test_two_faults_at_once_are_both_named(tmp_path: Path):
 
 def test_an_exception_beside_a_suspended_rank_is_still_the_verdict(tmp_path: Path):
     job = Job(tmp_path / "run", "exception", mark=tmp_path / "struck", hang_timeout=30.0)
-    with start_ranks(run_job, 3, job) as group:
-        wait_for_file(tmp_path / "struck")
-        group.kill(2, signal.SIGSTOP)
+    with start_ranks(run_job_and_suspend_rank_2, 3, job) as group:
         entries = wait_for_finding(job.run_dir, group)
+        assert read_process(group.pids[2]).stopped
         diagnosis = diagnose(gather(job.run_dir))
     assert [e.finding.code for e in entries] == ["uncaught-exception"]
     assert of_family(diagnosis) == [("uncaught-exception", (1,))]

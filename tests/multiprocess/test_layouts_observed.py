@@ -84,11 +84,11 @@ CASES = {
     "fsdp2-fp16": Case(2, ("--parallel.shard", "2", "--precision", "fp16"), 1),
     "expert": Case(2, ("--preset", "debug-moe", "--parallel.expert", "2"), 1),
 }
-QUICK = ("ddp", "fsdp2-zero3", "tensor-sequence", "context", "pipeline-1f1b", "pipeline-zbv")
+ALWAYS = ("ddp", "ddp-fp16", "fsdp2-zero3", "tensor-sequence", "context", "pipeline-zbv", "hsdp", "expert")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.exhaustive) for n in CASES]
 )
 def test_a_healthy_run_is_observed_whole(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -70,7 +70,7 @@ def test_a_rank_that_contributes_wrong_values_below_torchrun(tmp_path: Path):
 
 
 def test_a_rank_that_stops_in_the_middle():
-    with preflight("--silence", "8") as command:
+    with preflight("--silence", "8", "--join-timeout", "15") as command:
         rank = until(lambda: child(command, rank=1))
         os.kill(rank, signal.SIGSTOP)
         assert command.wait() == 4
