@@ -7,6 +7,7 @@
 # Variables, on the command line or in the environment:
 #   NPROC=2        ranks of `make train`
 #   ARGS=          flags of runtime.train, e.g. make train ARGS="--steps 50 --preset debug"
+#   JOBS=2         test files of `make test` at a time
 #   PYTEST_ARGS=   flags of pytest, e.g. make test PYTEST_ARGS="tests/unit -k ring"
 #   PYTHON=        the interpreter .venv is made from; default: the first Python ≥ 3.11 found
 #   OMP_NUM_THREADS=1   threads a rank
@@ -14,6 +15,7 @@
 NPROC ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 ifndef PYTHON
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
   "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v "$$p"; break; }; done)
@@ -33,7 +35,7 @@ train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m runtime.train $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 check: lint
 	$(BIN)/python -m pytest -q -m "not slow" tests/unit

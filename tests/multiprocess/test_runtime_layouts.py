@@ -35,6 +35,22 @@ ALL: dict[str, Layout] = {
     **HALF,
     **EIGHTH,
 }
+ALWAYS = {
+    *(
+        "accumulate",
+        "ddp",
+        "zero1",
+        "fsdp2-zero3",
+        "fsdp2-zero3-accumulate",
+        "tensor-sequence-loss",
+        "context",
+    ),
+    *("pipeline-1f1b", "pipeline-interleaved", "pipeline-zbv", "pipeline-dualpipev", "tied-tensor"),
+    *("hsdp", "shard-tensor", "context-shard", "pipeline-shard-tensor"),
+    *("moe-context", "moe-expert-accumulate", "moe-expert-tensor"),
+    *("bf16-fsdp2", "fp16-pipeline", "fp8-one", "fp8-tensor"),
+}
+assert set(ALL) >= ALWAYS
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +89,7 @@ def agrees(trained: Curves, layout: str) -> list[dict[str, Any]]:
 
 def marked(names: Iterable[str]) -> list[Any]:
     return [
-        pytest.param(name, marks=pytest.mark.slow if ALL[name].world == 8 else (), id=name) for name in names
+        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive, id=name) for name in names
     ]
 
 

@@ -67,7 +67,10 @@ class Network:
     def launch(
         self, number: int, command: Sequence[str | Path], env: Mapping[str, str], timeout: float = 180.0
     ) -> Launched:
-        """Run a command as the first process of a machine: when it is killed, everything there is."""
+        """Run a command on a machine, which is off when all that ran there has ended.
+
+        When its first process, a shell, is killed, everything there is.
+        """
         words = [
             "ip",
             "netns",
@@ -79,8 +82,10 @@ class Network:
             "--kill-child",
             "--uts",
         ]
-        set_up = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
-        inside = ["sh", "-c", set_up, f"host{number}", str(self._hosts), *map(str, command)]
+        set_up = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && "$@"; code=$?'
+        # A machine goes on when its torchrun has ended, and so does the monitor there. The shell reaps while it sleeps.
+        last = "while set -- /proc/[0-9]*; [ $# -gt 1 ]; do sleep 0.1; done; exit $code"
+        inside = ["sh", "-c", f"{set_up}; {last}", f"host{number}", str(self._hosts), *map(str, command)]
         return launch([*words, "--mount-proc", "--", *inside], env=env, timeout=timeout)
 
     def power_off(self, machine: Launched) -> None:
