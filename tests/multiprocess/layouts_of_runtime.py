@@ -83,8 +83,9 @@ DENSE = {
     "pipeline-dualpipev": Layout(2, _schedule("DualPipeV")),
     "pipeline-zbv-recompute-full": Layout(2, _schedule("ZBV", "--memory.recompute", "full")),
     "pipeline-5-layers": Layout(2, _schedule("1F1B", "--model.layers", "5"), like="5-layers"),
+    # Its gradient norm has a peak of five times the usual; there rounding shows in the third digit.
     "pipeline-7-layers-interleaved": Layout(
-        2, _schedule("Interleaved1F1B", "--model.layers", "7"), like="7-layers"
+        2, _schedule("Interleaved1F1B", "--model.layers", "7"), like="7-layers", norm=1e-2
     ),
     "tied-fsdp2": Layout(2, (*TWO, *TIED, *SHARD), like="tied"),
     "tied-tensor": Layout(2, (*EIGHT, *TIED, *TENSOR), like="tied"),
