@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 import dtobs
 from tests.harness import Launched, launch, wait_until_gone
 from tests.harness.launch import REPOSITORY
+from tests.harness.terminal import readable
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 LOOP = """
@@ -157,7 +157,7 @@ def test_the_screen_ends_with_the_command(tmp_path: Path):
     os.close(terminal)
     seen, deadline = b"", time.monotonic() + 100
     while time.monotonic() < deadline:
-        if select.select([master], [], [], 0.1)[0]:
+        if readable(master, 0.1):
             try:
                 seen += os.read(master, 65536)
             except OSError:  # every process that had the terminal has ended

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import struct
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 
 from dtobs.events import RankState
 from dtobs.recording.fake import FakeRun
+from tests.harness.terminal import readable
 
 SCREEN_ON, SCREEN_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
 DEADLINE_SECONDS = 60.0
@@ -49,7 +49,7 @@ class Viewer:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not done():
             assert time.monotonic() < deadline, self.seen[-3000:]
-            if select.select([self.master], [], [], 0.05)[0]:
+            if readable(self.master, 0.05):
                 self.seen += os.read(self.master, 65536)
 
     def expect(self, text: bytes) -> None:
@@ -62,7 +62,7 @@ class Viewer:
     def ended(self) -> int:
         """The exit code, once it has ended and the terminal is as it was."""
         self.read_until(lambda: self.process.poll() is not None)
-        while select.select([self.master], [], [], 0.2)[0]:
+        while readable(self.master, 0.2):
             self.seen += os.read(self.master, 65536)
         assert SCREEN_OFF in self.seen, "the alternate screen is left"
         assert self.seen.rindex(SCREEN_OFF) > self.seen.rindex(SCREEN_ON)
