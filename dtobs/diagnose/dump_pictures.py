@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from dtobs.diagnose.pictures import (
+    MAX_TABLES,
+    STRIP_COLUMNS,
     CallState,
     CallTable,
     Cell,
@@ -15,6 +17,7 @@ from dtobs.diagnose.pictures import (
     RankWait,
     Strip,
     call_table,
+    rows_around,
     sample,
     wait_picture,
 )
@@ -25,9 +28,6 @@ from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier
 from dtobs.flight_recorder.model import Group
 from dtobs.flight_recorder.wording import Words
 
-MAX_TABLES = 6
-ROWS = 8
-COLUMNS = 160
 _CALLS_SHOWN = 48
 """Calls of a rank that the strip spans."""
 
@@ -110,9 +110,9 @@ def _strip(matched: Matched) -> Strip | None:
     kinds = [*kinds[:7], "waits"] if len(kinds) > 7 else [*kinds, "waits"]
     number = {kind: index for index, kind in enumerate(kinds)}
     of_group = np.array([number.get(_kind(group), len(kinds) - 2) for group in dumps.groups], np.uint8)
-    at = end_ns - length + (np.arange(COLUMNS) * length) // COLUMNS
+    at = end_ns - length + (np.arange(STRIP_COLUMNS) * length) // STRIP_COLUMNS
     waiting = _waiting_since(matched)
-    cells = np.zeros((len(dumps.ranks), COLUMNS), np.uint8)
+    cells = np.zeros((len(dumps.ranks), STRIP_COLUMNS), np.uint8)
     for row, (low, high) in enumerate(bounds):
         cells[row] = sample(created[low:high], of_group[entries["group"][low:high]], at)
         if row in waiting:
@@ -167,8 +167,7 @@ def _table(matched: Matched, state: Frontier, about: int | None) -> CallTable:
     low, high = np.searchsorted(aligned.group, [state.group, state.group + 1])
     seqs = np.unique(aligned.seq[low:high])
     middle = about if about is not None else state.seq if state.waits else int(seqs[-1])
-    first = max(0, min(int(np.searchsorted(seqs, middle)) - ROWS // 2, len(seqs) - ROWS))
-    shown = seqs[first : first + ROWS]
+    shown = rows_around(seqs, middle)
     inside = slice(
         *(low + np.searchsorted(aligned.seq[low:high], [shown[0], shown[-1] + 1]))
         if len(shown)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 MAX_NODES = 12
 MAX_COLUMNS = 12
+MAX_TABLES = 6
+"""Groups of which the last calls are shown."""
+TABLE_ROWS = 8
+STRIP_COLUMNS = 160
 
 CallState = Literal["completed", "issued", "waiting", "missing", "gone"]
 
@@ -165,3 +169,9 @@ def sample(
     """u8[columns]: the value that holds at each instant, when `values[i]` holds from `times_ns[i]` on; 0 before."""
     place = np.searchsorted(times_ns, at_ns, side="right")
     return np.append(np.uint8(0), values)[place].astype(np.uint8)
+
+
+def rows_around(seqs: npt.NDArray[Any], middle: int) -> npt.NDArray[Any]:
+    """At most `TABLE_ROWS` of the ascending sequence numbers `seqs`, with `middle` among them where it is one."""
+    first = max(0, min(int(np.searchsorted(seqs, middle)) - TABLE_ROWS // 2, len(seqs) - TABLE_ROWS))
+    return seqs[first : first + TABLE_ROWS]

@@ -12,6 +12,8 @@ from dtobs.detectors.hangs.situation import Situation, interpret
 from dtobs.detectors.hangs.stall import last_movement_ns
 from dtobs.diagnose.model import RankStatus
 from dtobs.diagnose.pictures import (
+    MAX_TABLES,
+    STRIP_COLUMNS,
     CallState,
     CallTable,
     Cell,
@@ -19,6 +21,7 @@ from dtobs.diagnose.pictures import (
     RankWait,
     Strip,
     call_table,
+    rows_around,
     sample,
     wait_picture,
 )
@@ -26,9 +29,6 @@ from dtobs.events import FIRST_CUSTOM_PHASE, Kind, Phase
 from dtobs.findings import Finding
 from dtobs.recording.view import RunView
 
-MAX_TABLES = 6
-ROWS = 8
-COLUMNS = 160
 _STEPS_SHOWN = 6
 _MAX_SECONDS = 60.0
 _MIN_SECONDS = 0.1
@@ -97,8 +97,10 @@ def _strip(view: RunView) -> Strip | None:
     before = min(max(_STEPS_SHOWN * usual, _MIN_SECONDS), _MAX_SECONDS)
     quiet = min(max(0.0, (view.now_ns - moved) / 1e9), before * _QUIET_SHARE)
     begin_ns, seconds = moved - round(before * 1e9), before + quiet
-    at = begin_ns + np.round((np.arange(COLUMNS) + 0.5) * seconds * 1e9 / COLUMNS).astype(np.int64)
-    cells = np.zeros((len(view.ranks), COLUMNS), np.uint8)
+    at = begin_ns + np.round((np.arange(STRIP_COLUMNS) + 0.5) * seconds * 1e9 / STRIP_COLUMNS).astype(
+        np.int64
+    )
+    cells = np.zeros((len(view.ranks), STRIP_COLUMNS), np.uint8)
     for row, rank in enumerate(view.ranks):
         cells[row] = _rank_cells(view, rank, at)
     return Strip("the phase each rank is in", seconds, tuple(view.ranks), _KINDS, cells)
@@ -142,8 +144,7 @@ def _table(situation: Situation, group: int, about: int | None) -> CallTable:
     seqs = np.unique(rows["seq"])
     first_open = min((at.seq for at in situation.blocked.values() if at.group == group), default=0)
     middle = about or first_open or (int(seqs[-1]) if len(seqs) else 0)
-    begin = max(0, min(int(np.searchsorted(seqs, middle)) - ROWS // 2, len(seqs) - ROWS))
-    shown = tuple(int(seq) for seq in seqs[begin : begin + ROWS])
+    shown = tuple(int(seq) for seq in rows_around(seqs, middle))
     cells = _cells(situation, rows[np.isin(rows["seq"], shown)])
     unknown = situation.view.out_of_reach  # what they called later is not on record here
     columns = {

@@ -25,6 +25,15 @@ FaultName = Literal[
     "p2p-unmatched",
     "dumps-missing",
 ]
+IN_ANY_GROUP: tuple[FaultName, ...] = (
+    "rank-not-joined",
+    "device-stopped",
+    "network-stalled",
+    "shape-mismatch",
+    "dtype-mismatch",
+    "collective-mismatch",
+    "call-site-mismatch",
+)
 State = Literal["scheduled", "started", "completed"]
 
 

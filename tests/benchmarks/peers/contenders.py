@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from runtime.train import watch
 from tests.benchmarks.peers.samples import loader
 
 
-class Contender:
+class Contender(ABC):
     """A training that goes on from turn to turn."""
 
     def __init__(self, config: Config, tokens: TokenFiles) -> None:
@@ -35,18 +36,18 @@ class Contender:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.make(tokens)
 
+    @abstractmethod
     def make(self, tokens: TokenFiles) -> None:
         """Build model, optimizer and loader."""
-        raise NotImplementedError
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Whatever belongs to a turn but is not timed."""
         yield
 
+    @abstractmethod
     def train(self, steps: int) -> None:
         """Train so many steps."""
-        raise NotImplementedError
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters, whole, by their name in the plain model; every rank must call it."""

@@ -9,21 +9,12 @@ import pytest
 from dtobs.findings import Confidence
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
 from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import Fault
+from dtobs.flight_recorder.simulate import IN_ANY_GROUP, Fault
 from dtobs.flight_recorder.synthetic import Job, dumps_of
 
 CUBE = Layout(dp=4, tp=4, pp=4)
-GROUPED = (
-    "rank-not-joined",
-    "device-stopped",
-    "network-stalled",
-    "shape-mismatch",
-    "dtype-mismatch",
-    "collective-mismatch",
-    "call-site-mismatch",
-)
 FAULTS = [
-    *(Fault(name, 21, axis) for name in GROUPED for axis in ("world", "tp", "dp")),
+    *(Fault(name, 21, axis) for name in IN_ANY_GROUP for axis in ("world", "tp", "dp")),
     *(Fault("dumps-missing", 21, axis) for axis in ("world", "tp", "dp")),
     Fault("group-deadlock", 21),
     Fault("p2p-unmatched", 21),
@@ -53,7 +44,7 @@ def test_fault_has_one_verdict(fault: Fault):
 
 @pytest.mark.parametrize(
     "fault",
-    [replace(f, rank=341) for f in FAULTS if f.axis == "dp" or not f.name.startswith(GROUPED)],
+    [replace(f, rank=341) for f in FAULTS if f.axis == "dp" or not f.name.startswith(IN_ANY_GROUP)],
     ids=lambda f: f.name,
 )
 def test_fault_among_a_thousand_ranks(fault: Fault):

@@ -12,22 +12,13 @@ from hypothesis import strategies as st
 from dtobs.findings import Confidence
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
 from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import Fault
+from dtobs.flight_recorder.simulate import IN_ANY_GROUP, Fault
 from dtobs.flight_recorder.synthetic import Job, dumps_of
 
 LAYOUT = Layout(dp=2, tp=2, pp=2)
-GROUPED = (
-    "rank-not-joined",
-    "device-stopped",
-    "network-stalled",
-    "shape-mismatch",
-    "dtype-mismatch",
-    "collective-mismatch",
-    "call-site-mismatch",
-)
 FAULTS: list[Fault | None] = [
     None,
-    *(Fault(name, 1, axis) for name in GROUPED for axis in ("world", "tp", "dp")),
+    *(Fault(name, 1, axis) for name in IN_ANY_GROUP for axis in ("world", "tp", "dp")),
     Fault("group-deadlock", 1),
     Fault("p2p-unmatched", 1),
 ]
