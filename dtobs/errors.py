@@ -54,3 +54,9 @@ class DependencyMissing(DtobsError):
 
 class ServiceError(DtobsError):
     """A server that we talk to did not answer as it should."""
+
+
+def brief(error: BaseException) -> str:
+    """The type and the words of `error` on one line of at most 200 characters: they may quote what a stranger sent."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}"[:200]

@@ -67,7 +67,7 @@ def _merge_views(views: list[RunView]) -> RunView:
     seen = {rank: view.process(rank) for rank, view in best.items()}
     processes: dict[int, ProcessState] = {r: p for r, p in seen.items() if p is not None}
     damaged = list(dict.fromkeys(line for view in views for line in view.damaged))
-    merged = RunView(Path(views[0].root), info, pages, now_ns, processes, damaged=damaged)
+    merged = RunView(Path(views[0].root), info, pages, now_ns, processes, damaged=damaged, told=True)
     for rank, view in best.items():
         merged._meta[rank] = view.meta(rank)
         merged._steps[rank] = shift(view.rank_steps(rank), now_ns - view.now_ns)

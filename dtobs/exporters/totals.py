@@ -22,7 +22,8 @@ from dtobs.recording.attempts import (
     last_end_ns,
     reached,
 )
-from dtobs.recording.view import RunView, boot_id
+from dtobs.recording.process import boot_id
+from dtobs.recording.view import RunView
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper bounds of the histogram of step durations, in seconds."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from dtobs.errors import DtobsError, UsageError
+from dtobs.errors import DtobsError, UsageError, brief
 from dtobs.findings import Finding
 from dtobs.monitor.peer import Peer
 from dtobs.monitor.peer_client import ask
@@ -128,7 +128,7 @@ class Cluster:
         for peer in sorted(led, key=lambda p: -p.heard_s):
             try:
                 return [_on_our_clock(Finding.from_json(f), peer) for f in peer.head["findings"]]
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 continue
         return []
 
@@ -164,8 +164,8 @@ class Cluster:
             have = {int(rank): Have.from_json(had) for rank, had in question["have"].items()}
             asker, exits, detail = int(question["from"]), int(question["exits"]), question["detail"] is True
             address = str(question["address"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"this is no question of a dtobs monitor: {error!r}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise UsageError(f"this is no question of a dtobs monitor: {brief(error)}") from error
         self._met(asker, address, client)
         processes = self._local.processes()
         head = {

@@ -10,7 +10,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from typing import Any, get_args
 
-from dtobs.errors import ServiceError
+from dtobs.errors import ServiceError, brief
 from dtobs.monitor.capture import DEADLINE_SECONDS, capture_ranks
 from dtobs.monitor.cluster import Cluster
 from dtobs.monitor.peer_client import Unanswered
@@ -84,8 +84,8 @@ def decode_ranks(body: bytes) -> dict[int, RankCapture]:
     """Read them back. Raises ServiceError."""
     try:
         return {int(rank): _rank(int(rank), seen) for rank, seen in json.loads(body)["ranks"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ServiceError(f"that monitor's capture is damaged: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ServiceError(f"that monitor's capture is damaged: {brief(error)}") from error
 
 
 def _rank(rank: int, seen: dict[str, Any]) -> RankCapture:

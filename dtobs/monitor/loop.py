@@ -29,9 +29,9 @@ from dtobs.monitor.watchdog import Watchdog
 from dtobs.recording.excused import read_excused, write_excused
 from dtobs.recording.meta import read_meta
 from dtobs.recording.policy import Policy
-from dtobs.recording.process import ProcessState
+from dtobs.recording.process import ProcessState, boot_id
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.view import RunView, boot_id, load_run
+from dtobs.recording.view import RunView, load_run
 
 log = logging.getLogger("dtobs.monitor")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dtobs.errors import ServiceError, TargetError
+from dtobs.errors import ServiceError, TargetError, brief
 from dtobs.events import RankState
 from dtobs.monitor.peer_client import Unanswered, ask
 from dtobs.recording.bundle import decode_bundle
@@ -79,6 +79,17 @@ class Peer:
         }
         try:
             body = ask(self.address, "/api/node", said, read_token(self._token_file), ANSWER_SECONDS)
+            self.hear(body, local_ranks, asked_s)
+        except Unanswered as error:
+            self._missed(error.kind, str(error))
+        except ServiceError as error:
+            self._missed("mute", str(error))
+        else:
+            self._detailed_s = asked_s if due else self._detailed_s
+
+    def hear(self, body: bytes, local_ranks: frozenset[int], asked_s: float) -> None:
+        """Take its answer `body` over. Raises ServiceError when it cannot be one, RecordingDisabled as `ask` does."""
+        try:
             head, parts = decode_bundle(body)
             if head.get("node") != self.node:
                 raise ServiceError(f"the monitor at {self.address} is that of another node")
@@ -88,12 +99,10 @@ class Peer:
                     write_contact(self._run, replace(self.contact, mirrored=True))
                 self.mirror.apply(parts, local_ranks, self._skew_ns)
             self._understood(head, asked_s, by_ns)
-        except Unanswered as error:
-            self._missed(error.kind, str(error))
-        except (ServiceError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            self._missed("mute", str(error))
-        else:
-            self._detailed_s = asked_s if due else self._detailed_s
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            raise ServiceError(
+                f"the answer of the monitor at {self.address} is damaged: {brief(error)}"
+            ) from error
 
     def _clocks(self, head: dict[str, Any], asked_s: float) -> int:
         """What to add to a time of that node's clock; 0 where it is ours.

@@ -8,6 +8,7 @@ import time
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from dtobs.errors import brief
 from dtobs.recording.bundle import MAX_BYTES
 
 CONNECT_SECONDS = 2.0
@@ -83,5 +84,5 @@ def _converse(
                 connection.sock.settimeout(left)
     except (OSError, http.client.HTTPException) as error:
         slow = isinstance(error, TimeoutError)
-        raise Unanswered("mute", "it accepts and does not answer" if slow else f"{error!r}") from error
+        raise Unanswered("mute", "it accepts and does not answer" if slow else brief(error)) from error
     return bytes(body)

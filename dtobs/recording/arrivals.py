@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtobs.errors import RecordingDisabled, TargetError
-from dtobs.recording.process import read_process, start_ticks
+from dtobs.recording.process import boot_id, read_process, start_ticks
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
 
 State = Literal["started", "waiting", "met", "failed"]
@@ -57,7 +57,7 @@ def arrive(rank: int, world_size: int, attempt: int, patience: float = 0.0) -> A
         host=socket.gethostname(),
         pid=os.getpid(),
         ticks=start_ticks(os.getpid()),
-        boot_id=_boot_id(),
+        boot_id=boot_id(),
         began=now,
         since=now,
         patience=patience,
@@ -79,7 +79,7 @@ def read_arrivals(root: Path) -> dict[int, Arrival]:
     for path in _listed(_folder(root) / str(attempts[-1])):
         if not re.fullmatch(r"\d{5,9}\.json", path.name):
             continue
-        with contextlib.suppress(TargetError, TypeError, ValueError, KeyError):
+        with contextlib.suppress(TargetError, TypeError, ValueError, KeyError, OverflowError):
             arrival = _decode(read_json(path))
             found[arrival.rank] = arrival
     return found
@@ -87,7 +87,7 @@ def read_arrivals(root: Path) -> dict[int, Arrival]:
 
 def lives(arrival: Arrival) -> bool | None:
     """Whether its process is alive; None when it ran on a host that we cannot look at."""
-    if arrival.boot_id != _boot_id():
+    if arrival.boot_id != boot_id():
         return None
     return read_process(arrival.pid, arrival.ticks).alive
 
@@ -112,7 +112,7 @@ def become(arrival: Arrival, state: State, **changes: Any) -> Arrival:
 
 
 def _decode(value: dict[str, Any]) -> Arrival:
-    """Raises KeyError, TypeError or ValueError when `value` is not one of ours."""
+    """Raises KeyError, TypeError, ValueError or OverflowError when `value` is not one of ours."""
     kinds = {name: type(getattr(_EXAMPLE, name)) for name in Arrival.__dataclass_fields__}
     given = {name: kind(value[name]) for name, kind in kinds.items()}
     if given["state"] not in ("started", "waiting", "met", "failed") or given["rank"] < 0:
@@ -132,10 +132,3 @@ def _listed(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtobs.errors import ServiceError
+from dtobs.errors import ServiceError, brief
 from dtobs.recording.page import MAX_WORLD
 
 MAGIC = b"DTOBSND1"
@@ -75,7 +75,7 @@ def decode_bundle(body: bytes) -> tuple[dict[str, Any], list[Part]]:
             part, at = _part(entry, body, at)
             parts.append(part)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError) as error:
-        raise ServiceError(f"the answer of that monitor is damaged: {error!r}") from error
+        raise ServiceError(f"the answer of that monitor is damaged: {brief(error)}") from error
     if at != len(body):
         raise ServiceError("the answer of that monitor is damaged: there are bytes that it does not name")
     return head, parts

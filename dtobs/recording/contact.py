@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from dtobs.errors import TargetError
+from dtobs.errors import TargetError, brief
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
 
 State = Literal["answers", "ended", "silent", "refused", "mute"]
@@ -72,5 +72,5 @@ def contact_from_json(value: dict[str, Any], node: int) -> Contact:
             bool(value["alone"]),
             bool(value["mirrored"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise TargetError(f"the contact.json of node {node} is damaged: {error!r}. Remove it") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise TargetError(f"the contact.json of node {node} is damaged: {brief(error)}. Remove it") from error

@@ -39,10 +39,10 @@ from dtobs.events import (
 from dtobs.recording.meta import Op, Parameter, Site
 from dtobs.recording.page import PAGE_FLOATS, PAGE_INTS
 from dtobs.recording.pipeline_ring import PipelineWriter
-from dtobs.recording.process import ProcessState
+from dtobs.recording.process import ProcessState, boot_id
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.view import RunView, boot_id, load_run
+from dtobs.recording.view import RunView, load_run
 
 HEALTHY_SECONDS = {"data": 0.001, "forward": 0.040, "backward": 0.050, "exposed": 0.005, "optimizer": 0.004}
 """The parts of a step when nobody says otherwise: 100 ms."""

@@ -181,8 +181,6 @@ def _write_pages(path: Path, pages: npt.NDArray[np.void]) -> None:
     private_folder(path.parent)
     temporary = path.with_name(f".{path.name}.new")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, header + slots.tobytes())
-    finally:
-        os.close(fd)
+    with os.fdopen(fd, "wb") as file:
+        file.write(header + slots.tobytes())
     temporary.replace(path)

@@ -42,5 +42,5 @@ class Plan:
                 int(value["stage_count"]),
                 tuple(int(r) for r in value["ranks"]),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None

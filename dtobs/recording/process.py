@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal as signals
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -126,5 +127,23 @@ def _stat_fields(pid: int, proc: Path) -> list[str] | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+@lru_cache
+def boot_id(proc: Path = Path("/proc")) -> str:
+    """The kernel's identifier of this boot of this host; "" where there is none."""
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@lru_cache
+def pid_namespace(proc: Path = Path("/proc")) -> str:
+    """The kernel's name of the namespace that our process ids are of; "" where there is none."""
+    try:
+        return str((proc / "self/ns/pid").readlink())
     except OSError:
         return ""

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from dtobs.recording.contact import Contact, read_contacts
 from dtobs.recording.excused import Excused, read_excused
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
-from dtobs.recording.process import ProcessState, read_process
+from dtobs.recording.process import ProcessState, boot_id, pid_namespace, read_process
 from dtobs.recording.ring import adapt, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
@@ -85,6 +85,7 @@ class RunView:
     )
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
+    told: bool = False  #: by a monitor, which has the files: what lies at `root` here is not read
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -207,7 +208,7 @@ class RunView:
         self, path: Path, expected: np.dtype[np.void] | None, last: int | None = None
     ) -> npt.NDArray[np.void]:
         empty = np.zeros(0, expected if expected is not None else [("step", "<i8")])
-        if not path.exists():
+        if self.told or not path.exists():
             return empty
         try:
             records = read_ring(path) if last is None else read_tail(path, last)
@@ -276,24 +277,6 @@ def load_run(
     if len(pages) and (view.now_ns < int(view.pages["heartbeat_ns"].max()) or not _same_boot(view)):
         view.now_ns = int(view.pages["heartbeat_ns"].max())
     return view
-
-
-@lru_cache
-def boot_id(proc: Path = Path("/proc")) -> str:
-    """The kernel's identifier of this boot of this host; "" where there is none."""
-    try:
-        return (proc / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-@lru_cache
-def pid_namespace(proc: Path = Path("/proc")) -> str:
-    """The kernel's name of the namespace that our process ids are of; "" where there is none."""
-    try:
-        return str((proc / "self/ns/pid").readlink())
-    except OSError:
-        return ""
 
 
 def ran_here(process: dict[str, Any]) -> bool:

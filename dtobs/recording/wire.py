@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.errors import ServiceError, TargetError
+from dtobs.errors import ServiceError, TargetError, brief
 from dtobs.events import STEP_DTYPE
 from dtobs.findings import Finding
 from dtobs.recording.contact import contact_from_json
@@ -60,6 +60,7 @@ def decode_view(value: dict[str, Any]) -> tuple[RunView, list[Finding]]:
             {int(rank): ProcessState.from_json(state) for rank, state in value["processes"].items()},
             damaged=[str(line) for line in value["damaged"]],
             contacts={int(n): contact_from_json(c, int(n)) for n, c in value.get("contacts", {}).items()},
+            told=True,
         )
         if (
             not plausible(view.pages).all()
@@ -76,7 +77,7 @@ def decode_view(value: dict[str, Any]) -> tuple[RunView, list[Finding]]:
             view._meta[rank] = _meta(value["names"].get(str(rank), {}))
         return view, [Finding.from_json(finding) for finding in value["findings"]]
     except (TargetError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ServiceError(f"the monitor's answer is not a view of a run: {error!r}") from error
+        raise ServiceError(f"the monitor's answer is not a view of a run: {brief(error)}") from error
 
 
 def _columns(records: npt.NDArray[np.void]) -> dict[str, list[Any]]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from dtobs.errors import TargetError
 from dtobs.recording.meta import read_meta
+from dtobs.recording.process import boot_id
 from dtobs.recording.rundir import RunDirectory, new_run_path
-from dtobs.recording.view import boot_id
 
 AGREE_SECONDS = 60.0
 """How long a rank waits for rank 0 to say where the run is recorded."""

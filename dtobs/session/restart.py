@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtobs.errors import DtobsError
 from dtobs.recording.attempts import Clock, earlier_attempts, setback
-from dtobs.recording.view import boot_id
+from dtobs.recording.process import boot_id
 
 
 def describe_setback(run_dir: Path, attempt: int, step: int) -> str:

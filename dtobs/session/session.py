@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from dtobs.events import Kind, RankState
 from dtobs.probes.base import Context, Probe
-from dtobs.recording.process import start_ticks
+from dtobs.recording.process import boot_id, pid_namespace, start_ticks
 from dtobs.recording.recorder import Recorder
-from dtobs.recording.view import boot_id, pid_namespace
 from dtobs.session.identity import Identity, host
 from dtobs.session.monitor_process import MonitorProcess
 from dtobs.session.nodes import arrange

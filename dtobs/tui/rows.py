@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from dtobs.events import Phase, RankState
 from dtobs.recording.meta import Meta
-from dtobs.recording.process import ProcessState
-from dtobs.recording.view import RunView, boot_id
+from dtobs.recording.process import ProcessState, boot_id
+from dtobs.recording.view import RunView
 
 Level = Literal["ok", "wait", "warn", "bad", "done"]
 """How a state is drawn: at work, waiting for others, look here, broken, finished."""

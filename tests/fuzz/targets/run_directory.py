@@ -20,11 +20,15 @@ import numpy as np
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DtobsError
 from dtobs.findings import Finding
+from dtobs.recording.arrivals import Arrival, write_arrival
 from dtobs.recording.capture import Capture, RankCapture
+from dtobs.recording.contact import Contact, write_contact
+from dtobs.recording.excused import Excused, write_excused
 from dtobs.recording.fake import FakeRun
 from dtobs.recording.journal import Entry
 from dtobs.recording.page import HALF_BYTES, HEADER_BYTES, PAGE_DTYPE
-from dtobs.recording.process import ProcessState
+from dtobs.recording.plan import Plan
+from dtobs.recording.process import ProcessState, boot_id
 from dtobs.recording.ring import RingWriter, read_ring
 from dtobs.reports import html, json, text
 from tests.fuzz.expect import one_line
@@ -57,6 +61,13 @@ def _make(root: Path) -> None:
     run.directory.exits(0).write_text(
         json_text(ProcessState(5_000_001, alive=False, exit_code=-9).to_json()) + "\n"
     )
+    run.rank(0).meta("pipeline", **Plan("Schedule1F1B", 4, (0,), 2, (0, 1)).to_json())
+    write_contact(run.directory, Contact(1, "http://127.0.0.1:1", "silent", ranks=(1,), why="no route"))
+    for rank in (0, 1):
+        write_arrival(
+            run.directory, Arrival(rank, 2, state="waiting", pid=5_000_000 + rank, site="train.py:3")
+        )
+    write_excused(run.directory.excused(0), boot_id(), [Excused(START_NS, START_NS + 10**9, 0.5)])
     slow = Entry("found", "2026", 5, 0, Finding("straggler", "rank 1 is slow", (1,), step=3))
     run.directory.findings.write_text(json_text(slow.to_json()) + "\n")
 

@@ -10,8 +10,7 @@ from dtobs.detectors.hangs.stall import last_movement_ns, stall
 from dtobs.monitor.excuses import Excuses, run_delay
 from dtobs.recording.excused import Excused, excused_ns, read_excused, write_excused
 from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
-from dtobs.recording.view import boot_id
+from dtobs.recording.process import ProcessState, boot_id
 
 SECOND = 10**9
 RUNS = {0: ProcessState(1, alive=True, state="S"), 1: ProcessState(2, alive=True, state="S")}

@@ -137,6 +137,15 @@ def test_wrong_addresses(text: str):
 class TestWire:
     """The view as JSON and back."""
 
+    def test_what_lies_here_at_its_place_is_not_read(self, tmp_path: Path):
+        run = FakeRun(tmp_path / "run", world=1)
+        run.rank(0).step().collective("all_reduce", wait=True)
+        far, _ = decode_view(encode_view(run.view()))
+        assert len(run.view().events(0))
+        assert not len(far.events(0))
+        far, _ = decode_view({**encode_view(run.view()), "root": "x" * 5000})
+        assert not len(far.events(0))
+
     def test_round_trip(self, tmp_path: Path):
         run = FakeRun(tmp_path / "run", world=3)
         run.steps(40)

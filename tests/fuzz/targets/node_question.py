@@ -1,0 +1,79 @@
+"""What another monitor asks: ``/api/node`` and the answer to ``/api/capture``, whatever the JSON says.
+
+The first byte of the input chooses: even, a question to this node; odd, the capture that another node sends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from random import Random
+
+from dtobs.errors import ServiceError, UsageError
+from dtobs.monitor.cluster import Cluster, LocalNode
+from dtobs.monitor.cluster_capture import decode_ranks, encode_ranks
+from dtobs.recording.bundle import decode_bundle
+from dtobs.recording.capture import Capture, RankCapture
+from dtobs.recording.fake import FakeRun
+from dtobs.recording.process import ProcessState
+from tests.fuzz.expect import one_line
+from tests.fuzz.mutate import json_mutator
+
+_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-question-"))
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+_RUN = FakeRun(_FOLDER / "run", 2, live=False, ranks_per_node=2, start_ns=10**15)
+_RUN.steps(2)
+_ATTACHED = int(_RUN.view().page(0)["attach_ns"])
+_LOCAL = LocalNode(dict, list, lambda: 0, lambda text: None)
+
+
+def _question(**changes: object) -> bytes:
+    have = {"0": {"attach_ns": _ATTACHED, "meta": 10, "rings": {"events": 1, "steps": 2}}}
+    asked = {"from": 1, "address": "http://127.0.0.1:2", "detail": True, "exits": 0, "have": have}
+    return b"\0" + json.dumps({**asked, **changes}).encode()
+
+
+_CAPTURED = RankCapture(
+    1, ProcessState(5, alive=True, state="S"), "free", "Thread 0x1", {"entries": []}, ("note",)
+)
+SEEDS = [
+    _question(),
+    _question(have={}, detail=False),
+    b"\1" + encode_ranks(Capture(1, "2026", "stall", {1: _CAPTURED})),
+]
+
+
+def check(data: bytes) -> bool:
+    """A bundle that decodes, or ranks; else one UsageError or ServiceError. Returns whether it was understood."""
+    capture = data[:1] > b"" and data[0] % 2
+    try:
+        if capture:
+            assert all(isinstance(rank, int) for rank in decode_ranks(data[1:]))
+        else:
+            return _ask(data[1:])
+    except (UsageError, ServiceError) as error:
+        one_line(error)
+        return False
+    return True
+
+
+def _ask(body: bytes) -> bool:
+    try:
+        question = json.loads(body)
+    except (ValueError, RecursionError):
+        question = None
+    if not isinstance(question, dict):
+        return False  # the server refuses it
+    cluster = Cluster(_RUN.directory, 0, "http://127.0.0.1:1", _LOCAL)
+    head, _ = decode_bundle(cluster.answer(question, "127.0.0.1"))
+    assert head["node"] == 0
+    cluster.close()
+    return True
+
+
+def mutate(data: bytes, random: Random) -> bytes:
+    """As JSON."""
+    return data[:1] + json_mutator(data[1:], random)
