@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.recording.journal import read_journal
 from tests.harness import Launched, launch, torchrun, wait_until_gone
 from tests.harness.launch import REPOSITORY
 
@@ -67,11 +68,14 @@ EXPLANATION = (CRITICAL, "stuck-in-dataloader", [1])
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_hang_is_explained_while_it_hangs_and_afterwards(ending: signal.Signals, tmp_path: Path):
-    """Ended by Ctrl-C, which torchrun passes on, or by a scheduler that kills everything at once."""
+    """Ended by Ctrl-C, which torchrun passes on, or by a scheduler that kills everything at once.
+
+    A diagnosis may see the hang a moment before the monitor, whose word is what outlives everything.
+    """
     run = tmp_path / "run"
     with start("hang_then_diagnose", 2, "--run-dir", run, "--hang-timeout", "3") as job:
         deadline = time.monotonic() + 150
-        while (now := verdict(run)) is None:
+        while (now := verdict(run)) is None or not read_journal(run / "findings.jsonl"):
             assert job.process.poll() is None, job.stderr
             assert time.monotonic() < deadline, f"no verdict\n{job.stdout}\n{job.stderr}"
             time.sleep(0.5)
