@@ -215,9 +215,12 @@ class PipelineConfig(Section):
 
 @dataclass(frozen=True)
 class PrecisionConfig(Section):
-    """Number formats. Master weights, optimizer state and gradient reduction are FP32 always."""
+    """Number formats. Master weights and optimizer state are FP32 always."""
 
     compute: str = option("fp32", "format of matrix products", choices=("fp32", "bf16", "fp16", "fp8"))
+    reduce: str = option(
+        "fp32", "format in which gradients travel when ranks average them", choices=("fp32", "bf16")
+    )
     fp8_recipe: str = option("tensorwise", "scaling of FP8", choices=("tensorwise", "rowwise"))
     fp8_smallest: int = option(16, "fp8: linear layers with a shorter side stay in BF16", least=16)
     loss_scale: float = option(65536.0, "fp16: first loss scale", least=1)

@@ -13,7 +13,7 @@ from dtobs.timeline.clocks import to_common_clock
 from dtobs.timeline.pipeline import PipelineStep, pipelines, read_steps
 from dtobs.timeline.replay import replay
 
-_SPLIT = frozenset({"ScheduleZBVZeroBubble", "ScheduleDualPipeV"})
+_SPLIT = frozenset({"ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"})
 _LOOPED = frozenset({"ScheduleInterleaved1F1B", "ScheduleLoopedBFS"})
 _SINGLE = frozenset({"ScheduleGPipe", "Schedule1F1B"})
 
@@ -36,8 +36,9 @@ class Bubble:
 def ideal(plan: Plan) -> float | None:
     """The schedule's own bound, for stages that take equally long and a backward of any length; None without a formula.
 
-    With p ranks, m micro-batches and v stages a rank: GPipe and 1F1B (p−1)/(m+p−1); interleaved (p−1)/(vm+p−1);
-    ZBV and DualPipeV, as torch runs them, (p−1)/(3vm+p−1), with weight gradients as long as forwards.
+    With p ranks, m micro-batches and v stages a rank: GPipe and 1F1B (p−1)/(m+p−1); interleaved and looped
+    (p−1)/(vm+p−1); those that split the backward, as torch runs them, (p−1)/(3vm+p−1), with weight gradients as long
+    as forwards.
     """
     p, m, v = len(plan.ranks), plan.micro_batches, plan.virtual_stages
     if plan.schedule in _SINGLE:

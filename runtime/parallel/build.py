@@ -134,7 +134,7 @@ def build(
         for stage in _stages(config, layout, mesh)
     ]
     if layout.replicate > 1 and not layout.uses_fsdp:
-        parts = [ddp.apply(part, device) for part in parts]
+        parts = [ddp.apply(part, device, config.precision) for part in parts]
     model = ParallelModel(config, layout, mesh, parts, linear_layers=linear_layers)
     if layout.pipeline > 1:
 

@@ -129,6 +129,7 @@ EXPERTS = {
 
 _BF16 = ("--precision", "bf16")
 _FP16 = ("--precision", "fp16", "--precision.loss_scale", "256")
+_REDUCE = ("--precision.reduce", "bf16")
 _FP8 = ("--precision", "fp8")
 _ROWWISE = ("--precision.fp8_recipe", "rowwise")
 
@@ -139,6 +140,9 @@ HALF = {
         "bf16-fsdp2": (*TWO, *_BF16, *SHARD),
         "bf16-tensor": (*EIGHT, *_BF16, *TENSOR),
         "bf16-context": (*EIGHT, *_BF16, *CONTEXT),
+        "reduce-bf16-ddp": (*TWO, *_REDUCE),
+        "reduce-bf16-fsdp2": (*TWO, *_REDUCE, *SHARD),
+        "bf16-reduce-bf16-fsdp2": (*TWO, *_BF16, *_REDUCE, *SHARD),
         "fp16-ddp": (*TWO, *_FP16),
         "fp16-fsdp2": (*TWO, *_FP16, *SHARD),
         "fp16-tensor": (*EIGHT, *_FP16, *TENSOR),

@@ -16,6 +16,7 @@ import dtobs
 
 WIDTH, MICRO_BATCHES = 4, 4
 ONE_STAGE = ("ScheduleGPipe", "Schedule1F1B")
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 

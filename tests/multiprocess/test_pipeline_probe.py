@@ -8,20 +8,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from dtobs.events import PipelineOp as Op
 from dtobs.recording.view import load_run
 from dtobs.timeline.bubble import ideal, measure, recent_shares
 from dtobs.timeline.pipeline import PipelineStep, pipelines, read_steps
 from tests.harness import run_ranks
-from tests.multiprocess.pipeline_programs import MICRO_BATCHES, ONE_STAGE, V_SHAPED, train
+from tests.multiprocess.pipeline_programs import LOOPED, MICRO_BATCHES, ONE_STAGE, V_SHAPED, train
 
 STEPS, SECONDS = 4, 0.02
-INTERLEAVED = "ScheduleInterleaved1F1B"
+SPLIT = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
 Messages = dict[Op, set[tuple[int, int]]]
 
 
-@pytest.mark.parametrize("schedule", [*ONE_STAGE, INTERLEAVED, *V_SHAPED])
+def test_no_schedule_of_torch_is_left_out() -> None:
+    named = {name for name in torch_schedules.__all__ if name.startswith("Schedule")}
+    assert named == {*ONE_STAGE, *LOOPED, *V_SHAPED}
+
+
+@pytest.mark.parametrize("schedule", [*ONE_STAGE, *LOOPED, *V_SHAPED])
 def test_every_micro_batch_is_recorded(schedule: str, tmp_path: Path) -> None:
     results = run_ranks(train, 2, tmp_path, schedule, SECONDS, STEPS)
     assert all(r.value["restored"] for r in results)
@@ -60,7 +66,7 @@ def assert_computations(step: PipelineStep) -> None:
                 stage == plan.stage_count - 1
             )
     split = any(c.op == Op.BACKWARD_WEIGHT for c in every)
-    assert split == (plan.schedule in V_SHAPED)
+    assert split == (plan.schedule in SPLIT)
     for chunks in step.compute().values():
         # One thread computes: one thing after the other.
         assert all(a.end_ns <= b.begin_ns for a, b in pairwise(chunks))

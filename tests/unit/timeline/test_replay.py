@@ -66,6 +66,8 @@ def plan(schedule: str, ranks: int, virtual: int = 1) -> Plan:
         ("Schedule1F1B", 4, 1, 3 / 11, 1e-9),
         # Backwards are twice as long as forwards: torch's order does not reach the bound exactly.
         ("ScheduleInterleaved1F1B", 4, 2, 3 / 19, 0.02),
+        ("ScheduleLoopedBFS", 4, 2, 3 / 19, 1e-9),
+        ("ScheduleInterleavedZeroBubble", 4, 2, 3 / 51, 1e-9),
         ("ScheduleZBVZeroBubble", 4, 2, 3 / 51, 0.01),
         ("ScheduleDualPipeV", 2, 2, 1 / 49, 0.005),
     ],
@@ -84,7 +86,7 @@ def test_replay_reaches_the_closed_form(
 
 
 def test_a_schedule_without_a_formula_has_no_bound() -> None:
-    assert ideal(plan("ScheduleInterleavedZeroBubble", 4, 2)) is None
+    assert ideal(plan("ScheduleOfSomebody", 4, 2)) is None
 
 
 def test_measured_counts_idle_time_that_the_replay_does_not() -> None:
