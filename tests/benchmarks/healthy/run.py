@@ -25,11 +25,12 @@ LEFTOVER_SECONDS = 30.0
 
 @dataclass
 class Outcome:
-    """What became of one run. `seconds` is the time from its first to its last step."""
+    """What became of one run. `seconds` is the time from its first to its last step, `pace` the median step's."""
 
     layout: str
     steps: int = 0
     seconds: float = 0.0
+    pace: float = 0.0
     findings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     leftovers: int = 0
@@ -80,7 +81,7 @@ def judge(outcome: Outcome, layout: Layout) -> None:
     except (DtobsError, OSError) as error:
         outcome.problems.append(f"{type(error).__name__}: {error}")
         return
-    outcome.steps, outcome.seconds = _length(view)
+    outcome.steps, outcome.seconds, outcome.pace = _length(view)
     outcome.findings = sorted({f"{f.code} {list(f.ranks)}: {f.summary}" for f in (*found, *live)})
     pipeline = "--parallel.pipeline" in layout.flags
     outcome.problems += missing(view, reports_loss=layout.reports_loss, pipeline=pipeline)
@@ -92,15 +93,15 @@ def judge(outcome: Outcome, layout: Layout) -> None:
 
 def steps_for(seconds: float, pilot: Outcome) -> int:
     """How many steps take about `seconds`, by a first short run."""
-    pace = pilot.seconds / max(1, pilot.steps)
-    return max(PILOT_STEPS, round(seconds / max(pace, 1e-4)))
+    return max(PILOT_STEPS, round(seconds / max(pilot.pace, 1e-4)))
 
 
-def _length(view: RunView) -> tuple[int, float]:
+def _length(view: RunView) -> tuple[int, float, float]:
+    """Steps, seconds from the first to the last, seconds of the median one."""
     records = [view.rank_steps(rank) for rank in view.ranks]
     if not records or not all(len(r) for r in records):
-        return 0, 0.0
+        return 0, 0.0, 0.0
     first, last = records[0][0], records[0][-1]
     pace = float(np.median(records[0]["end_ns"] - records[0]["begin_ns"])) / 1e9
     done = int(last["step"] - first["step"]) + 1
-    return done, max(pace * done, float(last["end_ns"] - first["begin_ns"]) / 1e9)
+    return done, max(pace * done, float(last["end_ns"] - first["begin_ns"]) / 1e9), pace
