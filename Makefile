@@ -34,8 +34,9 @@ help:
 train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m runtime.train $(ARGS)
 
+# In the files' own order: those of real ranks take minutes, and the short ones of tests/unit fill what is left.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: lint
 	$(BIN)/python -m pytest -q -m "not slow" tests/unit
