@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 import xxhash
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of everything below. A reader accepts its own and older ones. 2 added the pipeline fields of a step, 3 how
 its numbers fit FP16 and FP8."""
 
@@ -145,7 +145,8 @@ STEP_DTYPE = np.dtype(
         ("end_ns", "<i8"),
         *[(f"{part}_ns", "<i8") for part in STEP_PARTS],
         ("cpu_ns", "<i8"),  # process CPU time spent in the step
-        ("probe_ns", "<i8"),  # of it, spent by dtobs itself
+        ("run_delay_ns", "<i8"),  # the training thread could run and waited for a core; 0 also when not known
+        ("probe_ns", "<i8"),  # of the CPU time, spent by dtobs itself
         ("micro_batches", "<i8"),
         ("tokens", "<f8"),  # this rank, this step; NaN when nobody said
         ("loss", "<f8"),

@@ -26,6 +26,7 @@ from dtobs.events import (
     identify,
 )
 from dtobs.probes.base import Context
+from dtobs.probes.run_delay import RunDelay
 from dtobs.recording.page import INDEX
 
 Record: TypeAlias = npt.NDArray[np.void]
@@ -94,6 +95,7 @@ class Progress:
         self._announced = False  # the page says already that the next wait has begun
         self._finished: Record | None = None  # a step that is over but still takes reports
         self._begin_ns, self._cpu_ns, self._probe_ns, self._collectives0 = 0, 0, 0, 0
+        self._run_delay, self._delay_ns = RunDelay(), 0
         self._bytes0 = 0.0
         self._optimizer_stepped = False
         self.allowances: dict[int, int] = {}
@@ -178,6 +180,8 @@ class Progress:
         """The calling thread is the one that trains, as long as none has trained yet."""
         if not self.in_step and not self._stack and not self._ints[_STEPS_DONE]:
             self.thread = threading.get_ident()
+            self._run_delay.close()
+            self._run_delay = RunDelay()
 
     # waiting for other ranks
 
@@ -264,6 +268,7 @@ class Progress:
         context, ints = self._context, self._ints
         if not self.in_step:
             ints[_STATE] = RankState.RUNNING
+            self._delay_ns = self._run_delay.read_ns()
         self.in_step, self._optimizer_stepped = True, False
         self._parts = [0] * len(STEP_PARTS)
         self._since = self._begin_ns = now
@@ -293,6 +298,8 @@ class Progress:
         for name, value in zip(_PARTS_FIELDS, parts, strict=True):
             record[name] = value
         record["cpu_ns"] = time.process_time_ns() - self._cpu_ns
+        delay = self._run_delay.read_ns()
+        record["run_delay_ns"], self._delay_ns = max(0, delay - self._delay_ns), delay
         record["probe_ns"] = ints[_PROBE_NS] - self._probe_ns
         record["micro_batches"] = self.micro_batches
         record["collectives"] = ints[_COLLECTIVES] - self._collectives0
@@ -323,6 +330,7 @@ class Progress:
             self.finish_step()
         self.flush()
         self.in_step = False
+        self._run_delay.close()
 
     @property
     def reported_record(self) -> Record:

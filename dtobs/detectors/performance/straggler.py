@@ -5,7 +5,8 @@ data-parallel group, step by step, each with the median of the others. A straggl
 slower than `PAIRED` in `SHARE` of at least `LEAST_STEPS` steps, by more than `WASTE` of the step and
 `LEAST_SECONDS`, and the others wait at least half of the difference longer than it does. The smaller the difference
 is, the longer it must last: `SETTLED_SECONDS` at twice the time of its peers, four times as long at 1.25 times. Never
-step times: an all-reduce makes those equal on all ranks.
+step times: an all-reduce makes those equal on all ranks. Where the peers themselves spend more than `OVERLOADED` of
+their busy time waiting for a core, chance decides who gets one, and that time is left out for all ranks.
 
 Why it hurts: every rank of the job runs at the pace of the slowest one.
 
@@ -28,6 +29,7 @@ RATIO, PAIRED, SHARE = 1.25, 1.10, 0.8
 WASTE = 0.10
 SETTLED_SECONDS = 10.0
 """Another process that takes a core for some seconds slows one rank down by about a half: that is no straggler."""
+OVERLOADED = 0.2
 JUDGED_SECONDS, JUDGED_STEPS = 60.0, 64
 """Judged are the newest steps of that time, or that many, whichever are more."""
 LEAST_SECONDS = 0.01
@@ -50,7 +52,10 @@ def straggler(view: RunView) -> list[Finding]:
 
 
 def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | None:
-    own, others = times.busy[member], _median_of_others(times.busy, member)
+    busy = times.busy
+    if np.median(_median_of_others(times.delayed / np.maximum(busy, 1e-9), member)) > OVERLOADED:
+        busy = busy - times.delayed
+    own, others = busy[member], _median_of_others(busy, member)
     excess = own - others
     ratio = own / np.maximum(others, 1e-9)
     waited = _median_of_others(times.parts["exposed"], member) - times.parts["exposed"][member]

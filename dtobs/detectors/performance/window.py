@@ -20,19 +20,21 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class Times:
     """Seconds of each step, float64[ranks, steps]: `wall` without validation and checkpoints, `busy` also without
-    waiting for other ranks, and the `parts`.
+    waiting for other ranks, of it `delayed` without a core to run on, and the `parts`.
     """
 
     steps: npt.NDArray[np.int64]
     wall: Floats
     busy: Floats
+    delayed: Floats
     parts: dict[str, Floats]
     end_ns: npt.NDArray[np.int64]
 
     def of(self, keep: npt.NDArray[np.bool_]) -> Times:
         """Only the steps where `keep`, bool[steps], is true."""
         parts = {part: seconds[:, keep] for part, seconds in self.parts.items()}
-        return Times(self.steps[keep], self.wall[:, keep], self.busy[:, keep], parts, self.end_ns[:, keep])
+        seconds = (self.wall[:, keep], self.busy[:, keep], self.delayed[:, keep])
+        return Times(self.steps[keep], *seconds, parts, self.end_ns[:, keep])
 
 
 def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None:
@@ -50,4 +52,7 @@ def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None
     wall = sum(
         (parts[p] for p in STEP_PARTS if p not in ("validation", "checkpoint")), np.zeros(records.shape)
     )
-    return Times(window.steps[keep], wall, wall - parts["exposed"], parts, records["end_ns"])
+    busy = wall - parts["exposed"]
+    # A rank is also kept from its core when a wait is over, so that the delay may exceed what is left without waits.
+    delayed = np.minimum(records["run_delay_ns"].astype(np.float64) / 1e9, busy)
+    return Times(window.steps[keep], wall, busy, delayed, parts, records["end_ns"])

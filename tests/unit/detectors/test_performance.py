@@ -69,6 +69,33 @@ def test_a_busy_neighbour_for_some_seconds_is_no_straggler(tmp_path: Path):
     assert findings(crowded) == []
 
 
+def overloaded(own: float, own_delay: float, peers_delay: float):
+    """Rank 1 is `own` seconds busy, its peers 0.2, of which they waited so long for a core."""
+
+    def change(number: int, step: int) -> dict[str, float]:
+        if number == 1:
+            return {"forward": own, "exposed": 0.03, "run_delay_ns": own_delay * 1e9}
+        return {"forward": 0.2, "exposed": own - 0.17, "run_delay_ns": peers_delay * 1e9}
+
+    return change
+
+
+def test_who_gets_a_core_on_an_overloaded_machine_is_chance(tmp_path: Path):
+    assert findings(noisy_run(tmp_path, 4, 30, overloaded(0.45, own_delay=0.35, peers_delay=0.1))) == []
+
+
+@pytest.mark.parametrize(
+    ("own_delay", "peers_delay"),
+    [(0.1, 0.1), (0.25, 0.01), (0.0, 0.0)],
+    ids=["more work, too", "only its core is taken", "more work"],
+)
+def test_a_straggler_is_found_among_ranks_that_wait_for_a_core(
+    tmp_path: Path, own_delay: float, peers_delay: float
+):
+    (found,) = findings(noisy_run(tmp_path, 4, 40, overloaded(0.45, own_delay, peers_delay)))
+    assert (found.code, found.ranks) == ("straggler", (1,))
+
+
 def test_a_small_difference_that_stays_is_found(tmp_path: Path):
     (found,) = findings(noisy_run(tmp_path, 2, 250, slowed("forward", 0.08)))
     assert (found.code, found.ranks) == ("straggler", (1,))
