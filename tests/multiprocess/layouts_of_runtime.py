@@ -3,7 +3,7 @@
 All train 20 steps on the same eight samples a step. The tolerances are relative, over all steps and ranks. Two kinds of
 training cannot be held to every step's norm. Experts: once rounding has sent a token to another expert, norms differ in
 the second digit, on one process too; for `STEPS_BEFORE_ROUTES_PART` they are held to `EXACT`. Formats of 16 and 8 bits:
-single steps of so young a model differ by tens of per cent, so the mean over the steps is compared.
+where the norm of so young a model peaks (step 8), it may differ two-fold, so the median difference counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Layout:
     loss: float = EXACT["loss"]
     norm: float = EXACT["norm"]
     routed: bool = False
-    mean_norm: bool = False
+    median_norm: bool = False
 
 
 TWO = ("--data.batch", "4")
@@ -134,7 +134,7 @@ _FP8 = ("--precision", "fp8")
 _ROWWISE = ("--precision.fp8_recipe", "rowwise")
 
 HALF = {
-    name: Layout(2, arguments, loss=5e-3, norm=0.1, mean_norm=True)
+    name: Layout(2, arguments, loss=5e-3, norm=0.02, median_norm=True)
     for name, arguments in {
         "bf16-ddp": (*TWO, *_BF16),
         "bf16-fsdp2": (*TWO, *_BF16, *SHARD),
@@ -151,7 +151,7 @@ HALF = {
 }
 
 EIGHTH = {
-    name: Layout(world, (*arguments, *_FP8), loss=1e-2, norm=0.3, mean_norm=True)
+    name: Layout(world, (*arguments, *_FP8), loss=1e-2, norm=0.05, median_norm=True)
     for name, (world, arguments) in {
         "fp8-one": (1, EIGHT),
         "fp8-ddp-rowwise": (2, (*TWO, *_ROWWISE)),
