@@ -42,8 +42,8 @@ def test_a_recording_without_numbers_says_which(tmp_path: Path) -> None:
 
 
 def test_a_pilot_says_how_many_steps_fill_the_time() -> None:
-    assert steps_for(60.0, Outcome("ddp", steps=40, seconds=10.0)) == 240
-    assert steps_for(1.0, Outcome("ddp", steps=40, seconds=10.0)) == 40
+    assert steps_for(60.0, Outcome("ddp", steps=40, seconds=70.0, pace=0.25)) == 240
+    assert steps_for(1.0, Outcome("ddp", steps=40, seconds=70.0, pace=0.25)) == 40
 
 
 def test_the_table_counts_pilots_only_where_something_was_wrong() -> None:

@@ -30,12 +30,12 @@ class Outcome:
     layout: str
     steps: int = 0
     seconds: float = 0.0
-    pace: float = 0.0
     findings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     leftovers: int = 0
     exit_codes: list[int] = field(default_factory=list)
     run_dir: str = ""
+    pace: float = 0.0
 
     @property
     def clean(self) -> bool:
