@@ -260,7 +260,10 @@ class Cluster:
         """A monitor that asked, or that the lead told of."""
         if node == self.node or not 0 <= node < MAX_NODES or not address.startswith("http://"):
             return
-        address = _reachable(address, client)
+        try:
+            address = _reachable(address, client)
+        except ValueError:  # no address at all: whoever sent it is not asked
+            return
         with self._lock:
             known = self._peers.get(node)
             if known is None and len(self._peers) < MAX_NODES:
@@ -278,7 +281,10 @@ def _on_our_clock(finding: Finding, peer: Peer) -> Finding:
 
 
 def _reachable(address: str, client: str) -> str:
-    """A monitor that listens on all addresses knows only its host's name; whoever it asked saw a better one."""
+    """A monitor that listens on all addresses knows only its host's name; whoever it asked saw a better one.
+
+    Raises ValueError.
+    """
     parts = urlsplit(address)
     try:
         ipaddress.ip_address(parts.hostname or "")
