@@ -28,7 +28,7 @@ from dtobs.recording.bundle import encode_bundle
 from dtobs.recording.contact import Contact, write_contact
 from dtobs.recording.process import ProcessState
 from dtobs.recording.rundir import RunDirectory, read_json
-from dtobs.recording.sharing import Have, collect
+from dtobs.recording.sharing import Have, collect, position
 from dtobs.recording.token import read_token
 
 INTERVAL_SECONDS = 1.0
@@ -162,7 +162,11 @@ class Cluster:
         """This node as another monitor asked for it. Raises UsageError when that is no question."""
         try:
             have = {int(rank): Have.from_json(had) for rank, had in question["have"].items()}
-            asker, exits, detail = int(question["from"]), int(question["exits"]), question["detail"] is True
+            asker, exits, detail = (
+                int(question["from"]),
+                position(question["exits"]),
+                question["detail"] is True,
+            )
             address = str(question["address"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"this is no question of a dtobs monitor: {brief(error)}") from error

@@ -43,9 +43,17 @@ class Have:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Have:
-        """Raises KeyError, TypeError or ValueError."""
-        rings = {str(name): int(stamp) for name, stamp in value["rings"].items()}
-        return cls(int(value["attach_ns"]), int(value["meta"]), rings)
+        """Raises KeyError, TypeError, ValueError or OverflowError."""
+        rings = {str(name): position(stamp) for name, stamp in value["rings"].items()}
+        return cls(int(value["attach_ns"]), position(value["meta"]), rings)
+
+
+def position(value: Any) -> int:
+    """A place in a file or ring, as somebody else names it. Raises TypeError, ValueError or OverflowError."""
+    number = int(value)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"no file has a place {number}")
+    return number
 
 
 def collect(
