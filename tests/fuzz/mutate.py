@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -89,7 +90,7 @@ def _change(value: Any, random: Random) -> Any:
 def _replacement(value: Any, random: Random) -> Any:
     if type(value) is int and random.random() < 0.5:
         return value + random.choice((-1, 1, 2, 1000, -(2**40)))
-    return random.choice(_STRANGE)
+    return deepcopy(random.choice(_STRANGE))  # what is changed further must not change the next input
 
 
 def json_mutator(data: bytes, random: Random) -> bytes:
