@@ -53,20 +53,20 @@ def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, objec
         "dispatcher": [
             n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "BackendSelect")
         ],
-        "threads": threading.active_count(),
     }
 
 
 def test_close_restores_every_hook_exactly(attach: Attach):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = hooks(model, optimizer)
+    before, threads = hooks(model, optimizer), set(threading.enumerate())
     for _ in range(3):
         session = attach(model, optimizer)
         assert hooks(model, optimizer) != before
         train(model, optimizer, 2)
         session.close()
         assert hooks(model, optimizer) == before
+        assert set(threading.enumerate()) <= threads  # those of earlier tests may have ended
     session.close()  # again
     assert hooks(model, optimizer) == before
 
