@@ -94,7 +94,7 @@ def _ending(view: RunView, rank: int) -> Ending:
     process = view.process(rank)
     state = int(page["state"])
     offset = int(page["clock_offset_ns"])
-    gone_ns = offset + (process.ended_ns if process and process.ended_ns else int(page["heartbeat_ns"]))
+    gone_ns = offset + (process.ended_ns if process and process.ended_ns else _last_sign_of_life_ns(view, rank))
     if state == RankState.CLOSED:
         # Whatever happens after close() is not the training's: Gloo aborts about one exit in ten there.
         return Ending(rank, End.CLOSED, offset + int(page["heartbeat_ns"]), None, process)
@@ -114,6 +114,15 @@ def _ending(view: RunView, rank: int) -> Ending:
         return Ending(rank, End.ABORTED, gone_ns, None, process)
     kind = End.TERMINATED if process.exit_code in _TERMINATION else End.DIED
     return Ending(rank, kind, gone_ns, None, process)
+
+
+def _last_sign_of_life_ns(view: RunView, rank: int) -> int:
+    """Monotonic time at which the rank published something or a capture saw its process alive."""
+    published = int(view.page(rank)["heartbeat_ns"])
+    seen = view.capture.ranks.get(rank) if view.capture is not None else None
+    if view.capture is None or seen is None or not seen.process.alive:
+        return published
+    return max(published, view.capture.taken_ns)
 
 
 def _last_exception(view: RunView, rank: int) -> dict[str, Any] | None:

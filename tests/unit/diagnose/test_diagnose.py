@@ -114,6 +114,23 @@ def test_a_capture_is_judged_at_its_moment(hung):
     assert diagnosis.verdict.code == "stuck-in-dataloader"
 
 
+@pytest.mark.parametrize("killed", [(0,), (1,), (0, 1, 2)])
+def test_ranks_that_nobody_saw_end_died_after_the_capture_that_saw_them_alive(hung, killed):
+    """A scheduler killed the hung job, monitor and all; that its processes are gone is not what held it up."""
+    view = hung.view(later=70)
+    known = tuple(replace(entry(f), t_ns=view.now_ns) for f in diagnose(Evidence("x", view)).findings)
+    alive = {r: RankCapture(r, ProcessState(1, alive=True, state="S")) for r in range(3)}
+    view.capture = Capture(view.now_ns, "20261120T120000.000Z", "stalled", alive)
+    view.processes = {
+        r: ProcessState(1, alive=False, state="Z", exit_code=-9)
+        if r in killed
+        else ProcessState(1, alive=False)
+        for r in range(3)
+    }
+    found = {f.code: f.ranks for f in diagnose(Evidence("x", view, known)).findings}
+    assert list(found.items()) == [("stuck-in-dataloader", (1,)), ("rank-dead", killed)]
+
+
 def test_a_capture_away_from_its_run_says_so(tmp_path):
     Capture(1, "x", "stalled").save(tmp_path / "elsewhere" / "a" / "b")
     with pytest.raises(TargetError, match="outside of its run directory"):
