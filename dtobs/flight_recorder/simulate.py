@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from dtobs.flight_recorder.layout import DATA, PIPE, TENSOR, WORLD, Call, Layout, step_of
 
-FaultName = Literal[
+GroupFault = Literal[
     "rank-not-joined",
     "device-stopped",
     "network-stalled",
@@ -21,19 +21,10 @@ FaultName = Literal[
     "dtype-mismatch",
     "collective-mismatch",
     "call-site-mismatch",
-    "group-deadlock",
-    "p2p-unmatched",
-    "dumps-missing",
 ]
-IN_ANY_GROUP: tuple[FaultName, ...] = (
-    "rank-not-joined",
-    "device-stopped",
-    "network-stalled",
-    "shape-mismatch",
-    "dtype-mismatch",
-    "collective-mismatch",
-    "call-site-mismatch",
-)
+"""Faults that may show in a group along any axis."""
+FaultName = Literal[GroupFault, "group-deadlock", "p2p-unmatched", "dumps-missing"]
+IN_ANY_GROUP: tuple[GroupFault, ...] = get_args(GroupFault)
 State = Literal["scheduled", "started", "completed"]
 
 

@@ -30,6 +30,7 @@ WASTE = 0.10
 SETTLED_SECONDS = 10.0
 """Another process that takes a core for some seconds slows one rank down by about a half: that is no straggler."""
 OVERLOADED = 0.2
+"""Beyond this share of the peers' busy time without a core, no rank's own is judged with it."""
 JUDGED_SECONDS, JUDGED_STEPS = 60.0, 64
 """Judged are the newest steps of that time, or that many, whichever are more."""
 LEAST_SECONDS = 0.01

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import atexit
 import io
-import shutil
-import tempfile
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +11,7 @@ from dtobs.monitor.access import Access
 from dtobs.monitor.http import MonitorServer, Pages, _Handler
 from dtobs.recording.token import write_token
 from tests.fuzz.mutate import mutate_bytes
+from tests.fuzz.scratch import scratch
 
 TOKEN = "0123456789abcdef" * 4
 SEEDS = [
@@ -37,11 +35,10 @@ _PAGES = Pages(
     node=lambda question, address: b"node knows",
     capture=lambda question: b'{"captured": 1}',
 )
-_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-http-"))
+_FOLDER = scratch("http")
 write_token(_FOLDER / "token", TOKEN)
 _SERVER = MonitorServer("127.0.0.1", 0, _PAGES, Access(_FOLDER / "token", loopback=True))
 atexit.register(_SERVER.close)
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 
 class _Socket:

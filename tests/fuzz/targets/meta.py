@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
-import shutil
-import tempfile
-from pathlib import Path
 
 from dtobs.recording.journal import open_entries, read_journal
 from dtobs.recording.meta import read_meta
 from dtobs.recording.stacks import main_thread, parse_stacks
 from tests.fuzz.mutate import jsonl_mutator
+from tests.fuzz.scratch import scratch
 
-_FOLDER = Path(
-    tempfile.mkdtemp(prefix="fuzz-meta-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-)
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+_FOLDER = scratch("meta")
 _PATH = _FOLDER / "x.jsonl"
 _META = (
     {"t": "process", "pid": 7, "host": "a", "boot_id": "x"},

@@ -5,13 +5,8 @@ Parts get the checksums that belong to them: what they hold is to be tried, not 
 
 from __future__ import annotations
 
-import atexit
 import json as stdlib_json
-import os
-import shutil
-import tempfile
 import zlib
-from pathlib import Path
 from random import Random
 
 from dtobs.diagnose import diagnose, gather
@@ -24,11 +19,9 @@ from dtobs.recording.sharing import collect
 from dtobs.reports import json, text
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import json_mutator, mutate_bytes
+from tests.fuzz.scratch import scratch
 
-_FOLDER = Path(
-    tempfile.mkdtemp(prefix="fuzz-node-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-)
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+_FOLDER = scratch("node")
 START_NS = 10**15
 _PREFIX = len(MAGIC) + 4
 _MOST_BYTES = 8 << 20
@@ -57,7 +50,7 @@ def _seed(*, detail: bool) -> bytes:
 
 
 def _signed(body: bytes) -> bytes:
-    """`body` with the lengths and checksums that its parts have; as it is where it is no bundle."""
+    """`body` with the checksums that its parts have; as it is where it is no bundle."""
     length = int.from_bytes(body[len(MAGIC) : _PREFIX], "little")
     try:
         said = stdlib_json.loads(body[_PREFIX : _PREFIX + length])
@@ -127,8 +120,10 @@ def mutate(data: bytes, random: Random) -> bytes:
     head, rest = data[_PREFIX:end], data[end:]
     if random.random() < 0.5 or not rest:
         return _framed(json_mutator(head, random), rest)
-    at = 8 * random.randrange(len(rest) // 8 + 1)
-    value = random.choice((0, 1, 2**31, 2**63 - 1, 2**64 - 1, random.getrandbits(64), random.getrandbits(8)))
-    changed = rest[:at] + value.to_bytes(8, "little") + rest[at + 8 :] if random.random() < 0.7 else None
-    same_length = bytearray(mutate_bytes(rest, random)[: len(rest)].ljust(len(rest), b"\0"))
-    return _framed(head, changed[: len(rest)] if changed is not None else bytes(same_length))
+    if random.random() < 0.7:
+        at = 8 * random.randrange(len(rest) // 8 + 1)
+        value = random.choice((0, 1, 2**31, 2**63 - 1, 2**64 - 1, random.getrandbits(64)))
+        changed = rest[:at] + value.to_bytes(8, "little") + rest[at + 8 :]
+    else:
+        changed = mutate_bytes(rest, random)
+    return _framed(head, changed[: len(rest)].ljust(len(rest), b"\0"))

@@ -1,15 +1,11 @@
 """What another monitor asks: ``/api/node`` and the answer to ``/api/capture``, whatever the JSON says.
 
-The first byte of the input chooses: even, a question to this node; odd, the capture that another node sends.
+The first byte of the input chooses: 1, the capture that another node sends; any other, a question to this node.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import shutil
-import tempfile
-from pathlib import Path
 from random import Random
 
 from dtobs.errors import ServiceError, UsageError
@@ -21,9 +17,9 @@ from dtobs.recording.fake import FakeRun
 from dtobs.recording.process import ProcessState
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import json_mutator
+from tests.fuzz.scratch import scratch
 
-_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-question-"))
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+_FOLDER = scratch("question")
 _RUN = FakeRun(_FOLDER / "run", 2, live=False, ranks_per_node=2, start_ns=10**15)
 _RUN.steps(2)
 _ATTACHED = int(_RUN.view().page(0)["attach_ns"])
@@ -48,9 +44,8 @@ SEEDS = [
 
 def check(data: bytes) -> bool:
     """A bundle that decodes, or ranks; else one UsageError or ServiceError. Returns whether it was understood."""
-    capture = data[:1] > b"" and data[0] % 2
     try:
-        if capture:
+        if data[:1] == b"\1":
             assert all(isinstance(rank, int) for rank in decode_ranks(data[1:]))
         else:
             return _ask(data[1:])

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
-import tempfile
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -17,11 +12,9 @@ from dtobs.recording.ring import HEADER_BYTES, RingWriter, adapt, read_ring
 from dtobs.recording.ring_tail import read_tail
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import json_mutator, mutate_bytes
+from tests.fuzz.scratch import scratch
 
-_FOLDER = Path(
-    tempfile.mkdtemp(prefix="fuzz-ring-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-)
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+_FOLDER = scratch("ring")
 _PATH = _FOLDER / "x.ring"
 
 

@@ -6,10 +6,6 @@ a page holds is to be tried, not only whether it is torn.
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
-import tempfile
 import zlib
 from json import dumps as json_text
 from pathlib import Path
@@ -33,11 +29,9 @@ from dtobs.recording.ring import RingWriter, read_ring
 from dtobs.reports import html, json, text
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import json_mutator, jsonl_mutator, mutate_bytes
+from tests.fuzz.scratch import scratch
 
-_FOLDER = Path(
-    tempfile.mkdtemp(prefix="fuzz-run-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-)
-atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+_FOLDER = scratch("run")
 START_NS = 10**15
 _STACK = 'Thread 0x1 (most recent call first):\n  File "/me/train.py", line 33 in batches\n'
 

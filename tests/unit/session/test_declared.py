@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dtobs.events import Phase
+from dtobs.events import Phase, RankState
 from dtobs.recording.view import load_run
 from dtobs.session import Session, session, start
 from tests.unit.session.conftest import make_model
@@ -44,8 +44,10 @@ def test_a_pause_of_a_closed_session_is_nothing(attach: Attach):
     observed = attach(make_model())
     with observed.pause():
         observed.close()
+    closed = page(observed)
+    assert int(closed["state"]) == RankState.CLOSED
     with observed.pause():
-        pass
+        assert page(observed).tobytes() == closed.tobytes()
 
 
 @pytest.mark.parametrize(
