@@ -7,7 +7,7 @@
 # Variables, on the command line or in the environment:
 #   NPROC=2        ranks of `make train`
 #   ARGS=          flags of runtime.train, e.g. make train ARGS="--steps 50 --preset debug"
-#   JOBS=2         test files of `make test` at a time
+#   JOBS=2         test files of `make test` and `make check` at a time
 #   PYTEST_ARGS=   flags of pytest, e.g. make test PYTEST_ARGS="tests/unit -k ring"
 #   PYTHON=        the interpreter .venv is made from; default: the first Python ≥ 3.11 found
 #   OMP_NUM_THREADS=1   threads a rank
@@ -39,7 +39,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: lint
-	$(BIN)/python -m pytest -q -m "not slow" tests/unit
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not exhaustive" tests/unit
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

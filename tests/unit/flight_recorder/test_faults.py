@@ -42,6 +42,7 @@ def test_fault_has_one_verdict(fault: Fault):
     assert findings[0].evidence[0]["entries"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [replace(f, rank=341) for f in FAULTS if f.axis == "dp" or not f.name.startswith(IN_ANY_GROUP)],

@@ -88,6 +88,7 @@ FILES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @given(data=st.data())
 def test_cut_or_changed_anywhere(run: FakeRun, name: str, data: st.DataObject) -> None:

@@ -297,6 +297,7 @@ def run_script(tmp_path: Path, ending: str) -> tuple[subprocess.CompletedProcess
     return done, load_run(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_closes_its_session(tmp_path: Path):
     done, view = run_script(tmp_path, "")
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
@@ -307,6 +308,7 @@ def test_a_script_that_ends_closes_its_session(tmp_path: Path):
     assert not Path(sockets).parent.exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_says_so_twice_itself_and_in_the_recording(tmp_path: Path):
     done, view = run_script(tmp_path, "raise RuntimeError('gone wrong')")
     assert done.returncode == 1
@@ -315,6 +317,7 @@ def test_a_script_that_fails_says_so_twice_itself_and_in_the_recording(tmp_path:
     assert view.page(0)["state"] == dtobs.events.RankState.FAILED
 
 
+@pytest.mark.slow
 def test_a_thread_that_dies_is_written_down_and_the_run_goes_on(tmp_path: Path):
     ending = "t = threading.Thread(target=lambda: 1 / 0, name='prefetch'); t.start(); t.join()"
     done, view = run_script(tmp_path, ending)
@@ -324,6 +327,7 @@ def test_a_thread_that_dies_is_written_down_and_the_run_goes_on(tmp_path: Path):
     assert view.page(0)["state"] == dtobs.events.RankState.CLOSED
 
 
+@pytest.mark.slow
 def test_a_killed_script_is_readable(tmp_path: Path):
     done, view = run_script(tmp_path, f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
     assert done.returncode == -signal.SIGKILL
@@ -345,6 +349,7 @@ for (x,) in loader:
 """
 
 
+@pytest.mark.slow
 def test_forked_children_neither_write_nor_close(tmp_path: Path):
     done, view = run_script(tmp_path, FORK)
     assert (done.returncode, done.stderr) == (0, "")
@@ -363,6 +368,7 @@ assert os.waitpid(pid, 0)[1] == 0
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_may_attach_for_itself(tmp_path: Path):
     done, view = run_script(tmp_path, FORK_AND_ATTACH)
     assert (done.returncode, done.stderr) == (0, "")
