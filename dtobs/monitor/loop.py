@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dtobs.detectors import run_detectors
-from dtobs.detectors.hangs.stall import last_movement_ns
+from dtobs.detectors.hangs.stall import last_movement_ns, stall
 from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
@@ -178,6 +178,9 @@ class Monitor:
         begin = time.process_time()
         try:
             view = self.look()
+            if self.watchdog.stalled is None and self.ranks.any_at_work() and stall(view) is not None:
+                self._watch(view)  # it began before this monitor did, or since the watchdog was asked
+                view = self.look()
         except DtobsError as error:
             self.fail("recording", str(error))
             return
@@ -300,12 +303,18 @@ class Monitor:
                 self.fail("leftovers", f"{server} cannot be removed: {error.strerror}")
 
     def _ask_watchdog(self) -> float:
-        before = self.watchdog.captures
         try:
-            share = self.watchdog.look(self.look())
+            view = self.look()
         except DtobsError as error:
             self.fail("recording", str(error))
             return 0.0
+        return self._watch(view)
+
+    def _watch(self, view: RunView) -> float:
+        """Let the watchdog judge; returns how much of the threshold has passed."""
+        before = self.watchdog.captures
+        try:
+            share = self.watchdog.look(view)
         except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
             self.fail("watchdog", f"the watchdog failed: {type(error).__name__}: {error}")
             return 0.0

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.detectors.hangs.stall import stall
 from dtobs.findings import Finding
 from dtobs.monitor.address import addresses, announce, withdraw
 from dtobs.monitor.lock import NodeLock
 from dtobs.monitor.loop import Monitor, Timing
+from dtobs.recording.capture import Capture
 from dtobs.recording.fake import FakeRun
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.view import RunView
+from dtobs.recording.view import RunView, load_run
 
 DEAD = Finding("rank-dead", "rank 1 is gone", (1,))
 
@@ -45,6 +47,25 @@ def test_findings_reach_the_journal_and_the_exporters(run: FakeRun):
     assert [f.code for f in look.findings] == ["rank-dead"]
     assert look.totals.count == 6
     assert monitor.stats.passes == 1
+
+
+def test_a_stall_that_is_older_than_the_monitor_is_looked_into_before_it_is_judged(run: FakeRun):
+    captured: list[bool] = []
+
+    def detect(view: RunView) -> list[Finding]:
+        captured.append(view.capture is not None)
+        return []
+
+    for rank in run.ranks:
+        rank.page(hang_timeout_ns=1_000_000)
+    while stall(load_run(run.directory.root)) is None:
+        time.sleep(0.01)
+    monitor = Monitor(run.directory, 0, detect=detect)
+    monitor.watchdog.take = lambda view, reason, previous: Capture(
+        view.now_ns, "20261120T120000.000Z", reason
+    )
+    assert monitor.tick() > 0
+    assert (captured, monitor.stats.captures) == ([True], 1)
 
 
 def test_a_detector_that_throws_is_counted_and_said_once(run: FakeRun, caplog: pytest.LogCaptureFixture):
