@@ -1,7 +1,8 @@
 """Collectives whose ranks do not agree on what they are doing: the one comparison behind four codes.
 
-Calls are compared by group and sequence number, and only where every rank concerned still holds the call. The
-majority's version counts as right; where there is none (two ranks), all are named. Legitimate differences: uneven
+Calls are compared by group and sequence number. The majority's version counts as right: more ranks called it than any
+other, whatever those members of the group called whose calls are not known. Where there is none (two ranks), all are
+named; while the run moves, that waits for those that have not issued the call yet. Legitimate differences: uneven
 all-to-all; the number of elements counts, not the shape; uneven gathers and scatters only where the run stopped there,
 since some backends allow them.
 """
@@ -41,8 +42,11 @@ class Mismatch:
     stopped: bool  #: whether a rank got no further than this in the group
 
 
-def mismatches(calls: Calls) -> list[Mismatch]:
-    """The first disagreement of each kind in each group; what follows a wrong order of calls is left out."""
+def mismatches(calls: Calls, *, moving: bool) -> list[Mismatch]:
+    """The first disagreement of each kind in each group; what follows a wrong order of calls is left out.
+
+    `moving`: the run goes on, so that ranks which are behind are still to be heard.
+    """
     found: list[Mismatch] = []
     seen: set[tuple[int, str]] = set()
     for rows in calls.differing():
@@ -50,7 +54,9 @@ def mismatches(calls: Calls) -> list[Mismatch]:
         if (group, "collective-mismatch") in seen:
             continue
         one = _compare(calls, rows)
-        if one is not None and (group, one.code) not in seen:
+        if one is None or (moving and not one.majority and calls.behind(group, one.seq)):
+            continue
+        if (group, one.code) not in seen:
             seen.add((group, one.code))
             found.append(one)
     return found
@@ -67,15 +73,20 @@ def _compare(calls: Calls, rows: npt.NDArray[np.void]) -> Mismatch | None:
             continue
         kinds = {rank: version(op) for rank, op in ops.items()}
         if len(set(kinds.values())) > 1:
-            return _mismatch(code, rows, ops, kinds, stopped)
+            return _mismatch(code, rows, ops, kinds, stopped, len(calls.members(group)) - len(ops))
     return None
 
 
 def _mismatch(
-    code: str, rows: npt.NDArray[np.void], ops: dict[int, Op], kinds: dict[int, Hashable], stopped: bool
+    code: str,
+    rows: npt.NDArray[np.void],
+    ops: dict[int, Op],
+    kinds: dict[int, Hashable],
+    stopped: bool,
+    unknown: int,
 ) -> Mismatch:
     counts = Counter(kinds.values()).most_common()
-    majority = counts[0][1] > counts[1][1]
+    majority = counts[0][1] - counts[1][1] > unknown
     versions = tuple(
         (
             str(next(op for r, op in ops.items() if kinds[r] == kind)),

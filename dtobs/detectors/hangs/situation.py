@@ -96,9 +96,8 @@ def interpret(view: RunView) -> Situation:
     ended = endings(view)
     calls = Calls(view)
     first = causes(ended, stalled=stalled is not None)
-    situation = Situation(
-        view, stalled, calls, ended, first, _blocked(view, calls, ended, stalled), mismatches(calls)
-    )
+    situation = Situation(view, stalled, calls, ended, first, _blocked(view, calls, ended, stalled))
+    situation.mismatches = mismatches(calls, moving=not situation.broken)
     situation.desyncs = desyncs(calls)
     situation.absences = _absences(situation)
     return situation

@@ -37,6 +37,18 @@ def test_the_minority_is_named_without_a_stall(training, other, code):
     assert "#21 of group default" in finding.summary
 
 
+def test_those_who_came_first_are_no_majority(training):
+    """Two ranks of six call something else; only one of the four that are right has arrived when somebody looks."""
+    run = training(6)
+    for number in (0, 1, 2):
+        run.rank(number).collective(op(reduce_op="max") if number < 2 else SUM, wait=True)
+    assert found(run.view(later=1)) == {}
+    assert found(run.view(later=70))["reduce-op-mismatch"].ranks == (0, 1, 2)
+    for number in (3, 4, 5):
+        run.rank(number).collective(SUM, wait=True)
+    assert found(run.view(later=1))["reduce-op-mismatch"].ranks == (0, 1)
+
+
 def test_of_two_ranks_both_are_named_with_both_lines(training):
     run = training(2)
     run.rank(0).collective(SUM, site=Site("a.py", 1, "f"))
