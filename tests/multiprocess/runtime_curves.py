@@ -72,7 +72,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def curves(
-    world: int, folder: Path, *arguments: str, timeout: float = 120.0, function: Any = train
+    world: int, folder: Path, *arguments: str, timeout: float = 240.0, function: Any = train
 ) -> list[dict[str, Any]]:
     """`train` on `world` ranks; one result a rank."""
     cache = folder.parent / "corpora"

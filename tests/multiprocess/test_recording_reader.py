@@ -13,7 +13,7 @@ from dtobs.recording.rundir import RunDirectory
 from tests.harness import Gate, RankGroup, start_ranks
 from tests.harness.recording_writer import check_digests, check_events, check_pages, check_steps, write_until
 
-READS = 50_000
+READS = 20_000
 
 
 def _writers(tmp_path: Path, count: int) -> tuple[RankGroup, RunDirectory]:

@@ -127,8 +127,12 @@ def test_emulated_fp8_stays_near_fp32(layout: str, trained: Curves) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [(*EIGHT, *TENSOR), (*TWO, *SHARD), PIPELINE, (*EIGHT, *CONTEXT)],
-    ids=["tensor", "fsdp2", "pipeline", "context"],
+    [
+        pytest.param((*EIGHT, *TENSOR), id="tensor", marks=pytest.mark.exhaustive),
+        pytest.param((*TWO, *SHARD), id="fsdp2"),
+        pytest.param(PIPELINE, id="pipeline"),
+        pytest.param((*EIGHT, *CONTEXT), id="context", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_compiled_blocks_train_as_in_one_process(arguments: tuple[str, ...], tmp_path: Path) -> None:
     (one,) = curves(1, tmp_path / "one", *EIGHT)

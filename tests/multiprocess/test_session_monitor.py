@@ -25,7 +25,7 @@ def test_the_monitor_outlives_its_rank_by_a_little(tmp_path: Path):
     script.write_text("import time, pathlib\n" + SCRIPT.replace("sys.stdin.read(1)", _WAIT))
     (tmp_path / "logging.py").write_text("raise SystemExit('a file of the user, not the standard library')")
     with launch(
-        [sys.executable, "-P", script, tmp_path / "run", tmp_path / "go"], cwd=tmp_path, timeout=60
+        [sys.executable, "-P", script, tmp_path / "run", tmp_path / "go"], cwd=tmp_path, timeout=240
     ) as job:
         monitor = _until(lambda: [p for p in processes_with_token(job.token) if p != job.pid])
         assert "dtobs.monitor" in Path(f"/proc/{monitor[0]}/cmdline").read_text()
@@ -41,7 +41,7 @@ _WAIT = "\n    while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.02)"
 
 
 def _until(look):  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (found := look()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
