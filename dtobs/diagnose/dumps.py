@@ -16,7 +16,7 @@ def holds_dumps(path: Path) -> bool:
     """Whether `path` is a folder that is neither a run directory nor a capture and has files named like dumps."""
     if not path.is_dir() or any((path / name).exists() for name in _OURS):
         return False
-    return bool(find_dumps(path)[0])
+    return bool(find_dumps(path))
 
 
 def diagnose_dumps(folder: Path) -> Diagnosis:
