@@ -63,6 +63,18 @@ def test_damaged_files_are_noted(hung: Path, capsys: pytest.CaptureFixture[str])
     assert "nccl_trace_rank_2: it is cut off: the process died while it wrote the dump" in text
 
 
+def test_reports_for_programs_and_browsers_say_what_was_not_used(
+    hung: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (hung / "nccl_trace_rank_1").write_bytes(b"\x80\x02")
+    main(["diagnose", "--json", str(hung), "--html", str(tmp_path / "report.html")])
+    value = json.loads(capsys.readouterr().out)
+    jsonschema.validate(value, SCHEMA)
+    (note,) = [note for note in value["notes"] if note.startswith("not used: ")]
+    assert note.endswith("nccl_trace_rank_1: it is cut off: the process died while it wrote the dump")
+    assert "it is cut off" in (tmp_path / "report.html").read_text()
+
+
 def test_run_directories_are_no_dumps(hung: Path, tmp_path: Path):
     assert holds_dumps(hung)
     (hung / "run.json").write_text("{}")
