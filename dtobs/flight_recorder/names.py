@@ -16,12 +16,12 @@ from dtobs.errors import TargetError
 from dtobs.flight_recorder.model import SourceFile
 from dtobs.flight_recorder.operations import MAX_WORLD
 
-_NAME = re.compile(r"(?P<before>(?:.*\D)?)(?P<rank>\d{1,8})(?P<suffix>(?:\.[A-Za-z][\w-]*)*)")
+_NAME = re.compile(r"(?P<before>(?:.*?\D)?)(?<!of[_-])(?P<rank>\d{1,8})(?P<suffix>(?:\.[A-Za-z][\w-]*)*)")
 _SERIES = re.compile(r"[^\W\d_]*[\W_]*\Z")
 _SUFFIXES = {"", "bin", "dat", "dump", "fr", "gz", "json", "p", "pickle", "pkl", "trace"}
 NAMES = (
-    "the name of a dump ends in its rank, as nccl_trace_rank_3 and rank3.json do; after it may come "
-    + ", ".join(f".{suffix}" for suffix in sorted(_SUFFIXES - {""}))
+    "dumps lie in one folder, and the name of each ends in its rank, as nccl_trace_rank_3 and rank3.json do; after it"
+    " may come " + ", ".join(f".{suffix}" for suffix in sorted(_SUFFIXES - {""}))
 )
 """What is accepted, for people."""
 

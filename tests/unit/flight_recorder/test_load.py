@@ -39,6 +39,8 @@ JOB = Job(Layout(dp=3, tp=1, pp=1), Fault("rank-not-joined", 1, "dp"), entries=3
         ("report_2026.html", None),
         ("x_99999999", None),
         ("core.1700000123", None),
+        ("rank_0.host1", None),
+        ("rank_1_of_2", None),
         ("dump-000000000012", None),
     ],
 )
@@ -136,7 +138,7 @@ def test_several_children_give_the_same_dumps(tmp_path: Path):
 
 def test_folders_that_are_none(tmp_path: Path):
     with pytest.raises(
-        TargetError, match="holds no Flight Recorder dump: the name of a dump ends in its rank"
+        TargetError, match="holds no Flight Recorder dump: dumps lie in one folder, and the name"
     ):
         load_dumps(tmp_path)
     with pytest.raises(TargetError, match="cannot be listed"):
