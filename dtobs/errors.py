@@ -16,6 +16,18 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PLACE_SHOWN = 200
+_ADVICE = {
+    errno.EACCES: "Run this as its owner, or ask them to let you read it",
+    errno.EPERM: "Run this as its owner, or ask them to let you read it",
+    errno.ENOSPC: "Make room there and try again",
+    errno.ENAMETOOLONG: "Give a path that can exist",
+}
+
 
 class DtobsError(Exception):
     """Base of every error that dtobs raises on purpose."""
@@ -54,6 +66,23 @@ class DependencyMissing(DtobsError):
 
 class ServiceError(DtobsError):
     """A server that we talk to did not answer as it should."""
+
+
+def refusal(error: OSError, place: object) -> str:
+    """What the system refused at `place` and what to do, on one line."""
+    where = str(place)
+    where = f"{where[:_PLACE_SHOWN]}…" if len(where) > _PLACE_SHOWN else where
+    advice = _ADVICE.get(error.errno or 0, "Check it and try again")
+    return f"{where}: {error.strerror or brief(error)}. {advice}"
+
+
+@contextmanager
+def opening(target: object) -> Iterator[None]:
+    """What the system refuses while `target` is looked at becomes a TargetError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise TargetError(refusal(error, target)) from error
 
 
 def brief(error: BaseException) -> str:

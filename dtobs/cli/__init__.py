@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Protocol
 
 from dtobs import __version__
-from dtobs.errors import DtobsError, UsageError
+from dtobs.errors import DtobsError, UsageError, refusal
 from dtobs.findings import Finding, Severity
 
 
@@ -62,22 +62,43 @@ def commands() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` defaults to the process's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # the shell closed it (>&-): nobody wants the output
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:
         try:
             return _dispatch(arguments)
         except SystemExit as ending:  # argparse, after it has printed its help or its error
             return ending.code if isinstance(ending.code, int) else Exit.USAGE
         finally:
-            sys.stdout.flush()  # a closed pipe shows here, where it is handled, and not at the interpreter's exit
+            _flush()
     except DtobsError as error:
         print(f"dtobs: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # The reader (`| head`) has what it wanted. The interpreter would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return Exit.PIPE_CLOSED
+    except OSError as error:
+        print(f"dtobs: {refusal(error, error.filename or 'the command or its output')}", file=sys.stderr)
+        return Exit.ERROR
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
+
+
+def _flush() -> None:
+    """Write out what is printed: a closed pipe or a full disk shows here, and not at the interpreter's exit."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise DtobsError(refusal(error, "the output")) from error
+
+
+def _drop_output() -> None:
+    """Send what could not be written nowhere, for the interpreter flushes it again at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -25,7 +25,7 @@ from pathlib import Path
 from dtobs.cli import Exit, exit_code
 from dtobs.diagnose import Diagnosis, diagnose, diagnose_dumps, gather, gather_monitors, holds_dumps
 from dtobs.diagnose.gather import TakeCapture
-from dtobs.errors import UsageError
+from dtobs.errors import UsageError, opening
 from dtobs.monitor.capture import capture_ranks
 from dtobs.recording.remote import is_address
 from dtobs.reports import html, json, text
@@ -75,6 +75,7 @@ def _diagnose(targets: list[str], take_capture: TakeCapture | None) -> Diagnosis
     if len(targets) > 1:
         raise UsageError("several targets can only be the addresses of one run's monitors (http://HOST:PORT)")
     target = Path(targets[0]) if targets else newest_run(Path.cwd())
-    if holds_dumps(target):
-        return diagnose_dumps(target)
-    return diagnose(gather(target, take_capture))
+    with opening(target):
+        if holds_dumps(target):
+            return diagnose_dumps(target)
+        return diagnose(gather(target, take_capture))

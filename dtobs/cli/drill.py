@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = _choose(every, args.faults, args.wrapper, quick=args.quick)
     if args.at_once is not None and args.at_once < 1:
         raise UsageError(f"--at-once {args.at_once}: give 1 or more")
+    if args.keep is not None and args.keep.exists() and not args.keep.is_dir():
+        raise UsageError(f"{args.keep} is a file: give a new folder to --keep")
     if args.keep is not None and args.keep.exists() and any(args.keep.iterdir()):
         raise UsageError(f"{args.keep} is not empty: give a new folder to --keep")
     at_once = args.at_once or max(1, len(os.sched_getaffinity(0)) // _CORES_A_DRILL)

@@ -20,7 +20,7 @@ import shutil
 from pathlib import Path
 
 from dtobs.cli import Exit
-from dtobs.errors import UsageError
+from dtobs.errors import UsageError, opening
 from dtobs.recording.view import load_run
 from dtobs.timeline.bubble import Bubble, measure
 from dtobs.timeline.chrome import chrome_trace
@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     output: Path | None = args.output
     if output is not None and not output.name.endswith(_FORMATS):
         raise UsageError(f"-o {output}: give a name that ends in {', '.join(_FORMATS)}")
-    view = load_run(Path(args.run or newest_run(Path.cwd())), with_capture=False)
+    target = Path(args.run or newest_run(Path.cwd()))
+    with opening(target):
+        view = load_run(target, with_capture=False)
     found = timeline(view, first, last)
     bubbles = [
         bubble

@@ -8,6 +8,7 @@ from dtobs.diagnose.dump_pictures import dump_pictures
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.flight_recorder import DumpAnalysis, Dumps, analyse_dumps, load_dumps
 from dtobs.flight_recorder.names import find_dumps
+from dtobs.flight_recorder.snapshot import BY_FILE_TIMES
 
 _OURS = ("run.json", "capture.json", "nodes", "monitor.json")
 
@@ -16,7 +17,7 @@ def holds_dumps(path: Path) -> bool:
     """Whether `path` is a folder that is neither a run directory nor a capture and has files named like dumps."""
     if not path.is_dir() or any((path / name).exists() for name in _OURS):
         return False
-    return bool(find_dumps(path)[0])
+    return bool(find_dumps(path))
 
 
 def diagnose_dumps(folder: Path) -> Diagnosis:
@@ -34,9 +35,19 @@ def diagnosis_of(target: str, dumps: Dumps) -> Diagnosis:
         findings=analysis.findings,
         ranks={status.rank: status for status in _statuses(analysis)},
         missing_ranks=analysis.missing_ranks,
-        notes=(*(f"not used: {problem}" for problem in analysis.problems), *analysis.notes),
+        notes=(
+            *(f"not used: {problem}" for problem in analysis.problems),
+            *analysis.notes,
+            *_caveats(analysis),
+        ),
         pictures=dump_pictures(analysis),
     )
+
+
+def _caveats(analysis: DumpAnalysis) -> list[str]:
+    """What a reader must know of the evidence, which a finding holds and a summary does not say."""
+    rests = any(record["what"] == BY_FILE_TIMES for f in analysis.findings for record in f.evidence)
+    return [BY_FILE_TIMES] if rests else []
 
 
 def _statuses(analysis: DumpAnalysis) -> list[RankStatus]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dtobs.detectors.hangs.stall import last_movement_ns, silence
 from dtobs.errors import TargetError
+from dtobs.flight_recorder.names import NAMES
 from dtobs.recording.capture import Capture, RankCapture, load_capture
 from dtobs.recording.journal import Entry, open_entries, read_journal
 from dtobs.recording.rundir import RunDirectory
@@ -15,6 +16,7 @@ from dtobs.recording.view import RunView, load_run
 
 TakeCapture = Callable[[RunView, str], Capture]
 """Looks at the living ranks of this host (`dtobs.monitor.capture.capture_ranks`)."""
+_NAMES_SHOWN = 3
 _STILL_SECONDS = 1.0
 """A run that moved this recently is not disturbed for stacks."""
 
@@ -33,7 +35,7 @@ def gather(target: str | Path, take_capture: TakeCapture | None = None) -> Evide
     """Collect the evidence of a run directory or of a capture inside one.
 
     With `take_capture`, a run that lives on this host and does not move is looked at afresh. Raises TargetError when
-    the target is neither, and says what it is.
+    the target is neither, and says what is there instead.
     """
     text, path = str(target), Path(target)
     if (path / "capture.json").is_file():
@@ -43,11 +45,29 @@ def gather(target: str | Path, take_capture: TakeCapture | None = None) -> Evide
             f"there is no {path}: give a run directory (runs/<UTC time>-<name>) or a capture in it"
         )
     if not path.is_dir():
-        raise TargetError(f"{path} is a file: give the run directory that it belongs to")
+        raise TargetError(
+            f"{path} is a file: give the run directory or the folder of dumps that it is in, such as {path.parent}"
+        )
+    if not RunDirectory(path).nodes() and not RunDirectory(path).run_json.exists():
+        raise TargetError(_nothing_known(path))
     view = load_run(path)
     if take_capture is not None:
         _look_afresh(view, take_capture)
     return Evidence(text, view, _journal(view))
+
+
+def _nothing_known(folder: Path) -> str:
+    """Why there is nothing to diagnose in a folder, with some of what is in it instead."""
+    seen = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    holds = (
+        f"holds {', '.join(seen[:_NAMES_SHOWN])}{' …' if len(seen) > _NAMES_SHOWN else ''}"
+        if seen
+        else "is empty"
+    )
+    return (
+        f"{folder} is neither a run directory of dtobs (with run.json or nodes/) nor a folder of Flight Recorder"
+        f" dumps: it {holds}; {NAMES}"
+    )
 
 
 def _from_capture(folder: Path) -> Evidence:

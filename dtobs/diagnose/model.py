@@ -82,4 +82,5 @@ class Diagnosis:
             "findings": [finding.to_json() for finding in self.findings],
             "ranks": {str(rank): status.to_json() for rank, status in sorted(self.ranks.items())},
             "missing_ranks": list(self.missing_ranks),
+            "notes": list(self.notes),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +15,35 @@ from dtobs.errors import DumpError, TargetError
 from dtobs.flight_recorder.columns import RankColumns, columns_of
 from dtobs.flight_recorder.decode import MAX_BYTES
 from dtobs.flight_recorder.groups import GroupTable
-from dtobs.flight_recorder.model import DumpProblem, Dumps, RankDump, empty_entries
-from dtobs.flight_recorder.names import find_dumps
+from dtobs.flight_recorder.model import DumpProblem, Dumps, RankDump, SourceFile, empty_entries
+from dtobs.flight_recorder.names import NAMES, find_dumps
 from dtobs.flight_recorder.operations import Operation
 from dtobs.flight_recorder.reader import read_all
+
+_NAMES_SHOWN = 4
 
 
 def load_dumps(folder: Path, *, children: int | None = None, max_bytes: int = MAX_BYTES) -> Dumps:
     """Load every dump of `folder`, by child processes with bounded memory and time.
 
-    A file that cannot be used becomes a `DumpProblem` and the others are used. Raises TargetError when the folder
-    holds no file named like a dump, or when none of them can be used.
+    A dump that cannot be used becomes a `DumpProblem`, a file that is only named like one a note, and the others are
+    used. Raises TargetError when the folder holds no file named like a dump, or when none of them can be used.
     """
-    files, notes = find_dumps(folder)
-    if not files:
-        raise TargetError(
-            f"{folder} holds no Flight Recorder dump: no file whose name ends in a rank, as nccl_trace_rank_3 does"
-        )
-    builder = _Builder(notes=notes)
-    for index, result in read_all([f.path for f in files], children, max_bytes):
-        file = files[index]
-        if isinstance(result, DumpError):
-            builder.problems.append(DumpProblem(str(file.path), file.rank, str(result)))
-        else:
-            builder.add(file.rank, result, str(file.path), file.taken_ns)
+    found = find_dumps(folder)
+    if not found:
+        raise TargetError(f"{folder} holds no Flight Recorder dump: {NAMES}")
+    builder = _Builder()
+    first = [files[0] for files in found.values()]
+    refused = builder.add_files(first, read_all([f.path for f in first], children, max_bytes))
+    spare = [f for rank, files in found.items() if rank not in builder.parts for f in files[1:]]
+    results = sorted(read_all([f.path for f in spare], children, max_bytes), key=itemgetter(0))
+    refused |= builder.add_files(spare, results)
     if not builder.parts:
-        first = min(builder.problems, key=lambda p: p.rank or 0)
-        raise TargetError(f"none of the {len(files)} dumps in {folder} can be used. The first: {first}")
+        file = min(refused, key=lambda f: (f.rank, f.path.name))
+        raise TargetError(
+            f"none of the {len(refused)} dumps in {folder} can be used. The first: {file.path}: {refused[file]}"
+        )
+    builder.explain([f for files in found.values() for f in files], refused)
     return builder.build()
 
 
@@ -65,6 +68,42 @@ class _Builder:
     _operations: dict[Operation, int] = field(default_factory=dict)
     _sites: dict[str, int] = field(default_factory=dict)
     _groups: GroupTable = field(default_factory=GroupTable)
+
+    def add_files(
+        self, files: Sequence[SourceFile], results: Iterable[tuple[int, RankColumns | DumpError]]
+    ) -> dict[SourceFile, str]:
+        """Add what was read of `files`, the first of each rank that can be used; returns why others cannot."""
+        refused = {}
+        for index, result in results:
+            file = files[index]
+            if isinstance(result, DumpError):
+                refused[file] = str(result)
+            elif file.rank not in self.parts:
+                self.add(file.rank, result, str(file.path), file.taken_ns)
+        return refused
+
+    def explain(self, files: Sequence[SourceFile], refused: Mapping[SourceFile, str]) -> None:
+        """Say what became of the files that are not used.
+
+        Named like the dumps that are used, it is a dump and its rank exists. Anything else only ends in a number.
+        """
+        used = {dump.source for dump, _ in self.parts.values()}
+        series = {f.series for f in files if str(f.path) in used}
+        others = [f.path.name for f in refused if f.series not in series]
+        for file, message in refused.items():
+            if file.series in series:
+                self.problems.append(DumpProblem(str(file.path), file.rank, message))
+        if others:
+            self.notes.append(
+                f"not taken for dumps (unreadable, and named unlike those read): {_some(others)}"
+            )
+        unread: dict[int, list[str]] = {}
+        for file in files:
+            if str(file.path) not in used and file not in refused:
+                unread.setdefault(file.rank, []).append(file.path.name)
+        for rank, names in unread.items():
+            name = Path(self.parts[rank][0].source).name
+            self.notes.append(f"rank {rank} has several files: {name} is used, not {_some(names)}")
 
     def add(self, rank: int, columns: RankColumns, source: str, taken_ns: int | None) -> None:
         entries = columns.entries.copy()
@@ -124,6 +163,12 @@ class _Builder:
             problems=tuple(sorted(self.problems, key=lambda p: (p.rank or 0, p.source))),
             notes=tuple(self.notes),
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of `names`, in order, and how many more there are."""
+    shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
+    return f"{shown} and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else shown
 
 
 def _number(table: dict[Any, int], values: Iterable[Any]) -> npt.NDArray[np.int32]:

@@ -119,8 +119,9 @@ def empty_entries() -> npt.NDArray[np.void]:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file chosen to be loaded."""
+    """A file named like a dump. `series`: the word before the rank in its name, as ``rank_``."""
 
     path: Path
     rank: int
     taken_ns: int
+    series: str

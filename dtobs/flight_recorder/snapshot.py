@@ -18,7 +18,18 @@ from dtobs.flight_recorder.model import Dumps
 MIN_WAIT_SECONDS = 5.0
 MAX_USUAL_SECONDS = 60.0
 USUAL_FACTOR = 3.0
+MOVING_LAG = 2
+"""A rank of a job in motion is this many calls behind its peers at most, where they do not run far ahead of it."""
+BY_FILE_TIMES = (
+    "that the job stood still rests on the times of the files: in a copy made without them (cp without -p, a download)"
+    " a job in motion looks the same"
+)
 MOVING_SHARE = 0.25
+
+
+def rests_on_file_times(dumps: Dumps, lag: int) -> bool:
+    """Whether nothing but the files' times tells a rank that never joins from one that is `lag` calls behind."""
+    return lag <= MOVING_LAG and any(dump.taken_ns is not None for dump in dumps.ranks)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.frontier import Frontier
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.order import odd_rows
 from dtobs.flight_recorder.p2p import PendingPair
+from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
 from dtobs.flight_recorder.waits import Call, Root
 from dtobs.flight_recorder.wording import Words, ranks_text
 
@@ -52,6 +55,13 @@ class Verdicts:
         if call.absent:
             summary += f"; {call.absent} dumps of the group are missing"
         confidence = Confidence.CERTAIN if not call.absent and not group.inferred else Confidence.LIKELY
+        evidence = [
+            words.evidence("ranks that wait", [call.entry], waiting=list(words.ranks(call.waiting))),
+            words.evidence("last call of the ranks that have not joined", words.last_entries(root.rows)),
+        ]
+        if rests_on_file_times(self.dumps, self._lag(root, call)):
+            confidence = min(confidence, Confidence.LIKELY, key=lambda c: c.order)
+            evidence.append({"what": BY_FILE_TIMES})
         if hidden or len(root.rows) > waiting:
             confidence = Confidence.POSSIBLE
         return Finding(
@@ -60,11 +70,15 @@ class Verdicts:
             ranks=ranks,
             confidence=confidence,
             group=group.label,
-            evidence=(
-                words.evidence("ranks that wait", [call.entry], waiting=list(words.ranks(call.waiting))),
-                words.evidence("last call of the ranks that have not joined", words.last_entries(root.rows)),
-            ),
+            evidence=tuple(evidence),
         )
+
+    def _lag(self, root: Root, call: Call) -> int:
+        """How many calls the nearest of the ranks that have not joined is behind the farthest of those that wait."""
+        state = self.states[call.group]
+        missing = np.isin(state.rows, root.rows)
+        ahead = state.issued[np.isin(state.rows, call.waiting)].max(initial=0)
+        return int(ahead - state.issued[missing].max(initial=0))
 
     def _alone(self, root: Root, call: Call) -> Finding:
         """A few ranks wait in a call that everybody else never made: they are the odd ones."""

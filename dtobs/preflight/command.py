@@ -42,6 +42,8 @@ def _launch(args: argparse.Namespace, options: Options) -> int:
     local_world = args.nproc_per_node or launch.ranks_here()
     if args.nnodes < 1 or local_world < 1 or not 0 <= args.node_rank < args.nnodes:
         raise UsageError("--nnodes and --nproc-per-node must be positive, and --node-rank below --nnodes")
+    if args.master_port is not None and not 0 <= args.master_port <= 65_535:
+        raise UsageError(f"--master-port {args.master_port}: give a port between 1 and 65535")
     if args.nnodes > 1 and args.master_addr == "127.0.0.1":
         raise UsageError(f"--nnodes {args.nnodes} needs --master-addr: node 0, as the other hosts reach it")
     port = args.master_port if args.master_port is not None else (29500 if args.nnodes > 1 else 0)

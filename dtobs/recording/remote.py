@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from http import HTTPStatus
 from http.client import HTTPException
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from dtobs.errors import ServiceError, UsageError
 from dtobs.findings import Finding
@@ -30,9 +30,7 @@ def fetch_view(address: str) -> tuple[RunView, list[Finding]]:
 
     Raises UsageError when that is no address, ServiceError when nobody or somebody else answers there.
     """
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UsageError(f"{address!r} is no address: give http://HOST:PORT, as in the run's monitor.json")
+    parts = _split(address)
     url = f"{parts.scheme}://{parts.netloc}/api/view"
     # The monitor is on this host or behind the user's own tunnel: a proxy has no business in between.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -52,6 +50,16 @@ def fetch_view(address: str) -> tuple[RunView, list[Finding]]:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServiceError(f"no monitor answers at {address}: {reason}. Has the run ended?") from error
     return read_answer(url, body)
+
+
+def _split(address: str) -> SplitResult:
+    try:
+        parts = urlsplit(address)
+    except ValueError:  # brackets that hold no IPv6 address
+        parts = SplitResult("", "", "", "", "")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(f"{address!r} is no address: give http://HOST:PORT, as in the run's monitor.json")
+    return parts
 
 
 def read_answer(url: str, body: bytes) -> tuple[RunView, list[Finding]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from dtobs.errors import ServiceError, TargetError
+from dtobs.errors import ServiceError, TargetError, opening
 from dtobs.recording.journal import Entry, open_entries, read_journal
 from dtobs.recording.remote import fetch_view, is_address
 from dtobs.recording.rundir import RunDirectory
@@ -25,12 +25,14 @@ class DirectorySource:
     def look(self) -> Frame:
         """The run as it is now. Raises TargetError when the path is something else than a run directory."""
         try:
-            view = load_run(self.root, previous=self._view)
+            with opening(self.root):
+                view = load_run(self.root, previous=self._view)
         except TargetError:
             if self._frame is not None:
                 return replace(self._frame, status="gone", status_text="its directory is gone")
-            if self.root.is_dir() and not list(self.root.iterdir()):
-                return empty_frame(str(self.root), "empty", "no rank has recorded yet")
+            with opening(self.root):
+                if self.root.is_dir() and not list(self.root.iterdir()):
+                    return empty_frame(str(self.root), "empty", "no rank has recorded yet")
             raise
         self._view = view
         entries = read_journal(RunDirectory(self.root).findings)
@@ -84,11 +86,15 @@ def open_source(target: str | None, here: Path) -> DirectorySource | MonitorSour
 def newest_run(base: Path) -> Path:
     """The newest run directory below ``base/runs``. Raises TargetError when there is none."""
     runs = base / "runs"
-    found = [p for p in runs.iterdir() if p.is_dir() and _is_run(p)] if runs.is_dir() else []
+    with opening(runs):
+        found = [p for p in runs.iterdir() if p.is_dir() and _is_run(p)] if runs.is_dir() else []
     if not found:
         raise TargetError(f"there is no run below {runs}: name a run directory, or start one (make train)")
     return max(found, key=lambda p: (p.stat().st_mtime_ns, p.name))
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "run.json").exists() or (path / "nodes").is_dir()
+    try:
+        return (path / "run.json").exists() or (path / "nodes").is_dir()
+    except PermissionError:  # another user's
+        return False

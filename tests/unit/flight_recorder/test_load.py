@@ -38,6 +38,10 @@ JOB = Job(Layout(dp=3, tp=1, pp=1), Fault("rank-not-joined", 1, "dp"), entries=3
         ("run.json", None),
         ("report_2026.html", None),
         ("x_99999999", None),
+        ("core.1700000123", None),
+        ("rank_0.host1", None),
+        ("rank_1_of_2", None),
+        ("dump-000000000012", None),
     ],
 )
 def test_rank_of(name: str, rank: int | None):
@@ -58,9 +62,11 @@ def _json(dump):
 def test_formats_give_one_verdict(tmp_path: Path, encode):
     for rank, dump in dumps_of(JOB):
         (tmp_path / f"dump_{rank}").write_bytes(encode(dump))
-    found = analyse_dumps(load_dumps(tmp_path)).findings
+    dumps = load_dumps(tmp_path)
+    found = analyse_dumps(dumps).findings
     assert [(f.code, f.ranks) for f in found] == [JOB.expected]
-    assert found == analyse_dumps(dumps_from_objects(dict(dumps_of(JOB)))).findings
+    taken_ns = {dump.rank: dump.taken_ns or 0 for dump in dumps.ranks}
+    assert found == analyse_dumps(dumps_from_objects(dict(dumps_of(JOB)), taken_ns)).findings
 
 
 def test_several_files_of_a_rank(tmp_path: Path):
@@ -68,12 +74,59 @@ def test_several_files_of_a_rank(tmp_path: Path):
     (tmp_path / "rank1.json").write_text("{}")
     (tmp_path / "older_2").write_bytes(b"")
     os.utime(tmp_path / "older_2", (0, 0))
-    chosen, notes = find_dumps(tmp_path)
-    assert [f.path.name for f in chosen] == [f"nccl_trace_rank_{r}" for r in range(3)]
-    assert notes == [
-        "rank 1 has several dumps: nccl_trace_rank_1 is used, not rank1.json",
-        "rank 2 has several dumps: nccl_trace_rank_2 is used, not older_2",
+    found = find_dumps(tmp_path)
+    assert [files[0].path.name for files in found.values()] == [f"nccl_trace_rank_{r}" for r in range(3)]
+    assert load_dumps(tmp_path).notes == (
+        "rank 1 has several files: nccl_trace_rank_1 is used, not rank1.json",
+        "rank 2 has several files: nccl_trace_rank_2 is used, not older_2",
+    )
+
+
+def test_names_with_the_hosts_in_them_are_one_series(tmp_path: Path):
+    for name in ("node-a_rank_0", "node-b_rank_1", "gpu07_rank_2", "log.2"):
+        (tmp_path / name).touch()
+    assert [files[0].path.name for files in find_dumps(tmp_path).values()] == [
+        "node-a_rank_0",
+        "node-b_rank_1",
+        "gpu07_rank_2",
     ]
+
+
+JUNK = ("torchrun.log.2", "session-64", "core.1700000123", "run_1999999", "events.out.tfevents.17.host.4242")
+
+
+def test_files_that_only_end_in_a_number_change_nothing(tmp_path: Path):
+    write_dumps(JOB, tmp_path)
+    alone = load_dumps(tmp_path)
+    for name in JUNK:
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "data_7.json").write_text('{"lr": 1}')
+    dumps = load_dumps(tmp_path)
+    assert (dumps.world_size, dumps.missing_ranks, dumps.problems) == (3, (), ())
+    assert analyse_dumps(dumps).findings == analyse_dumps(alone).findings
+    assert dumps.notes == (
+        "not taken for dumps (unreadable, and named unlike those read): data_7.json,"
+        " events.out.tfevents.17.host.4242, run_1999999, session-64",
+        "rank 2 has several files: nccl_trace_rank_2 is used, not torchrun.log.2",
+    )
+
+
+def test_a_rank_is_read_from_the_first_of_its_files_that_can_be(tmp_path: Path):
+    """More ranks have a log than a dump, and the logs are newer."""
+    write_dumps(JOB, tmp_path)
+    for rank in range(5):
+        (tmp_path / f"worker.log.{rank}").write_bytes(b"x")
+    dumps = load_dumps(tmp_path)
+    assert [Path(dump.source).name for dump in dumps.ranks] == [f"nccl_trace_rank_{r}" for r in range(3)]
+    assert dumps.world_size == 3
+
+
+def test_a_torn_file_named_like_the_dumps_is_a_rank(tmp_path: Path):
+    write_dumps(JOB, tmp_path)
+    (tmp_path / "nccl_trace_rank_3").write_bytes(b"\x80\x02")
+    dumps = load_dumps(tmp_path)
+    assert [problem.rank for problem in dumps.problems] == [3]
+    assert (dumps.world_size, dumps.missing_ranks) == (4, (3,))
 
 
 def test_several_children_give_the_same_dumps(tmp_path: Path):
@@ -86,7 +139,9 @@ def test_several_children_give_the_same_dumps(tmp_path: Path):
 
 
 def test_folders_that_are_none(tmp_path: Path):
-    with pytest.raises(TargetError, match="holds no Flight Recorder dump: no file whose name ends in a rank"):
+    with pytest.raises(
+        TargetError, match="holds no Flight Recorder dump: dumps lie in one folder, and the name"
+    ):
         load_dumps(tmp_path)
     with pytest.raises(TargetError, match="cannot be listed"):
         load_dumps(tmp_path / "absent")
