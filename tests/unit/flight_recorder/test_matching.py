@@ -134,6 +134,18 @@ def test_both_sides_send_first():
     assert codes(zero, one) == [("p2p-unmatched", (0, 1))]
 
 
+def test_group_whose_ranks_are_not_in_order():
+    """`new_group([2, 0], sort_ranks=False)`: its rank 0 is rank 2 of the job, which never sends."""
+    idle = dump([call(1)], THREE)
+    waits = dump(
+        [call(1), call(0, "nccl:recv 1<-0", group="s", state="started", p2p=True)], {"s": [2, 0]} | THREE
+    )
+    peer = dump([call(1)], {"s": [2, 0]} | THREE)
+    (finding,) = findings(waits, idle, peer)
+    assert (finding.code, finding.ranks) == ("rank-not-joined", (2,))
+    assert "its half of recv [4] Float (rank 2 to rank 0), in which rank 0 waits" in finding.summary
+
+
 def test_receive_that_the_sender_went_past():
     """Rank 0 waits for what rank 1 never sent, while both went on to the next collective."""
     zero = dump([call(0, "nccl:recv 0<-1", state="started", p2p=True), call(1)], TWO)
