@@ -155,6 +155,47 @@ def test_receive_that_the_sender_went_past():
     assert "rank 1 went past it without its half" in finding.summary
 
 
+def _forgotten_send(rank: int, forgets: int, done: bool) -> dict:
+    """Steps of an exchange with both neighbours of three and a collective; in the last, one leaves out a send."""
+    left, right = (rank - 1) % 3, (rank + 1) % 3
+    halves = [
+        f"send {rank}->{right}",
+        f"recv {rank}<-{left}",
+        f"send {rank}->{left}",
+        f"recv {rank}<-{right}",
+    ]
+    entries = []
+    for step in range(4):
+        last = step == 3
+        state = "completed" if done or not last else "scheduled"
+        chosen = halves[1:] if last and rank == forgets else halves
+        entries += [call(step, f"nccl:{half}", state="scheduled", p2p=True) for half in chosen]
+        entries.append(call(step, "nccl:coalesced", sizes=[], state=state))
+        if not last or done:
+            entries.append(call(step + 1, state="scheduled" if last else "completed"))
+    return dump(entries, THREE)
+
+
+@pytest.mark.parametrize("lost", [0, 3, 8])
+def test_send_that_a_batch_forgot(lost: int):
+    """Rank 0 sends nothing to rank 1, which waits for that alone: all its other transfers are done."""
+    dumps = [_forgotten_send(rank, forgets=0, done=rank != 1) for rank in range(3)]
+    cut = [d | {"entries": d["entries"][lost:]} for d in dumps]
+    (finding,) = findings(*cut)
+    assert (finding.code, finding.ranks) == ("p2p-unmatched", (0, 1))
+    assert "rank 1 waits in recv [4] Float (rank 0 to rank 1)" in finding.summary
+
+
+@pytest.mark.parametrize("lost", [0, 3, 8])
+def test_batch_that_one_rank_completed_before_its_peers(lost: int):
+    """Dumps of a moment: no half is without the other."""
+    dumps = [_forgotten_send(rank, forgets=-1, done=rank == 0) for rank in range(3)]
+    cut = [d | {"entries": d["entries"][lost:]} for d in dumps]
+    assert {(f.code, f.ranks, f.confidence) for f in findings(*cut)} == {
+        ("network-stalled", (), Confidence.POSSIBLE)
+    }
+
+
 def test_same_name_for_groups_of_different_ranks():
     """Groups made by a part of the ranks may share a name."""
     left = [dump([call(1, group="g", sizes=[[4]])], {"g": [0, 1]}) for _ in range(2)]
