@@ -31,7 +31,10 @@ ENTRY_DTYPE = np.dtype(
         ("site", "<i4"),  # call site, −1 when the dump has no stacks
         ("source", "<i4"),  # group ranks of a send or a receive, else −1
         ("target", "<i4"),
-        ("sub", "<i4"),  # position inside a coalesced call that shares one sequence number
+        (
+            "sub",
+            "<i4",
+        ),  # position inside a coalesced call that shares one sequence number; −1 when it is lost
         ("kind", "u1"),
         ("state", "u1"),
     ]
@@ -130,8 +133,9 @@ def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
         sites, table["site"] = _sites(entries)
         if not (np.diff(table["record"]) > 0).all():
             table = table[np.argsort(table["record"], kind="stable")]
-        _settle_batches(table)
-        _settle_coalesced(table)
+        closes = np.array([row[0] == "coalesced" for row in signatures], bool)[table["signature"]]
+        _settle_batches(table, closes)
+        _settle_coalesced(table, closes)
     else:
         sites = []
     labels = [(_text(g[0]), _text(g[1]) if len(g) > 1 else "") for g in groups]
@@ -230,40 +234,48 @@ def _apply_names(
     table["source"] = np.array([p.source for p in parsed], np.int32)[index]
     table["target"] = np.array([p.target for p in parsed], np.int32)[index]
     table["kind"][p2p & (table["kind"] == Kind.COLLECTIVE)] = Kind.MARKER
-    # Older PyTorch does not flag the entry that closes a batch of sends and receives.
-    closing = np.array([p.operation == "coalesced" for p in parsed], bool)[index]
-    previous = np.roll(table["kind"], 1)
-    after_p2p = ((previous == Kind.SEND) | (previous == Kind.RECV)) & (
-        np.roll(table["group"], 1) == table["group"]
-    )
-    after_p2p[:1] = False
-    table["kind"][closing & after_p2p] = Kind.MARKER
 
 
-def _settle_batches(table: npt.NDArray[np.void]) -> None:
+def _settle_batches(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]) -> None:
     """Give the sends and receives of a batch the state of the entry that closes it; their own never moves."""
-    for at in np.flatnonzero(table["kind"] == Kind.MARKER):
+    kind, group = table["kind"], table["group"]
+    p2p = (kind == Kind.SEND) | (kind == Kind.RECV)
+    # PyTorch does not always flag the closing entry.
+    kind[1:][closes[1:] & p2p[:-1] & (group[1:] == group[:-1])] = Kind.MARKER
+    for at in np.flatnonzero(kind == Kind.MARKER):
         back = at - 1
-        while back >= 0 and table["group"][back] == table["group"][at] and table["kind"][back] in (1, 2):
+        while back >= 0 and group[back] == group[at] and p2p[back]:
             if table["state"][back] == SCHEDULED:
                 table["state"][back] = table["state"][at]
             back -= 1
 
 
-def _settle_coalesced(table: npt.NDArray[np.void]) -> None:
+def _settle_coalesced(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]) -> None:
     """Number the parts of coalesced collectives, and give them the state of the call that closes them."""
     rows = np.flatnonzero(table["kind"] == Kind.COLLECTIVE)
     order = rows[np.lexsort((rows, table["seq"][rows], table["group"][rows]))]
     group, seq = table["group"][order], table["seq"][order]
-    same = np.zeros(len(order), bool)
-    same[1:] = (group[1:] == group[:-1]) & (seq[1:] == seq[:-1])
-    if not same.any():
-        return
-    starts = np.flatnonzero(~same)
-    segment = np.cumsum(~same) - 1
-    table["sub"][order] = np.arange(len(order)) - starts[segment]
+    new = np.ones(len(order), bool)
+    new[1:] = (group[1:] != group[:-1]) | (seq[1:] != seq[:-1])
+    starts = np.flatnonzero(new)
     last = np.append(starts[1:], len(order)) - 1
-    table["state"][order] = table["state"][order[last]][segment]
+    if not new.all():
+        segment = np.cumsum(new) - 1
+        table["sub"][order] = np.arange(len(order)) - starts[segment]
+        table["state"][order] = table["state"][order[last]][segment]
+    if table["record"][0] > 0:
+        oldest = np.unique(group[starts], return_index=True)[1]
+        for begin, end in zip(starts[oldest], last[oldest], strict=True):
+            if closes[order[end]]:
+                _forget_parts(table, order[begin:end], order[end])
+
+
+def _forget_parts(table: npt.NDArray[np.void], parts: npt.NDArray[np.int64], closing: np.int64) -> None:
+    """Compare nothing of a coalesced call whose first parts the ring may have lost; that it was issued still counts."""
+    table["kind"][parts] = Kind.MARKER
+    table["sub"][closing] = -1
+    if closing == 0:  # it may have closed a batch of sends and receives: then its state is theirs
+        table["state"][closing] = UNKNOWN
 
 
 def _sites(entries: list[Any]) -> tuple[list[str], npt.NDArray[np.int32]]:

@@ -68,30 +68,31 @@ class GroupTable:
             members = _parse(text, self)
             inferred = not members
             if inferred:
-                members = {int(r) for r in issued[index]}
+                seen = {int(r) for r in issued[index]}
                 if description == DEFAULT_GROUP:
-                    members |= set(range(max(everyone, default=-1) + 1))
-            array = np.array(sorted(members), np.int32)
+                    seen |= set(range(max(everyone, default=-1) + 1))
+                members = tuple(sorted(seen))
+            array = np.array(members, np.int32)
             size = max(len(array), sizes[index]) if inferred else len(array)
             groups.append(Group(index, name, description, array, inferred, size))
         return tuple(groups)
 
-    _parsed: dict[str, set[int]] = field(default_factory=dict)
+    _parsed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def _parse(text: str, table: GroupTable) -> set[int]:
-    """Ranks in ``[0, 1, 2]``; empty when the text is something else."""
+def _parse(text: str, table: GroupTable) -> tuple[int, ...]:
+    """Ranks in ``[0, 1, 2]``, in that order, which is that of group ranks; empty when the text is something else."""
     known = table._parsed.get(text)
     if known is None:
         known = table._parsed[text] = _ranks(text)
     return known
 
 
-def _ranks(text: str) -> set[int]:
+def _ranks(text: str) -> tuple[int, ...]:
     try:
         value = json.loads(text) if text else []
     except (ValueError, RecursionError):
-        return set()
+        return ()
     if not isinstance(value, list) or not all(type(r) is int and 0 <= r < MAX_WORLD for r in value):
-        return set()
-    return set(value)
+        return ()
+    return tuple(dict.fromkeys(value))

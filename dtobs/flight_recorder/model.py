@@ -20,8 +20,8 @@ DEFAULT_GROUP = "default_pg"
 class Group:
     """A process group. `inferred`: no dump lists its ranks, so they are those seen to issue in it.
 
-    `members`: global ranks, ascending, i32[n]. `size` is larger than their number when an all-gather showed that
-    ranks exist of which no dump is there.
+    `members`: global ranks, i32[n], by group rank where a dump lists them, else ascending. `size` is larger than their
+    number when an all-gather showed that ranks exist of which no dump is there.
     """
 
     index: int
@@ -100,7 +100,7 @@ class Dumps:
     def world_size(self) -> int:
         """Ranks known to exist: by the groups, and by the largest rank seen."""
         known = [dump.rank + 1 for dump in self.ranks]
-        known += [int(g.members[-1]) + 1 for g in self.groups if len(g.members)]
+        known += [int(g.members.max()) + 1 for g in self.groups if len(g.members)]
         known += [g.size for g in self.groups]
         known += [p.rank + 1 for p in self.problems if p.rank is not None]
         return max(known, default=0)

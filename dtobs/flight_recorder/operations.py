@@ -20,7 +20,7 @@ class Kind(IntEnum):
     COLLECTIVE = 0
     SEND = 1
     RECV = 2
-    MARKER = 3  #: closes a batch of sends and receives; it is matched with nothing
+    MARKER = 3  #: matched with nothing, as what closes a batch of sends and receives is
 
 
 Sizes = tuple[tuple[int, ...], ...]

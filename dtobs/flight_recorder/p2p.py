@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.flight_recorder.columns import SCHEDULED, STARTED
+from dtobs.flight_recorder.columns import COMPLETED, MAX_SEQ, SCHEDULED, STARTED
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.operations import Kind
 
@@ -29,10 +29,10 @@ class PendingPair:
 
 
 def pending_pairs(dumps: Dumps) -> list[PendingPair]:
-    """Every send and receive that is not completed. Pure.
+    """Every send and receive that is not completed, but those whose other half is. Pure.
 
-    Halves are paired by their order between two ranks, from the beginning where both rings hold it, else among
-    those not completed.
+    The halves of a batch complete together, so that one is open though its transfer is done. Halves are paired by their
+    order between two ranks, from the beginning where both rings hold it, else among those not completed.
     """
     entries = dumps.entries
     halves = np.flatnonzero((entries["kind"] == Kind.SEND) | (entries["kind"] == Kind.RECV))
@@ -68,11 +68,10 @@ def _channels(entries: npt.NDArray[np.void], halves: npt.NDArray[np.int64]) -> n
 def _pair(
     dumps: Dumps, sends: npt.NDArray[np.int64], recvs: npt.NDArray[np.int64], pair: tuple[int, int]
 ) -> list[PendingPair]:
-    entries = dumps.entries
     rows = {dump.rank: row for row, dump in enumerate(dumps.ranks) if dump.rank in pair}
     whole = all(dumps.ranks[row].first_record == 0 for row in rows.values())
-    open_sends = [int(i) for i in sends if entries["state"][i] in (SCHEDULED, STARTED)]
-    open_recvs = [int(i) for i in recvs if entries["state"][i] in (SCHEDULED, STARTED)]
+    done_sends, done_recvs = _done(dumps, sends, recvs, whole)
+    open_sends, open_recvs = _open(dumps, sends, done_sends), _open(dumps, recvs, done_recvs)
     all_sends, all_recvs = list(map(int, sends)), list(map(int, recvs))
     result = []
     for mine, theirs, own, other, me, peer in (
@@ -86,6 +85,43 @@ def _pair(
             misfit = partner >= 0 and _elements(dumps, entry) != _elements(dumps, partner)
             result.append(PendingPair(entry, rows[me], peer, rows.get(peer, -1), partner, misfit))
     return result
+
+
+def _open(dumps: Dumps, halves: npt.NDArray[np.int64], done: npt.NDArray[np.int64]) -> list[int]:
+    state = dumps.entries["state"][halves]
+    is_open = (state == SCHEDULED) | (state == STARTED)
+    return [int(i) for i in halves[is_open & ~np.isin(halves, done)]]
+
+
+def _done(
+    dumps: Dumps, sends: npt.NDArray[np.int64], recvs: npt.NDArray[np.int64], whole: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The sends and the receives whose other half is completed.
+
+    Both are counted from the beginning, or from the last collective that both ranks have completed.
+    """
+    if len(sends) and len(recvs) and not whole:
+        after_send, after_recv = _last_in_common(dumps, int(dumps.row[sends[0]]), int(dumps.row[recvs[0]]))
+        sends, recvs = sends[sends > after_send], recvs[recvs > after_recv]
+    both = min(len(sends), len(recvs))
+    sends, recvs = sends[:both], recvs[:both]
+    state = dumps.entries["state"]
+    return sends[state[recvs] == COMPLETED], recvs[state[sends] == COMPLETED]
+
+
+def _last_in_common(dumps: Dumps, row: int, other: int) -> tuple[int, int]:
+    """Two ranks' entries of the last collective that both have completed; past all entries when there is none."""
+    keys, places = [], []
+    for low, high in (dumps.bounds[row : row + 2], dumps.bounds[other : other + 2]):
+        part = dumps.entries[low:high]
+        chosen = np.flatnonzero((part["kind"] == Kind.COLLECTIVE) & (part["state"] == COMPLETED))[::-1]
+        keys.append(part["group"][chosen].astype(np.int64) * (MAX_SEQ + 1) + part["seq"][chosen])
+        places.append(low + chosen)
+    shared, mine, theirs = np.intersect1d(*keys, return_indices=True)
+    if not len(shared):
+        return len(dumps.entries), len(dumps.entries)
+    last = np.argmax(places[0][mine])
+    return int(places[0][mine[last]]), int(places[1][theirs[last]])
 
 
 def _elements(dumps: Dumps, entry: int) -> int:

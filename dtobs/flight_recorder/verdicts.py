@@ -212,8 +212,10 @@ class Verdicts:
         facing = [
             p for p in root.pairs if any((q.row, q.peer_row) == (p.peer_row, p.row) for q in root.pairs)
         ]
-        if facing or not root.calls:
-            return self._p2p_cycle(facing or list(root.pairs))
+        # a rank whose peer waits for it in a later call has been left alone, or the two take turns differently
+        passed = [p for p in root.pairs if self._went_past(p) or any(_holds_up(c, p) for c in root.calls)]
+        if facing or passed or not root.calls:
+            return self._p2p_cycle(facing or passed or list(root.pairs))
         odd = odd_rows(
             self.dumps, [(row, entry) for row in root.rows if (entry := self._waits_in(row, root)) >= 0]
         )
@@ -283,3 +285,8 @@ class Verdicts:
                 ),
             ),
         )
+
+
+def _holds_up(call: Call, pair: PendingPair) -> bool:
+    """Whether the other side of a half waits in a call for the rank that waits in the half."""
+    return pair.row in call.held_by and pair.peer_row in call.waiting

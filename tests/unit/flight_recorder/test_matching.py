@@ -134,6 +134,18 @@ def test_both_sides_send_first():
     assert codes(zero, one) == [("p2p-unmatched", (0, 1))]
 
 
+def test_group_whose_ranks_are_not_in_order():
+    """`new_group([2, 0], sort_ranks=False)`: its rank 0 is rank 2 of the job, which never sends."""
+    idle = dump([call(1)], THREE)
+    waits = dump(
+        [call(1), call(0, "nccl:recv 1<-0", group="s", state="started", p2p=True)], {"s": [2, 0]} | THREE
+    )
+    peer = dump([call(1)], {"s": [2, 0]} | THREE)
+    (finding,) = findings(waits, idle, peer)
+    assert (finding.code, finding.ranks) == ("rank-not-joined", (2,))
+    assert "its half of recv [4] Float (rank 2 to rank 0), in which rank 0 waits" in finding.summary
+
+
 def test_receive_that_the_sender_went_past():
     """Rank 0 waits for what rank 1 never sent, while both went on to the next collective."""
     zero = dump([call(0, "nccl:recv 0<-1", state="started", p2p=True), call(1)], TWO)
@@ -141,6 +153,47 @@ def test_receive_that_the_sender_went_past():
     (finding,) = findings(zero, one)
     assert (finding.code, finding.ranks) == ("p2p-unmatched", (0, 1))
     assert "rank 1 went past it without its half" in finding.summary
+
+
+def _forgotten_send(rank: int, forgets: int, done: bool) -> dict:
+    """Steps of an exchange with both neighbours of three and a collective; in the last, one leaves out a send."""
+    left, right = (rank - 1) % 3, (rank + 1) % 3
+    halves = [
+        f"send {rank}->{right}",
+        f"recv {rank}<-{left}",
+        f"send {rank}->{left}",
+        f"recv {rank}<-{right}",
+    ]
+    entries = []
+    for step in range(4):
+        last = step == 3
+        state = "completed" if done or not last else "scheduled"
+        chosen = halves[1:] if last and rank == forgets else halves
+        entries += [call(step, f"nccl:{half}", state="scheduled", p2p=True) for half in chosen]
+        entries.append(call(step, "nccl:coalesced", sizes=[], state=state))
+        if not last or done:
+            entries.append(call(step + 1, state="scheduled" if last else "completed"))
+    return dump(entries, THREE)
+
+
+@pytest.mark.parametrize("lost", [0, 3, 8])
+def test_send_that_a_batch_forgot(lost: int):
+    """Rank 0 sends nothing to rank 1, which waits for that alone: all its other transfers are done."""
+    dumps = [_forgotten_send(rank, forgets=0, done=rank != 1) for rank in range(3)]
+    cut = [d | {"entries": d["entries"][lost:]} for d in dumps]
+    (finding,) = findings(*cut)
+    assert (finding.code, finding.ranks) == ("p2p-unmatched", (0, 1))
+    assert "rank 1 waits in recv [4] Float (rank 0 to rank 1)" in finding.summary
+
+
+@pytest.mark.parametrize("lost", [0, 3, 8])
+def test_batch_that_one_rank_completed_before_its_peers(lost: int):
+    """Dumps of a moment: no half is without the other."""
+    dumps = [_forgotten_send(rank, forgets=-1, done=rank == 0) for rank in range(3)]
+    cut = [d | {"entries": d["entries"][lost:]} for d in dumps]
+    assert {(f.code, f.ranks, f.confidence) for f in findings(*cut)} == {
+        ("network-stalled", (), Confidence.POSSIBLE)
+    }
 
 
 def test_same_name_for_groups_of_different_ranks():
