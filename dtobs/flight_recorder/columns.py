@@ -31,10 +31,7 @@ ENTRY_DTYPE = np.dtype(
         ("site", "<i4"),  # call site, −1 when the dump has no stacks
         ("source", "<i4"),  # group ranks of a send or a receive, else −1
         ("target", "<i4"),
-        (
-            "sub",
-            "<i4",
-        ),  # position inside a coalesced call that shares one sequence number; −1 when it is lost
+        ("sub", "<i4"),  # position in a coalesced call that shares one sequence number; −1: lost
         ("kind", "u1"),
         ("state", "u1"),
     ]

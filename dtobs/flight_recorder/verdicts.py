@@ -212,8 +212,7 @@ class Verdicts:
         facing = [
             p for p in root.pairs if any((q.row, q.peer_row) == (p.peer_row, p.row) for q in root.pairs)
         ]
-        # a rank whose peer waits for it in a later call has been left alone, or the two take turns differently
-        passed = [p for p in root.pairs if self._went_past(p) or any(_holds_up(c, p) for c in root.calls)]
+        passed = [p for p in root.pairs if self._went_past(p)]
         if facing or passed or not root.calls:
             return self._p2p_cycle(facing or passed or list(root.pairs))
         odd = odd_rows(
@@ -285,8 +284,3 @@ class Verdicts:
                 ),
             ),
         )
-
-
-def _holds_up(call: Call, pair: PendingPair) -> bool:
-    """Whether the other side of a half waits in a call for the rank that waits in the half."""
-    return pair.row in call.held_by and pair.peer_row in call.waiting
