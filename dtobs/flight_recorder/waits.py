@@ -235,13 +235,18 @@ def _ends(graph: WaitGraph) -> list[set[int]]:
 
     A circle that calls queued behind it lead out of may be none, as they may run beside what is before them.
     """
-    while True:
-        ends = [c for c in _components(graph.edges) if all(graph.edges.get(n, set()) <= c for n in c)]
-        rows = [n for c in ends if len(c) > 1 for n in c if n in graph.behind]
-        if not rows:
-            return ends
+    narrow = ends = _closed(graph.edges)
+    while rows := [n for c in ends if len(c) > 1 for n in c if n in graph.behind]:
         for row in rows:
             graph.link(row, graph.behind.pop(row))
+        ends = _closed(graph.edges)
+    return [end for end in narrow if any(end <= wide for wide in ends)] + [
+        end for end in ends if len(end) == 1 and end not in narrow
+    ]
+
+
+def _closed(edges: dict[int, set[int]]) -> list[set[int]]:
+    return [c for c in _components(edges) if all(edges.get(n, set()) <= c for n in c)]
 
 
 def _reached(graph: WaitGraph) -> set[int]:
