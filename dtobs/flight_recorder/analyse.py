@@ -13,6 +13,7 @@ from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier, frontiers
 from dtobs.flight_recorder.mismatch import find_mismatches
 from dtobs.flight_recorder.model import DumpProblem, Dumps
 from dtobs.flight_recorder.p2p import PendingPair, pending_pairs
+from dtobs.flight_recorder.queues import queues_of
 from dtobs.flight_recorder.snapshot import judge
 from dtobs.flight_recorder.verdicts import Verdicts
 from dtobs.flight_recorder.waits import Call, Root, build, calls_held_up, roots
@@ -27,8 +28,8 @@ _FIRST = (
     "group-deadlock",
     "rank-not-joined",
     "device-stopped",
-    "network-stalled",
     "dumps-missing",
+    "network-stalled",
 )
 
 
@@ -97,10 +98,11 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
             notes.append(snapshot.moving)
         else:
             standing = True
-            calls = calls_held_up(dumps, states, explained, snapshot.stale)
+            queues = queues_of(dumps, states, pairs)
+            calls = calls_held_up(dumps, states, queues, explained, snapshot.stale)
             verdicts = Verdicts(dumps, states)
             odd_calls = [d for d in desyncs if not d.proved and d.group not in explained]
-            for root in roots(build(dumps, states, calls, pairs)):
+            for root in roots(build(dumps, states, queues, calls, pairs)):
                 odd = next((d for d in odd_calls if _leads_to(d, root, states)), None)
                 finding = verdicts.of(root) if odd is None else desync_finding(Words(dumps), odd)
                 if finding is not None:

@@ -1,7 +1,8 @@
 """A call-by-call simulation of a job's last steps, with its faults: which calls were issued, and how far each came.
 
-Hosts block in each call until it completes. A collective completes when every member has issued its n-th call of the
-group with the same shape; a send with its receive.
+A host issues a call when at most `run_ahead` of its calls are not complete: 0 blocks in each of them. Its device takes
+them one after the other. A collective completes when every member's device has come to its n-th call of the group with
+the same shape; a send with its receive.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ class Outcome:
     issued: list[list[Issued]]
 
 
-def simulate(layout: Layout, faults: Sequence[Fault], steps: int) -> Outcome:
+def simulate(layout: Layout, faults: Sequence[Fault], steps: int, run_ahead: int = 0) -> Outcome:
     """Run `steps` steps. Raises ValueError for a fault that the layout has no room for."""
     for fault in faults:
         fault.check(layout)
-    return _Simulation(layout, faults, steps).run()
+    return _Simulation(layout, faults, steps, run_ahead).run()
 
 
 @dataclass
@@ -91,11 +92,14 @@ class _Meeting:
 
 
 class _Simulation:
-    def __init__(self, layout: Layout, faults: Sequence[Fault], steps: int) -> None:
-        self.layout, self.faults = layout, faults
+    def __init__(self, layout: Layout, faults: Sequence[Fault], steps: int, run_ahead: int) -> None:
+        self.layout, self.faults, self.run_ahead = layout, faults, run_ahead
         self.programs = [_program(layout, faults, rank, steps) for rank in range(layout.world_size)]
-        self.position = [0] * layout.world_size
         self.issued: list[list[Issued]] = [[] for _ in range(layout.world_size)]
+        self.done = [0] * layout.world_size
+        self.reached = [
+            0
+        ] * layout.world_size  # calls that the device came to: those done, and perhaps one more
         self.calls_made: dict[tuple[int, str], int] = {}
         self.meetings: dict[tuple[str, int], _Meeting] = {}
         self.halves: dict[tuple[int, int, str], deque[tuple[int, Issued]]] = {}
@@ -104,19 +108,16 @@ class _Simulation:
         ready = deque(range(self.layout.world_size))
         while ready:
             rank = ready.popleft()
-            program = self.programs[rank]
-            while self.position[rank] < len(program):
-                made = program[self.position[rank]]
-                self.position[rank] += 1
-                self.issued[rank].append(made)
-                woken = self._issue(rank, made)
-                if not woken:
-                    break
-                ready.extend(r for r in woken if r != rank)
+            self.issued[rank] = issued = self.programs[rank][: self.done[rank] + self.run_ahead + 1]
+            if self.done[rank] == self.reached[rank] < len(issued):
+                self.reached[rank] += 1
+                for other in self._arrive(rank, issued[self.reached[rank] - 1]):
+                    self.done[other] += 1
+                    ready.append(other)
         return Outcome(self.issued)
 
-    def _issue(self, rank: int, made: Issued) -> list[int]:
-        """The ranks that may go on because of this call, `rank` among them; none when it has to wait."""
+    def _arrive(self, rank: int, made: Issued) -> list[int]:
+        """The ranks whose call completes because this rank's device has come to it."""
         return self._pair(rank, made) if made.call.peer_offset else self._join(rank, made)
 
     def _join(self, rank: int, made: Issued) -> list[int]:

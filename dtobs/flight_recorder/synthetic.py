@@ -24,7 +24,11 @@ TIMEOUT_MS = 600_000
 
 @dataclass(frozen=True)
 class Job:
-    """What to make dumps of. `entries`: the ring's size; `steps`: how many the job did before the dump."""
+    """What to make dumps of. `entries`: the ring's size; `steps`: how many the job did before the dump.
+
+    `timing`: whether the devices note when they start a call, which in real jobs TORCH_NCCL_ENABLE_TIMING turns on;
+    `run_ahead`: how many calls a host issues beyond the one that its device is in.
+    """
 
     layout: Layout
     fault: Fault | None = None
@@ -34,6 +38,8 @@ class Job:
     simulated_steps: int = 3
     stacks: bool = True
     clock_skew_ns: dict[int, int] = field(default_factory=dict)
+    timing: bool = True
+    run_ahead: int = 0
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -43,7 +49,11 @@ class Job:
     @property
     def expected(self) -> tuple[str, tuple[int, ...]] | None:
         """The verdict that is right on its (first) fault: code and ranks; None for a healthy job."""
-        return None if self.fault is None else self.fault.expected(self.layout)
+        if self.fault is None:
+            return None
+        if self.fault.name == "device-stopped" and not self.timing:
+            return "network-stalled", ()  # nothing tells whose device never came to the call
+        return self.fault.expected(self.layout)
 
 
 def dumps_of(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -51,7 +61,7 @@ def dumps_of(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
     if job.steps < job.simulated_steps:
         raise ValueError(f"a job of {job.steps} steps cannot have {job.simulated_steps} simulated ones")
     layout = job.layout
-    outcome = simulate(layout, job.faults, job.simulated_steps)
+    outcome = simulate(layout, job.faults, job.simulated_steps, job.run_ahead)
     gone = {fault.rank for fault in job.faults if fault.name == "dumps-missing"}
     writers = [_Writer(job, step_of(layout, stage)) for stage in range(layout.pp)]
     for rank in sorted(set(range(layout.world_size)) - gone):
@@ -149,7 +159,8 @@ class _Writer:
             arrow = "->" if name == "send" else "<-"
             name = f"{name} {me}{arrow}{me + call.peer_offset}"
         created = START_NS + step * STEP_NS + record * CALL_NS + self.job.clock_skew_ns.get(rank, 0)
-        state = made.state
+        state = made.state if self.job.timing or made.state != "started" else "scheduled"
+        timed = self.job.timing and state != "scheduled"
         entry: dict[str, Any] = {
             "record_id": record,
             "pg_id": layout.axes.index(call.axis),
@@ -164,7 +175,7 @@ class _Writer:
             "output_sizes": [list(call.size)],
             "output_dtypes": [call.dtype],
             "state": state,
-            "time_discovered_started_ns": None if state == "scheduled" else created + CALL_NS // 4,
+            "time_discovered_started_ns": created + CALL_NS // 4 if timed else None,
             "time_discovered_completed_ns": created + CALL_NS // 2 if state == "completed" else None,
             "retired": state == "completed",
             "timeout_ms": TIMEOUT_MS,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from dtobs.findings import Confidence, Finding
+from dtobs.flight_recorder.columns import STARTED
 from dtobs.flight_recorder.frontier import Frontier
 from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.order import odd_rows
+from dtobs.flight_recorder.order import came_before, odd_rows
 from dtobs.flight_recorder.p2p import PendingPair
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
 from dtobs.flight_recorder.waits import Call, Root
@@ -41,7 +44,9 @@ class Verdicts:
         group = self.dumps.groups[call.group]
         waiting = len(call.waiting)
         here = len(self.states[call.group].rows)
-        if len(root.rows) > waiting and len(root.rows) + waiting == here:
+        most = len(root.rows) > waiting
+        two_readings = most and len(root.rows) + waiting == here
+        if two_readings and not self._usual(call):
             return self._alone(root, call)
         ranks = words.ranks(root.rows)
         verb = "have" if len(ranks) > 1 else "has"
@@ -52,6 +57,8 @@ class Verdicts:
         )
         if hidden:
             summary += "; it has sent or received since, which this backend does not record"
+        if two_readings:
+            summary += f"; or {words.named(call.waiting)} went a step further than meant"
         if call.absent:
             summary += f"; {call.absent} dumps of the group are missing"
         confidence = Confidence.CERTAIN if not call.absent and not group.inferred else Confidence.LIKELY
@@ -62,7 +69,7 @@ class Verdicts:
         if rests_on_file_times(self.dumps, self._lag(root, call)):
             confidence = min(confidence, Confidence.LIKELY, key=lambda c: c.order)
             evidence.append({"what": BY_FILE_TIMES})
-        if hidden or len(root.rows) > waiting:
+        if hidden or most:
             confidence = Confidence.POSSIBLE
         return Finding(
             "rank-not-joined",
@@ -80,25 +87,36 @@ class Verdicts:
         ahead = state.issued[np.isin(state.rows, call.waiting)].max(initial=0)
         return int(ahead - state.issued[missing].max(initial=0))
 
+    def _usual(self, call: Call) -> bool:
+        """Whether one of those who wait came to this call from the one before it earlier on: it is their next."""
+        return any(came_before(self.dumps, row, entry) for row, entry in self._pending(call, call.waiting))
+
+    def _pending(self, call: Call, rows: Iterable[int]) -> list[tuple[int, int]]:
+        """(row, the entry it waits in) of some ranks of a call."""
+        state = self.states[call.group]
+        mine = np.isin(state.rows, list(rows)) & (state.pending_entry >= 0)
+        return list(zip(state.rows[mine].tolist(), state.pending_entry[mine].tolist(), strict=True))
+
     def _alone(self, root: Root, call: Call) -> Finding:
-        """A few ranks wait in a call that everybody else never made: they are the odd ones."""
+        """A few ranks wait in a call that never came there before and that nobody else made.
+
+        Either it is theirs alone, or something new begins for all and the others are held up: nobody is accused.
+        """
         words = self.words
-        group = self.dumps.groups[call.group]
-        ranks = words.ranks(call.waiting)
         summary = (
-            f"{ranks_text(ranks)} wait{'s' if len(ranks) == 1 else ''} in {words.call(call.entry)}"
-            f"{words.site(call.entry)}, which none of the other {len(root.rows)} ranks issued: a call, or a step, more"
-            f" than its peers; of them {words.doing(root.rows[0])}"
+            f"{words.named(call.waiting)} wait{'s' if len(call.waiting) == 1 else ''} in {words.call(call.entry)}"
+            f"{words.site(call.entry)}, which none of the other {len(root.rows)} ranks issued: a call more than its"
+            f" peers make, or they have stopped before it; of them {words.doing(root.rows[0])}"
         )
-        few = 8 * len(ranks) <= len(root.rows) + len(ranks) or len(ranks) == 1
         return Finding(
             "collective-mismatch",
             summary,
-            ranks=ranks,
-            confidence=Confidence.LIKELY if few and not call.absent else Confidence.POSSIBLE,
-            group=group.label,
+            confidence=Confidence.POSSIBLE,
+            group=self.dumps.groups[call.group].label,
             evidence=(
-                words.evidence("a call that no peer made", [call.entry]),
+                words.evidence(
+                    "a call that no peer made", [call.entry], waiting=list(words.ranks(call.waiting))
+                ),
                 words.evidence("last calls of its peers", words.last_entries(root.rows)),
             ),
         )
@@ -107,11 +125,7 @@ class Verdicts:
         words = self.words
         ranks = words.ranks(root.rows)
         state = self.states[call.group]
-        entries = [
-            int(e)
-            for row, e in zip(state.rows, state.pending_entry, strict=True)
-            if int(row) in root.rows and e >= 0
-        ]
+        entries = [entry for _, entry in self._pending(call, root.rows)]
         beside = (
             f"{words.named(call.finished)} completed it" if call.finished else "its peers have started it"
         )
@@ -130,22 +144,35 @@ class Verdicts:
         )
 
     def _stalled(self, call: Call) -> Finding:
+        """All issued it and none waits in an older call: the network, or a device where none says what it started."""
         words = self.words
         group = self.dumps.groups[call.group]
+        finished = set(call.finished)
+        left = [row for row in call.waiting if row not in finished]
         summary = (
-            f"all {len(call.waiting) + len(call.finished)} ranks of group {group.label} issued"
+            f"all {len(left) + len(finished)} ranks of group {group.label} issued"
             f" {words.call(call.entry)}{words.site(call.entry)} and"
-            f" {'none completes it' if not call.finished else f'{len(call.waiting)} do not complete it'}"
+            f" {f'{len(left)} do not complete it' if finished else 'none completes it'}"
         )
+        blind = self._blind(call)
+        if blind:
+            summary += (
+                "; the dumps do not tell a device that never started it (TORCH_NCCL_ENABLE_TIMING=1 would)"
+            )
         return Finding(
             "network-stalled",
             summary,
-            confidence=Confidence.POSSIBLE if group.inferred else Confidence.LIKELY,
+            confidence=Confidence.POSSIBLE if group.inferred or blind else Confidence.LIKELY,
             group=group.label,
             evidence=(
                 words.evidence("issued by all", [call.entry], waiting=list(words.ranks(call.waiting))),
             ),
         )
+
+    def _blind(self, call: Call) -> bool:
+        """Whether there are devices, and none says that it has started the call."""
+        gloo = all("gloo" in self.dumps.ranks[row].backends for row in call.waiting)
+        return not gloo and self.dumps.entries["state"][call.entry] != STARTED
 
     def _link(self, pair: PendingPair) -> Finding:
         words = self.words
@@ -223,15 +250,16 @@ class Verdicts:
             for c in root.calls[:4]
         )
         summary = f"ranks wait for each other in a circle: {chain}"
+        by_order = any(call.held == "queued" for call in root.calls)
         if odd:
             summary += f"; {words.named(odd)} called them in another order"
         return Finding(
             "group-deadlock",
             summary,
             ranks=words.ranks(odd or root.rows),
-            # a circle of many, or through sends and receives, has more than one reading
+            # A circle of many, through sends and receives, or by order alone has more than one reading.
             confidence=Confidence.LIKELY
-            if not root.pairs and (odd or len(root.rows) == 2)
+            if not root.pairs and (odd or (len(root.rows) == 2 and not by_order))
             else Confidence.POSSIBLE,
             group=self.dumps.groups[root.calls[0].group].label,
             evidence=(
@@ -270,9 +298,10 @@ class Verdicts:
     def _absent(self, root: Root) -> Finding | None:
         words = self.words
         missing = self.dumps.missing_ranks
-        waiting = sorted({row for call in root.calls for row in call.waiting})
+        waiting = root.calls[0].waiting if root.calls else ()
         shown = f"of {ranks_text(missing)}" if missing else "of ranks whose numbers the dumps do not tell"
-        what = f"; {words.named(waiting)} wait in {words.call(root.calls[0].entry)}" if root.calls else ""
+        verb = "waits" if len(waiting) == 1 else "wait"
+        what = f"; {words.named(waiting)} {verb} in {words.call(root.calls[0].entry)}" if root.calls else ""
         return Finding(
             "dumps-missing",
             f"what the ranks wait for is not in these dumps: the dumps {shown} are missing{what}",

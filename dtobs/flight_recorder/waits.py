@@ -3,6 +3,9 @@
 Nodes are ranks, calls (one a group: its first uncompleted one) and a place that stands for dumps we do not have. A
 rank points to the call it waits in, a call to the ranks that hold it up. Where the arrows end is the cause; where
 they go round in a circle, it is a deadlock; everybody else merely waits.
+
+A call that all have issued is held up by those of them that wait in an older one (`queues`): only what is the oldest
+of all its ranks can be what stands still.
 """
 
 from __future__ import annotations
@@ -12,20 +15,23 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from dtobs.flight_recorder.columns import STARTED
 from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.p2p import PendingPair
+from dtobs.flight_recorder.queues import Queues
 
-Held = Literal["not-issued", "device", "absent", "stalled", "explained"]
+Held = Literal["not-issued", "device", "queued", "absent", "stalled", "explained"]
 
 
 @dataclass(frozen=True)
 class Call:
     """The first uncompleted call of a group. `held_by`: rows of ranks, empty for "absent", "stalled", "explained".
 
-    `waiting`: rows that have issued it, or later ones, and are not done; `finished`: rows that completed it.
+    `waiting`: rows that have issued it, or later ones, and are not done; `behind`: how many of them wait in an older
+    one; `finished`: rows that completed it.
     """
 
     group: int
@@ -33,6 +39,7 @@ class Call:
     held: Held
     held_by: tuple[int, ...]
     waiting: tuple[int, ...]
+    behind: int
     finished: tuple[int, ...]
     absent: int
     entry: int
@@ -56,6 +63,9 @@ class WaitGraph:
     calls: dict[int, Call]
     pairs: list[PendingPair]
     edges: dict[int, set[int]] = field(default_factory=dict)
+    behind: dict[int, set[int]] = field(
+        default_factory=dict
+    )  #: row → what it has issued behind what it waits in
     pair_of: dict[int, PendingPair] = field(default_factory=dict)  #: node of a pair in flight
 
     def node_of_call(self, group: int) -> int:
@@ -71,17 +81,23 @@ class WaitGraph:
 
 
 def calls_held_up(
-    dumps: Dumps, states: dict[int, Frontier], explained: dict[int, int], stale: frozenset[int]
+    dumps: Dumps,
+    states: dict[int, Frontier],
+    queues: Queues,
+    explained: dict[int, int],
+    stale: frozenset[int],
 ) -> dict[int, Call]:
     """For each group somebody waits in: what holds its first uncompleted call up.
 
     `explained`: group → sequence number from which a mismatch explains everything; `stale`: rows whose dump is older
     than the wait.
     """
-    return {g: _call(dumps, s, explained.get(g), stale) for g, s in states.items() if s.waits}
+    return {g: _call(dumps, s, queues, explained.get(g), stale) for g, s in states.items() if s.waits}
 
 
-def _call(dumps: Dumps, state: Frontier, explained: int | None, stale: frozenset[int]) -> Call:
+def _call(
+    dumps: Dumps, state: Frontier, queues: Queues, explained: int | None, stale: frozenset[int]
+) -> Call:
     seq = state.seq
     old = np.isin(state.rows, list(stale)) if stale else np.zeros(len(state.rows), bool)
     inside = state.pending == seq
@@ -89,19 +105,17 @@ def _call(dumps: Dumps, state: Frontier, explained: int | None, stale: frozenset
     finished = (state.issued >= seq) & (state.pending > seq)
     absent = len(state.absent) + state.unknown + int((old & (state.issued < seq)).sum())
     entry = int(state.pending_entry[int(np.argmax(inside))])
-    started = np.zeros(len(state.rows), bool)
-    started[inside] = dumps.entries["state"][state.pending_entry[inside]] == STARTED
+    oldest = state.pending_entry == queues.head[state.rows]
+    waiting = state.pending != NOTHING_PENDING
+    lagging = _lagging(dumps, state, entry, inside, finished, oldest)
     held: Held = "stalled"
     held_by = np.zeros(len(state.rows), bool)
-    operation = dumps.operations[int(dumps.entries["signature"][entry])]
     if explained is not None and explained <= seq:
         held = "explained"
     elif missing.any():
         held, held_by = "not-issued", missing
-    elif operation.synchronising and finished.any() and inside.sum() <= finished.sum():
-        held, held_by = "device", inside
-    elif started.any() and not started[inside].all():
-        held, held_by = "device", inside & ~started
+    elif lagging.any():
+        held, held_by = "device" if (lagging & oldest).any() else "queued", lagging
     elif absent:
         held = "absent"
     return Call(
@@ -109,59 +123,74 @@ def _call(dumps: Dumps, state: Frontier, explained: int | None, stale: frozenset
         seq=seq,
         held=held,
         held_by=tuple(map(int, state.rows[held_by])),
-        waiting=tuple(map(int, state.rows[state.pending != NOTHING_PENDING])),
+        waiting=tuple(map(int, state.rows[waiting])),
+        behind=int((waiting & ~oldest).sum()),
         finished=tuple(map(int, state.rows[finished])),
         absent=absent,
         entry=entry,
     )
 
 
+def _lagging(
+    dumps: Dumps,
+    state: Frontier,
+    entry: int,
+    inside: npt.NDArray[np.bool_],
+    finished: npt.NDArray[np.bool_],
+    oldest: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.bool_]:
+    """Of the ranks in a call those whose device is behind: by what their peers completed or started, or by the order
+    of their own calls.
+    """
+    operation = dumps.operations[int(dumps.entries["signature"][entry])]
+    if operation.synchronising and finished.any() and inside.sum() <= finished.sum():
+        return inside
+    started = inside & (dumps.entries["state"][state.pending_entry] == STARTED)
+    return inside & ~started if started.any() else inside & ~oldest
+
+
 def build(
-    dumps: Dumps, states: dict[int, Frontier], calls: dict[int, Call], pairs: list[PendingPair]
+    dumps: Dumps,
+    states: dict[int, Frontier],
+    queues: Queues,
+    calls: dict[int, Call],
+    pairs: list[PendingPair],
 ) -> WaitGraph:
     """Draw the arrows."""
     graph = WaitGraph(dumps, calls, pairs)
-    # row → [(record, started, target node)]
-    waits: dict[int, list[tuple[int, bool, int]]] = {}
+    target: dict[int, int] = {}  # uncompleted entry → node, −1 where its own rank holds it up
     for group, call in calls.items():
         node = graph.node_of_call(group)
         graph.link(node, call.held_by)
         if call.held == "absent" or (call.absent and call.held_by):
             graph.link(node, [graph.absent])
-        held_by = set(call.held_by)
-        state = states[group]
-        for row, entry in zip(state.rows.tolist(), state.pending_entry.tolist(), strict=True):
-            if entry >= 0 and row not in held_by:
-                _wait(dumps, waits, row, entry, node)
-            elif entry >= 0:
-                _wait(dumps, waits, row, entry, -1)
+        own = set(call.held_by) if call.held == "device" else set()
+        for row, entry in zip(states[group].rows.tolist(), states[group].pending_entry.tolist(), strict=True):
+            if entry >= 0:
+                target[entry] = -1 if row in own else node
     for pair in pairs:
-        _wait(dumps, waits, pair.row, pair.entry, _target(graph, pair))
-    # With a device's own word on what has started, a rank waits in its first call and in those started; a call
-    # queued behind them waits for them, not for other ranks. Gloo has no such word.
-    devices = any(started for entries in waits.values() for _, started, _ in entries)
-    for row, entries in waits.items():
-        first = min(entries)
-        for wait in entries:
-            if wait[2] >= 0 and (wait is first or wait[1] or not devices):
-                graph.link(row, [wait[2]])
+        target[pair.entry] = _target(graph, queues, pair)
+    for row, line in queues.lines.items():
+        waited_in = queues.waited_in(row)
+        if target[line[0]] < 0:
+            waited_in = {entry for entry in waited_in if queues.started(entry)}
+        for entry in line:
+            if target[entry] >= 0:
+                edges = graph.edges if entry in waited_in else graph.behind
+                edges.setdefault(row, set()).add(target[entry])
     return graph
 
 
-def _wait(
-    dumps: Dumps, waits: dict[int, list[tuple[int, bool, int]]], row: int, entry: int, node: int
-) -> None:
-    record = dumps.entries[entry]
-    waits.setdefault(row, []).append((int(record["record"]), bool(record["state"] == STARTED), node))
-
-
-def _target(graph: WaitGraph, pair: PendingPair) -> int:
+def _target(graph: WaitGraph, queues: Queues, pair: PendingPair) -> int:
     if pair.peer_row < 0:
         return graph.absent
     if pair.partner < 0:
         return pair.peer_row
     node = graph.absent + 1 + min(pair.entry, pair.partner)
     graph.pair_of[node] = pair
+    halves = ((pair.row, pair.entry), (pair.peer_row, pair.partner))
+    if not pair.misfit:
+        graph.link(node, [row for row, entry in halves if queues.queues(row, entry)])
     return node
 
 
@@ -169,10 +198,9 @@ def roots(graph: WaitGraph) -> list[Root]:
     """Where the waiting begins. Pure."""
     found: list[Root] = []
     sinks: dict[tuple[str, int], set[int]] = {}
-    reached = set().union(*graph.edges.values()) if graph.edges else set()
-    for component in _components(graph.edges):
-        if any(t not in component for n in component for t in graph.edges.get(n, ())):
-            continue
+    ends = _ends(graph)
+    reached = _reached(graph)
+    for component in ends:
         if len(component) > 1:
             found.append(_cycle(graph, component))
             continue
@@ -182,7 +210,10 @@ def roots(graph: WaitGraph) -> list[Root]:
         if node < len(graph.dumps.ranks):
             _assign(graph, node, sinks)
         elif node == graph.absent:
-            found.append(Root("absent", (), tuple(c for c in graph.calls.values() if c.absent)))
+            calls = [c for c in graph.calls.values() if c.absent]
+            found.append(
+                Root("absent", (), tuple(sorted(calls, key=lambda c: (c.held != "absent", c.behind))))
+            )
         elif node in graph.pair_of:
             found.append(Root("link", (), pairs=(graph.pair_of[node],)))
         else:
@@ -199,6 +230,31 @@ def roots(graph: WaitGraph) -> list[Root]:
     return found
 
 
+def _ends(graph: WaitGraph) -> list[set[int]]:
+    """Where the arrows end: nodes, and circles.
+
+    A circle that calls queued behind it lead out of may be none, as they may run beside what is before them.
+    """
+    narrow = ends = _closed(graph.edges)
+    while rows := [n for c in ends if len(c) > 1 for n in c if n in graph.behind]:
+        for row in rows:
+            graph.link(row, graph.behind.pop(row))
+        ends = _closed(graph.edges)
+    return [end for end in narrow if any(end <= wide for wide in ends)] + [
+        end for end in ends if len(end) == 1 and end not in narrow
+    ]
+
+
+def _closed(edges: dict[int, set[int]]) -> list[set[int]]:
+    return [c for c in _components(edges) if all(edges.get(n, set()) <= c for n in c)]
+
+
+def _reached(graph: WaitGraph) -> set[int]:
+    """Nodes that a rank waits for; what nobody waits in holds nobody up."""
+    waited_in = set().union(*(t for n, t in graph.edges.items() if n < len(graph.dumps.ranks)))
+    return waited_in.union(*(graph.edges.get(n, set()) for n in waited_in))
+
+
 def _joined(graph: WaitGraph, sinks: dict[tuple[str, int], set[int]]) -> dict[tuple[str, int], set[int]]:
     """Several ranks that all hold up one call, as those of a lost host do, are one matter."""
     several = {key: rows for key, rows in sinks.items() if key[0] == "not-issued"}
@@ -213,11 +269,14 @@ def _joined(graph: WaitGraph, sinks: dict[tuple[str, int], set[int]]) -> dict[tu
 
 def _assign(graph: WaitGraph, row: int, sinks: dict[tuple[str, int], set[int]]) -> None:
     """File a rank that holds others up under the call that most wait in."""
-    holding = [c for c in graph.calls.values() if row in c.held_by]
+    holding = [c for c in graph.calls.values() if c.held != "queued" and row in c.held_by]
     if holding:
         # A call that the rank sits in says more of it than one it has not reached, and the fewer ranks hold a call
-        # up, the nearer it is to the cause.
-        call = max(holding, key=lambda c: (c.held == "device", -len(c.held_by), len(c.waiting), -c.group))
+        # up, the nearer it is to the cause; so is one that none of those who wait issued behind another.
+        call = max(
+            holding,
+            key=lambda c: (c.held == "device", -len(c.held_by), -c.behind, len(c.waiting), -c.group),
+        )
         sinks.setdefault((call.held, call.group), set()).add(row)
     else:
         sinks.setdefault(("pair", -1 - row), set()).add(row)
@@ -228,6 +287,10 @@ def _cycle(graph: WaitGraph, component: set[int]) -> Root:
     rows = tuple(sorted(n for n in component if n < ranks))
     calls = tuple(graph.calls[n - ranks] for n in sorted(component) if ranks <= n < graph.absent)
     pairs = tuple(p for p in graph.pairs if p.row in rows and p.peer_row in rows and p.partner < 0)
+    if not calls and not pairs:  # both halves of all of them are there
+        return Root(
+            "link", (), pairs=(next(graph.pair_of[n] for n in sorted(component) if n > graph.absent),)
+        )
     return Root("cycle", rows, calls, pairs)
 
 
