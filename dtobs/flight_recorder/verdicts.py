@@ -241,7 +241,11 @@ class Verdicts:
         ]
         passed = [p for p in root.pairs if self._went_past(p)]
         if facing or passed or not root.calls:
-            return self._p2p_cycle(facing or passed or list(root.pairs))
+            return self._p2p_cycle(facing or passed or list(root.pairs), Confidence.LIKELY)
+        # Its peer waits for it in a call: it has been left alone, or the two take turns differently.
+        alone = [p for p in root.pairs if any(_holds_up(c, p) for c in root.calls)]
+        if alone:
+            return self._p2p_cycle(alone, Confidence.POSSIBLE)
         odd = odd_rows(
             self.dumps, [(row, entry) for row in root.rows if (entry := self._waits_in(row, root)) >= 0]
         )
@@ -278,7 +282,7 @@ class Verdicts:
                 return int(entry[0])
         return -1
 
-    def _p2p_cycle(self, pairs: list[PendingPair]) -> Finding:
+    def _p2p_cycle(self, pairs: list[PendingPair], confidence: Confidence) -> Finding:
         words = self.words
         ranks = tuple(sorted({words.dumps.ranks[p.row].rank for p in pairs} | {p.peer_rank for p in pairs}))
         parts = [
@@ -290,7 +294,7 @@ class Verdicts:
             "p2p-unmatched",
             "; ".join(parts),
             ranks=ranks,
-            confidence=Confidence.LIKELY,
+            confidence=confidence,
             group=self.dumps.groups[int(self.dumps.entries["group"][pairs[0].entry])].label,
             evidence=(words.evidence("halves without the other", [p.entry for p in pairs]),),
         )
@@ -313,3 +317,8 @@ class Verdicts:
                 ),
             ),
         )
+
+
+def _holds_up(call: Call, pair: PendingPair) -> bool:
+    """Whether the other side of a half waits in a call for the rank that waits in the half."""
+    return pair.row in call.held_by and pair.peer_row in call.waiting
