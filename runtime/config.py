@@ -138,9 +138,15 @@ class DataConfig(Section):
     tokenizer: str = option("", "tokenizer.json to use; empty: train one on the corpus")
     sequence: int = option(256, "length of one sample", unit="tokens", least=2)
     batch: int = option(4, "samples a micro-batch and rank", unit="samples", least=1)
-    accumulate: int = option(1, "micro-batches a step", least=1)
+    accumulate: int | None = option(
+        None, "micro-batches a step; empty: 1, with a pipeline as few as fill it", least=1
+    )
     global_batch: int = option(
-        0, "samples a step over all ranks; sets accumulate; 0: batch x accumulate x ranks", least=0
+        0,
+        "samples a step over all ranks; sets accumulate, and a smaller batch where one has to be;"
+        " 0: batch x accumulate x ranks",
+        unit="samples",
+        least=0,
     )
     corpus_bytes: int = option(
         4_000_000, "limit of text read for the default corpus", unit="bytes", least=1000
@@ -168,7 +174,12 @@ class OptimizerConfig(Section):
     epsilon: float = option(1e-8, "epsilon of AdamW", least=0)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
     clip: float = option(1.0, "largest global gradient norm; 0: no clipping", least=0)
-    nonfinite_limit: int = option(8, "stop after N non-finite steps in a row", unit="steps", least=1)
+    nonfinite_limit: int = option(
+        8,
+        "stop after N non-finite steps in a row; fp16: not before the loss scale is down to 1",
+        unit="steps",
+        least=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool
     """The settings to train with. Every rank must call it; what rank 0 finds counts.
 
     After a restart the run resumes by itself. A resumed run keeps the checkpoint's global batch, unless
-    --data.global_batch asks for one. Raises LayoutError, on every rank, where these ranks cannot share it.
+    --data.global_batch asks for one. Either is shared out by smaller micro-batches where it has to be. Raises
+    LayoutError, on every rank, where these ranks cannot share it.
     """
     # A collective, not the store: torchrun may hand on a store in which the last attempt's words still stand.
     found: list[Any] = [_find(config, checkpoints, restarted=restarted) if dist.get_rank() == 0 else None]
@@ -34,10 +35,8 @@ def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool
     resume, samples = found[0]
     config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
     if not samples or config.data.global_batch:
-        return config
-    config = keep_global_batch(config, layout, samples)
-    mesh.resolve(config, layout.world)  # a pipeline wants a certain number of micro-batches
-    return config
+        return mesh.share_out(config, layout)
+    return keep_global_batch(config, layout, samples)
 
 
 def _find(config: Config, checkpoints: Path, *, restarted: bool) -> tuple[str, int]:
@@ -65,13 +64,14 @@ def _saved_global_batch(checkpoints: Path, asked: str) -> int:
 def global_batch(manifest: Manifest) -> int:
     """Samples a step over all ranks of the training that wrote a checkpoint."""
     data, layout = manifest.config["data"], Layout(**manifest.layout)
-    return int(data["global_batch"] or data["batch"] * data["accumulate"] * layout.data)
+    fewest = mesh.fewest_micro_batches(manifest.config["pipeline"]["schedule"], layout.pipeline)
+    return int(data["global_batch"] or data["batch"] * (data["accumulate"] or fewest) * layout.data)
 
 
 def keep_global_batch(config: Config, layout: Layout, samples: int) -> Config:
-    """`config` with `samples` a step on this layout, by the largest micro-batch up to --data.batch that divides.
+    """`config` with `samples` a step on this layout, by the largest micro-batch up to --data.batch that fits.
 
-    Raises LayoutError where the data ranks cannot share them.
+    Raises LayoutError where the data ranks cannot share them, or not in as many as their pipeline wants.
     """
     if samples % layout.data:
         works = [n for n in range(1, samples + 1) if samples % n == 0]
@@ -79,21 +79,25 @@ def keep_global_batch(config: Config, layout: Layout, samples: int) -> Config:
             f"{layout.data} data ranks cannot share the checkpoint's global batch of {samples} samples: use"
             f" {', '.join(map(str, works))} of them, or choose another with --data.global_batch"
         )
-    share = samples // layout.data
-    batch = next(size for size in range(min(config.data.batch, share), 0, -1) if share % size == 0)
-    return replace(config, data=replace(config.data, batch=batch, global_batch=samples))
+    return mesh.share_out(replace(config, data=replace(config.data, global_batch=samples)), layout)
 
 
 def batch_note(asked: Config, settled: Config, layout: Layout) -> str:
     """A line where each rank does something else than the flags say, "" where it does not."""
-    before = asked.data.batch, mesh.micro_batches(asked, layout)
     batch, count = settled.data.batch, mesh.micro_batches(settled, layout)
-    if (batch, count) == before:
-        return ""
+    wanted = f"{asked.data.batch}"
+    if asked.data.global_batch:  # which sets their number
+        if batch == asked.data.batch:
+            return ""
+    else:
+        before = mesh.micro_batches(asked, layout)
+        if (batch, count) == (asked.data.batch, before):
+            return ""
+        wanted += f", {before} a step"
     ranks = f"each of {layout.data} data ranks" if layout.data > 1 else "the one data rank"
     return (
         f"global batch of {settled.data.global_batch} samples kept: micro-batches of {batch}, {count} a step, on"
-        f" {ranks} (asked: {before[0]}, {before[1]} a step)"
+        f" {ranks} (asked: {wanted})"
     )
 
 

@@ -63,7 +63,10 @@ class FormatStatistics:
         return found
 
     def _look(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        if not self._now or not layer.training:
+        # Activation checkpointing runs the layer again in the backward pass: the same numbers, and selective
+        # checkpointing refuses operations that it has not seen in the forward pass.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self._now or not layer.training or in_backward:
             return
         config: Any = layer.config  # of torchao's Float8Linear
         casts = (config.cast_config_input, config.cast_config_weight, config.cast_config_grad_output)

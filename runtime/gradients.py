@@ -92,6 +92,7 @@ def clip_factor(norm: float, limit: float) -> float:
 class NonFiniteGuard:
     """Counts steps whose gradients are not finite; raises after `limit` of them in a row.
 
+    A loss scale above 1 may be what was too high: halving it is tried to its end first, however many steps that takes.
     It is asked on every step, before the optimizer: checking now and then lets the weights go bad in between.
     """
 
@@ -100,14 +101,17 @@ class NonFiniteGuard:
         self.in_row = 0
         self.total = 0
 
-    def check(self, norm: float, step: int) -> bool:
-        """True where the step may be taken. Raises NonFiniteError at the limit, on all ranks at the same step."""
+    def check(self, norm: float, step: int, *, loss_scale: float = 1.0) -> bool:
+        """True where the step, made with `loss_scale`, may be taken.
+
+        Raises NonFiniteError at the limit, on all ranks at the same step.
+        """
         if math.isfinite(norm):
             self.in_row = 0
             return True
         self.in_row += 1
         self.total += 1
-        if self.in_row >= self.limit:
+        if self.in_row >= self.limit and loss_scale <= 1:
             raise NonFiniteError(
                 f"the gradient norm was {norm} in {self.in_row} steps in a row, up to step {step}; the parameters are"
                 f" those of step {step - self.in_row}: lower the learning rate or look at the data of these steps"

@@ -117,7 +117,7 @@ def update(trainer: Trainer, step: int, mean_loss: Tensor | None) -> tuple[float
         wanted += [] if mean_loss is None else [mean_loss]
         scaled_norm, *numbers = gradients.fetch(*wanted, device=trainer.loader.device)
         norm = scaled_norm / scale
-        finite = trainer.guard.check(norm, step)
+        finite = trainer.guard.check(norm, step, loss_scale=scale)
         if finite:
             gradients.scale_gradients(parameters, gradients.clip_factor(norm, config.clip) / scale)
             trainer.optimizer.step()

@@ -13,7 +13,7 @@ The order is outermost first: ranks of one tensor group are neighbours, because 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,6 +24,7 @@ from runtime.model import counts
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 DATA_DIMENSIONS = ("replicate", "shard", "expert")
+_SPLIT_BACKWARD = ("ZBV", "DualPipeV")  # schedules that make gradients of inputs and of weights apart
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def resolve(config: Config, world: int) -> Layout:
     layout = Layout(**sizes)
     _check_model(config, layout)
     _check_combination(config, layout)
-    micro_batches(config, layout)
+    _check_micro_batches(config, layout)
     return layout
 
 
@@ -168,21 +169,16 @@ def _check_pipeline(config: Config, layout: Layout) -> None:
             f"{layers} layers cannot fill {layout.pipeline * a_rank} stages of {schedule} on --parallel.pipeline"
             f" {layout.pipeline}; --model.layers must be at least {layout.pipeline * a_rank}{fewer}"
         )
-    count = micro_batches(config, layout)
-    # What sets their number, and how much of it makes one more.
-    flag, one = "--data.accumulate", 1
-    if config.data.global_batch:
-        flag, one = "--data.global_batch", config.data.batch * layout.data
-    least = layout.pipeline * (2 if schedule == "DualPipeV" else 1)
-    if count < least:
+    if config.memory.recompute == "selective" and schedule in _SPLIT_BACKWARD:
         raise LayoutError(
-            f"{count} micro-batches cannot fill {schedule} on --parallel.pipeline {layout.pipeline};"
-            f" {flag} must be at least {least * one}"
+            f"--memory.recompute selective keeps what one backward pass needs, and {schedule} goes through it twice,"
+            " for inputs and for weights; use --memory.recompute full, or --pipeline.schedule 1F1B or Interleaved1F1B"
         )
-    if schedule == "Interleaved1F1B" and count % layout.pipeline:
+    if config.memory.compile and schedule in _SPLIT_BACKWARD:
+        # torch refuses because of donated buffers. Without those it trains, and gradients are wrong by a percent.
         raise LayoutError(
-            f"Interleaved1F1B needs micro-batches in multiples of --parallel.pipeline {layout.pipeline};"
-            f" {flag} {count * one} can be {_around(count * one, layout.pipeline * one)}"
+            f"--memory.compile makes one piece of a block's backward pass, and {schedule} takes it apart, for inputs"
+            " and for weights; leave it out, or use --pipeline.schedule 1F1B or Interleaved1F1B"
         )
     if config.model.tie_embeddings:
         raise LayoutError(
@@ -206,10 +202,13 @@ def _check_zero1(config: Config, layout: Layout) -> None:
 
 
 def micro_batches(config: Config, layout: Layout) -> int:
-    """Micro-batches a step: --data.accumulate, or what --data.global_batch asks for on this layout."""
+    """Micro-batches a step: what --data.global_batch makes of this layout, --data.accumulate, or the fewest possible.
+
+    Raises LayoutError where micro-batches of --data.batch do not make up --data.global_batch; `share_out` sees to it.
+    """
     data = config.data
     if not data.global_batch:
-        return data.accumulate
+        return data.accumulate or fewest_micro_batches(config.pipeline.schedule, layout.pipeline)
     one = data.batch * layout.data
     if data.global_batch % one:
         raise LayoutError(
@@ -217,6 +216,61 @@ def micro_batches(config: Config, layout: Layout) -> int:
             f" it can be {_around(data.global_batch, one)}"
         )
     return data.global_batch // one
+
+
+def fewest_micro_batches(schedule: str, pipeline: int) -> int:
+    """The least number of micro-batches that `schedule` runs with on `pipeline` ranks; 1 without a pipeline."""
+    return pipeline * (2 if schedule == "DualPipeV" and pipeline > 1 else 1)
+
+
+def share_out(config: Config, layout: Layout) -> Config:
+    """`config` with the largest micro-batch up to --data.batch that makes up --data.global_batch on this layout, in as
+    many as the pipeline's schedule runs with; unchanged without a --data.global_batch.
+
+    Raises LayoutError where there is none.
+    """
+    data = config.data
+    if not data.global_batch:
+        return config
+    share, rest = divmod(data.global_batch, layout.data)
+    if rest:
+        raise LayoutError(
+            f"--data.global_batch {data.global_batch} does not divide by {layout.data} data ranks;"
+            f" it can be {_around(data.global_batch, layout.data)}"
+        )
+    sizes = [size for size in range(min(data.batch, share), 0, -1) if share % size == 0]
+    fitting = [size for size in sizes if not _obstacle(config, layout, share // size)]
+    if not fitting:  # not even the most micro-batches, of one sample each
+        raise LayoutError(_obstacle(config, layout, share))
+    return replace(config, data=replace(data, batch=fitting[0]))
+
+
+def _check_micro_batches(config: Config, layout: Layout) -> None:
+    config = share_out(config, layout)
+    obstacle = _obstacle(config, layout, micro_batches(config, layout))
+    if obstacle:
+        raise LayoutError(obstacle)
+
+
+def _obstacle(config: Config, layout: Layout, count: int) -> str:
+    """Why the pipeline's schedule cannot run with `count` micro-batches, and what could be; "" where it can."""
+    if layout.pipeline == 1:
+        return ""
+    schedule = config.pipeline.schedule
+    least = fewest_micro_batches(schedule, layout.pipeline)
+    # What sets their number, and how much of it makes one more: micro-batches of one sample, where they can shrink.
+    flag, one = ("--data.global_batch", layout.data) if config.data.global_batch else ("--data.accumulate", 1)
+    if count < least:
+        return (
+            f"{count} micro-batches cannot fill {schedule} on --parallel.pipeline {layout.pipeline};"
+            f" {flag} must be at least {least * one}"
+        )
+    if schedule == "Interleaved1F1B" and count % layout.pipeline:
+        return (
+            f"Interleaved1F1B needs micro-batches in multiples of --parallel.pipeline {layout.pipeline};"
+            f" {flag} {count * one} can be {_around(count * one, layout.pipeline * one)}"
+        )
+    return ""
 
 
 def build(layout: Layout, device_type: str) -> DeviceMesh:

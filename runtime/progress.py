@@ -81,10 +81,12 @@ class Progress:
         self._write("  ".join(parts))
         self._line_step, self._line_at, self._aside = self._step, now, 0.0
 
-    def summary(self) -> str:
-        """One line about the whole run, for its end."""
+    def summary(self, step: int) -> str:
+        """One line about the whole run, for its end after `step`."""
+        if not self._first_step:
+            return f"0 steps, because the checkpoint is at step {step} already; --steps above {step} trains further"
         seconds = time.perf_counter() - self._began
-        steps = self._step - self._first_step + 1 if self._first_step else 0
+        steps = self._step - self._first_step + 1
         after = f" after step {self._first_step - 1}" if self._first_step > 1 else ""
         text = f"{steps} steps{after}, {self._tokens:,.0f} tokens in {seconds:.0f} s"
         if self._first_validation is not None:

@@ -169,7 +169,7 @@ class Run:
             self._start_lines(trainer, tokens, run_dir, [note, batch, self.setback(trainer.step)])
         loop.train(trainer)
         if self.place.rank == 0:
-            self.last_words = _closing_lines(progress, run_dir)
+            self.last_words = _closing_lines(progress.summary(trainer.step), run_dir)
 
     def _redirect(self, run_dir: Path) -> None:
         """Send what this rank prints to its logs, and hand the terminal over where that was asked for."""
@@ -272,10 +272,10 @@ class Run:
                 self.world.store.set(f"said/{text}", "")
 
 
-def _closing_lines(progress: Progress, run_dir: Path) -> str:
+def _closing_lines(summary: str, run_dir: Path) -> str:
     shown = _shown(run_dir)
     hint = f"look at it: dtobs top {shown} | dtobs diagnose {shown}"
-    return f"finished: {progress.summary()}; run directory {shown}\n{hint}"
+    return f"finished: {summary}; run directory {shown}\n{hint}"
 
 
 def _shown(path: Path) -> str:

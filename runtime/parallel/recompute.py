@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _ATTENTION = {
@@ -19,6 +20,12 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+# FSDP2 marks what it does for the profiler, and for experts within a block it does less in the forward pass than when
+# that is run again. Marks are neither kept nor asked for.
+_MARKS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 }
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
 
@@ -28,6 +35,7 @@ def apply(block: nn.Module, kind: str) -> nn.Module:
     if kind == "full":
         return checkpoint_wrapper(block)
     assert kind == "selective"
+    checkpoint.SAC_IGNORED_OPS.update(_MARKS)
     return checkpoint_wrapper(block, context_fn=_selective_contexts)
 
 

@@ -82,6 +82,7 @@ DENSE = {
     "pipeline-zbv": Layout(2, _schedule("ZBV")),
     "pipeline-dualpipev": Layout(2, _schedule("DualPipeV")),
     "pipeline-zbv-recompute-full": Layout(2, _schedule("ZBV", "--memory.recompute", "full")),
+    "pipeline-dualpipev-recompute-full": Layout(2, _schedule("DualPipeV", "--memory.recompute", "full")),
     "pipeline-5-layers": Layout(2, _schedule("1F1B", "--model.layers", "5"), like="5-layers"),
     # In step 12 its norm is 16.4 between 0.86 and 0.86: there rounding shows in the third digit.
     "pipeline-7-layers-interleaved": Layout(
@@ -112,6 +113,7 @@ EXPERTS = {
         "ddp": (2, TWO),
         "fsdp2": (2, (*TWO, *SHARD)),
         "expert": (2, (*TWO, *EXPERT)),
+        "expert-recompute-selective": (2, (*TWO, *EXPERT, "--memory.recompute", "selective")),
         "expert-accumulate": (2, _accumulated((*TWO, *EXPERT))),
         "tensor": (2, (*EIGHT, *TENSOR)),
         "tensor-accumulate": (2, _accumulated((*EIGHT, *TENSOR))),
@@ -154,6 +156,7 @@ EIGHTH = {
     name: Layout(world, (*arguments, *_FP8), loss=1e-2, norm=0.05, median_norm=True)
     for name, (world, arguments) in {
         "fp8-one": (1, EIGHT),
+        "fp8-recompute-selective": (1, (*EIGHT, "--memory.recompute", "selective")),
         "fp8-ddp-rowwise": (2, (*TWO, *_ROWWISE)),
         "fp8-fsdp2": (2, (*TWO, *SHARD)),
         "fp8-pipeline": (2, PIPELINE),

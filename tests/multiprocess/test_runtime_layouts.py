@@ -49,7 +49,7 @@ ALWAYS = {
     ),
     *("pipeline-1f1b", "pipeline-interleaved", "pipeline-zbv", "pipeline-dualpipev", "tied-tensor"),
     *("hsdp", "shard-tensor", "context-shard", "pipeline-shard-tensor"),
-    *("moe-context", "moe-expert-accumulate", "moe-expert-tensor"),
+    *("moe-context", "moe-expert-accumulate", "moe-expert-tensor", "moe-expert-recompute-selective"),
     *("bf16-fsdp2", "fp16-pipeline", "fp8-one", "fp8-tensor"),
 }
 assert set(ALL) >= ALWAYS

@@ -40,6 +40,17 @@ def test_every_number_of_ranks_that_divides_keeps_the_global_batch(
     assert replace(kept, data=asked.data) == asked
 
 
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 4), (2, 2), (4, 1)])
+def test_more_ranks_fill_a_pipeline_with_smaller_micro_batches(ranks: int, batch: int) -> None:
+    asked, layout = settings("--parallel.pipeline", "2"), Layout(pipeline=2, replicate=ranks)
+    kept = elastic.keep_global_batch(asked, layout, 8)
+    assert (kept.data.batch, mesh.micro_batches(kept, layout)) == (batch, 2)
+    explicit = settings("--parallel.pipeline", "2", "--data.global_batch", "8")
+    assert mesh.share_out(explicit, mesh.resolve(explicit, 2 * ranks)).data.batch == batch
+    with pytest.raises(LayoutError, match=r"2 micro-batches cannot fill 1F1B .* must be at least 32"):
+        elastic.keep_global_batch(settings(), Layout(pipeline=4, replicate=8), 16)
+
+
 def test_a_batch_that_does_not_divide_is_one_line_that_says_what_does() -> None:
     with pytest.raises(LayoutError) as caught:
         elastic.keep_global_batch(settings(), Layout(replicate=3), 8)
@@ -55,6 +66,8 @@ def test_a_batch_that_does_not_divide_is_one_line_that_says_what_does() -> None:
         (("--data.batch", "4"), Layout(replicate=2), 8),
         (("--data.batch", "4", "--accumulate", "3"), Layout(replicate=2, tensor=2), 24),
         (("--data.batch", "2", "--data.global_batch", "16"), Layout(shard=4), 16),
+        (("--data.batch", "2"), Layout(shard=4), 8),
+        (("--data.batch", "2", "--pipeline.schedule", "DualPipeV"), Layout(pipeline=2, shard=4), 32),
     ],
 )
 def test_the_global_batch_of_a_checkpoint(arguments: tuple[str, ...], layout: Layout, samples: int) -> None:
@@ -94,6 +107,12 @@ def test_what_each_rank_does_instead_is_said() -> None:
     many = elastic.keep_global_batch(asked, Layout(replicate=4), 8)
     assert elastic.batch_note(asked, many, Layout(replicate=4)) == (
         "global batch of 8 samples kept: micro-batches of 2, 1 a step, on each of 4 data ranks (asked: 4, 1 a step)"
+    )
+    explicit = settings("--data.batch", "4", "--data.global_batch", "8")
+    shared = mesh.share_out(explicit, Layout(replicate=4))
+    assert elastic.batch_note(explicit, explicit, Layout(replicate=2)) == ""
+    assert elastic.batch_note(explicit, shared, Layout(replicate=4)) == (
+        "global batch of 8 samples kept: micro-batches of 2, 1 a step, on each of 4 data ranks (asked: 4)"
     )
 
 

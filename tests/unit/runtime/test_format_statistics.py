@@ -9,6 +9,7 @@ from torch import nn
 from runtime import flags, float8
 from runtime.config import Config
 from runtime.format_statistics import FormatStatistics, fit
+from runtime.parallel import recompute
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -67,6 +68,26 @@ def test_fp8_layers_are_looked_at_in_every_tenth_step() -> None:
             )
             assert found["fp8_amax_input"] > 1.5
             assert found["fp8_saturated_gradient"] == 0.0
+
+
+def test_recomputation_is_not_looked_at_again() -> None:
+    """Selective checkpointing would refuse to: it knows the operations of the forward pass only."""
+    pytest.importorskip("torchao")
+    asked, found = config("--precision", "fp8"), []
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    for kind in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        block: nn.Module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
+        float8.apply(block, asked.precision, torch.device("cpu"))
+        if kind != "none":
+            block = recompute.apply(block, kind)
+        statistics = FormatStatistics([block], asked, ["0", "1", "2"])
+        statistics.begin(1)
+        for _ in range(2):  # micro-batches
+            block(x.clone().requires_grad_()).square().sum().backward()
+        found.append({name: float(value) for name, value in statistics.collect({}).items()})
+        assert float(statistics._found["input"][1][0]) == 2 * 3 * x.numel(), kind
+    assert found[0] == found[1] == found[2]
 
 
 def test_zeros_are_counted_in_matrices_of_blocks_in_fp16_only() -> None:

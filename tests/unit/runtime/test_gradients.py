@@ -50,6 +50,15 @@ def test_the_guard_skips_counts_and_stops_at_the_limit() -> None:
         guard.check(math.nan, 7)
 
 
+def test_halving_the_loss_scale_is_tried_to_its_end_before_the_guard_stops() -> None:
+    guard, scale = NonFiniteGuard(limit=3), LossScale.of(PrecisionConfig(compute="fp16", loss_scale=16.0))
+    for step in range(1, 5):
+        assert not guard.check(math.nan, step, loss_scale=scale.value)
+        scale.update(finite=False)
+    with pytest.raises(NonFiniteError, match=r"nan in 5 steps in a row, up to step 5; .* those of step 0"):
+        guard.check(math.nan, 5, loss_scale=scale.value)
+
+
 def test_the_loss_scale_halves_and_doubles_in_fp16_only() -> None:
     scale = LossScale.of(PrecisionConfig(compute="fp16", loss_scale=8.0, scale_window=2))
     for finite, expected in [(False, 4.0), (True, 4.0), (True, 8.0), (True, 8.0), (False, 4.0)]:

@@ -49,6 +49,11 @@ ZERO1 = (
     "--parallel.zero1 shares the optimizer's state of plain replicas and the layout is {};"
     " leave it out: --parallel.shard shares that state in every layout"
 )
+TOO_FEW = "1 micro-batches cannot fill 1F1B on --parallel.pipeline 2; --data.accumulate must be at least 2"
+SPLIT = (
+    "--memory.recompute selective keeps what one backward pass needs, and {} goes through it twice, for inputs and for"
+    " weights; use --memory.recompute full, or --pipeline.schedule 1F1B or Interleaved1F1B"
+)
 TENSOR = "--parallel.tensor {} does not divide the model (kv_heads {}, ffn {}, vocabulary {}); it can be {}"
 
 
@@ -128,8 +133,31 @@ TENSOR = "--parallel.tensor {} does not divide the model (kv_heads {}, ffn {}, v
         ),
         (
             4,
-            "--parallel.pipeline 2 --data.batch 2 --data.global_batch 4",
-            "1 micro-batches cannot fill 1F1B on --parallel.pipeline 2; --data.global_batch must be at least 8",
+            "--parallel.pipeline 2 --data.batch 2 --data.global_batch 2",
+            "1 micro-batches cannot fill 1F1B on --parallel.pipeline 2; --data.global_batch must be at least 4",
+        ),
+        (
+            4,
+            "--parallel.pipeline 2 --data.global_batch 6 --pipeline.schedule Interleaved1F1B",
+            "Interleaved1F1B needs micro-batches in multiples of --parallel.pipeline 2; --data.global_batch 6 can be"
+            " 4 or 8",
+        ),
+        (2, "--parallel.pipeline 2 --accumulate 1", TOO_FEW),
+        (
+            2,
+            "--parallel.pipeline 2 --pipeline.schedule ZBV --memory.recompute selective",
+            SPLIT.format("ZBV"),
+        ),
+        (
+            2,
+            "--parallel.pipeline 2 --pipeline.schedule DualPipeV --memory.recompute selective",
+            SPLIT.format("DualPipeV"),
+        ),
+        (
+            2,
+            "--parallel.pipeline 2 --pipeline.schedule ZBV --memory.compile",
+            "--memory.compile makes one piece of a block's backward pass, and ZBV takes it apart, for inputs and"
+            " for weights; leave it out, or use --pipeline.schedule 1F1B or Interleaved1F1B",
         ),
         (
             2,
@@ -173,8 +201,8 @@ TENSOR = "--parallel.tensor {} does not divide the model (kv_heads {}, ffn {}, v
         # samples
         (
             2,
-            "--data.global_batch 12",
-            "--data.global_batch 12 does not divide by batch 4 x 2 data ranks; it can be 8 or 16",
+            "--data.global_batch 13",
+            "--data.global_batch 13 does not divide by 2 data ranks; it can be 12 or 14",
         ),
     ],
 )
@@ -199,6 +227,39 @@ def test_the_layouts_of_the_readme_are_possible() -> None:
 def test_the_global_batch_is_kept_by_accumulation() -> None:
     config = flags.load(["--preset", "debug", "--data.global_batch", "32"], {})
     assert [mesh.micro_batches(config, mesh.resolve(config, world)) for world in (1, 2, 4)] == [8, 4, 2]
+
+
+def test_a_global_batch_is_shared_out_by_the_largest_micro_batch_that_fits() -> None:
+    for world, arguments, batch, count in [
+        (4, "--data.global_batch 8", 2, 1),
+        (2, "--data.global_batch 12", 3, 2),
+        (4, "--data.global_batch 8 --parallel.pipeline 2", 2, 2),
+        (8, "--data.global_batch 8 --parallel.pipeline 2", 1, 2),
+        (2, "--data.global_batch 12 --parallel.pipeline 2 --pipeline.schedule Interleaved1F1B", 3, 4),
+    ]:
+        config = flags.load(["--preset", "debug", *arguments.split()], {})
+        layout = mesh.resolve(config, world)
+        shared = mesh.share_out(config, layout)
+        assert (shared.data.batch, mesh.micro_batches(shared, layout)) == (batch, count), arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        ("", 1),
+        ("--pipeline.schedule DualPipeV", 1),
+        ("--parallel.pipeline 2", 2),
+        ("--parallel.pipeline 2 --parallel.shard 2 --parallel.tensor 2", 2),
+        ("--parallel.pipeline 4", 4),
+        ("--parallel.pipeline 2 --pipeline.schedule Interleaved1F1B", 2),
+        ("--parallel.pipeline 2 --pipeline.schedule ZBV", 2),
+        ("--parallel.pipeline 2 --pipeline.schedule DualPipeV", 4),
+        ("--parallel.pipeline 2 --accumulate 5", 5),
+    ],
+)
+def test_a_step_has_as_many_micro_batches_as_its_schedule_needs(arguments: str, count: int) -> None:
+    config = flags.load(["--preset", "debug", *arguments.split()], {})
+    assert mesh.micro_batches(config, mesh.resolve(config, 8)) == count
 
 
 @given(st.lists(st.integers(1, 3), min_size=6, max_size=6))

@@ -62,8 +62,8 @@ def test_progress_lines_appear_when_a_global_loss_is_reported() -> None:
     progress.report(validation_loss=3.0)
     progress.report(validation_loss=2.0)
     assert lines[1] == "step      1  validation loss 3.0000"
-    assert "1 steps, 100 tokens" in progress.summary()
-    assert "validation loss 3.0000 → 2.0000" in progress.summary()
+    assert "1 steps, 100 tokens" in progress.summary(1)
+    assert "validation loss 3.0000 → 2.0000" in progress.summary(1)
 
 
 def test_generators_come_back() -> None:
