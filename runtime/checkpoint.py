@@ -166,13 +166,16 @@ def newest_good(root: Path) -> tuple[Path, Manifest, list[str]] | None:
 def load(folder: Path, manifest: Manifest, tensors: Tensors, *, layout: dict[str, int]) -> bool:
     """Load a verified checkpoint into `tensors` in place; every rank must call it.
 
-    Returns True where the generators were restored as well (the same layout). Raises CheckpointError where a tensor is
+    Returns True where the generators were restored as well (the same layout); one that the checkpoint does not have,
+    the device's in one that was made on a CPU, starts from its seed's rule. Raises CheckpointError where a tensor is
     missing or has another shape.
     """
     same = manifest.layout == layout and manifest.world == dist.get_world_size()
-    generators = generator_tensors(dist.get_rank()) if same else {}
     reader = MetadataReader(folder)
-    _check_shapes(folder, reader, tensors)
+    known = reader.read_metadata().state_dict_metadata
+    _check_shapes(folder, known, tensors)
+    generators = generator_tensors(dist.get_rank()) if same else {}
+    generators = {name: state for name, state in generators.items() if name in known}
     try:
         dcp.load(tensors | generators, storage_reader=reader)
     except CheckpointException as error:
@@ -183,8 +186,7 @@ def load(folder: Path, manifest: Manifest, tensors: Tensors, *, layout: dict[str
     return same
 
 
-def _check_shapes(folder: Path, reader: MetadataReader, tensors: Tensors) -> None:
-    known = reader.read_metadata().state_dict_metadata
+def _check_shapes(folder: Path, known: dict[str, Any], tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         if name not in known:
             raise CheckpointError(f"{folder} has no {name}: it is a checkpoint of another model")
