@@ -82,12 +82,16 @@ class Trainer:
             "nonfinite_total": self.guard.total,
         }
 
-    def restore_position(self, saved: dict[str, Any]) -> None:
-        """Put back what `position` returned."""
+    def restore_position(self, saved: dict[str, Any], *, compute: str) -> None:
+        """Put back what `position` returned in a training with `--precision.compute` as given.
+
+        The loss scale means something from FP16 to FP16 only; else it starts as the settings say.
+        """
         self.step = int(saved["step"])
         self.loader.position = int(saved["samples"])
-        self.loss_scale.value = float(saved["loss_scale"])
-        self.loss_scale.good_steps = int(saved["loss_scale_good_steps"])
+        if compute == self.config.precision.compute == "fp16":
+            self.loss_scale.value = float(saved["loss_scale"])
+            self.loss_scale.good_steps = int(saved["loss_scale_good_steps"])
         self.guard.in_row = int(saved["nonfinite_in_row"])
         self.guard.total = int(saved["nonfinite_total"])
 
