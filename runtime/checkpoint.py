@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from runtime import manifest as manifests
 from runtime.errors import CheckpointError
-from runtime.manifest import FileSeal, Manifest
+from runtime.manifest import FileSeal, Leftovers, Manifest
 from runtime.reader import MetadataReader
 from runtime.seeds import capture_generators, restore_generators
 
@@ -47,6 +47,7 @@ class Saved:
     folder: Path
     size_bytes: int
     seconds: float
+    leftovers: Leftovers  # on rank 0: what should be gone and could not be removed
 
 
 def training_tensors(named: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensors:
@@ -91,16 +92,18 @@ def save(
 ) -> Saved:
     """Write checkpoint `step` below `root`; every rank must call it.
 
-    Raises CheckpointError, on every rank, where any rank failed; earlier checkpoints are then as they were.
+    Raises CheckpointError, on every rank, where any rank failed; earlier checkpoints are then as they were. That an
+    older one cannot be removed is no failure.
     """
     began = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
     saving, final = root / f".saving-{manifests.folder_name(step)}", root / manifests.folder_name(step)
+    leftovers: Leftovers = {}
 
     def make_folder() -> None:
         if rank == 0:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            manifests.remove_unfinished(root)
+            leftovers.update(manifests.remove_unfinished(root))
             saving.mkdir(mode=0o700)
 
     def write_shards() -> None:
@@ -121,8 +124,10 @@ def save(
 
     def complete(files: dict[str, FileSeal]) -> None:
         if rank == 0:
-            manifests.write(Manifest(step, world, layout, training, config, files), saving, final)
-            manifests.prune(root, keep)
+            number = manifests.next_number(root)
+            found = Manifest(step, world, layout, training, config, files, number)
+            leftovers.update(manifests.write(found, saving, final))
+            leftovers.update(manifests.prune(root, keep, final))
 
     try:
         _together(make_folder, step, group)
@@ -134,7 +139,7 @@ def save(
             shutil.rmtree(saving, ignore_errors=True)
         raise
     size = sum(found.bytes for found in files.values())
-    return Saved(final, size, time.perf_counter() - began)
+    return Saved(final, size, time.perf_counter() - began, leftovers)
 
 
 def _together(work: Callable[[], T], step: int, group: dist.ProcessGroup | None) -> list[T]:

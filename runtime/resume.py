@@ -65,8 +65,17 @@ def _conclude(trainer: Trainer, outcome: Callable[[], Saved | None]) -> None:
         if dist.get_rank() == 0:
             warnings.warn(f"{error}; training goes on", SaveWarning, stacklevel=2)
         return
-    if saved is not None:
-        phases.report(checkpoint_bytes=saved.size_bytes, checkpoint_seconds=saved.seconds)
+    if saved is None:
+        return
+    phases.report(checkpoint_bytes=saved.size_bytes, checkpoint_seconds=saved.seconds)
+    for folder, reason in saved.leftovers.items():
+        if folder not in trainer.undeletable:
+            trainer.undeletable.add(folder)
+            warnings.warn(
+                f"{folder} is not needed any more and could not be removed: {reason}; remove it by hand",
+                SaveWarning,
+                stacklevel=2,
+            )
 
 
 def begin(trainer: Trainer) -> str:

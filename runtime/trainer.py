@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ from runtime.precision import LossScale
 
 @dataclass
 class Trainer:
-    """The state of a training and what works on it. `step` is the last finished one."""
+    """The state of a training and what works on it. `step` is the last finished one.
+
+    `undeletable` are old checkpoints that could not be removed, as the user was told.
+    """
 
     config: Config
     layout: Layout
@@ -48,6 +51,7 @@ class Trainer:
     checkpoints: Path
     background: BackgroundSaver | None
     step: int = 0
+    undeletable: set[Path] = field(default_factory=set)
 
     @property
     def tokens_per_step(self) -> int:
