@@ -108,6 +108,23 @@ def test_a_restart_does_not_resume_the_run_that_was_left(tmp_path: Path) -> None
     assert elastic._find(back, own, restarted=True) == ("auto", 5)
 
 
+def test_the_first_start_tells_the_restart_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda found, src: None)
+    own, base = tmp_path / "checkpoints", save(tmp_path / "base", 20)
+    save(own, 40)
+
+    def resumes(restarted: bool) -> str:
+        asked = settings("--resume", str(base))
+        return elastic.settle(asked, Layout(), own, restarted=restarted).checkpoint.resume
+
+    assert [resumes(False), resumes(True)] == [str(base), str(base)]
+    save(own, 21)
+    assert resumes(True) == "auto"
+
+
 def test_what_each_rank_does_instead_is_said() -> None:
     asked = settings("--data.batch", "4")
     same = elastic.keep_global_batch(asked, Layout(replicate=2), 8)
