@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from runtime import manifest as manifests
 from runtime.errors import CheckpointError
-from runtime.manifest import FileSeal, Manifest
+from runtime.manifest import FileSeal, Leftovers, Manifest
 from runtime.reader import MetadataReader
 from runtime.seeds import capture_generators, restore_generators
 
@@ -47,6 +47,7 @@ class Saved:
     folder: Path
     size_bytes: int
     seconds: float
+    leftovers: Leftovers  # on rank 0: what should be gone and could not be removed
 
 
 def training_tensors(named: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensors:
@@ -91,16 +92,18 @@ def save(
 ) -> Saved:
     """Write checkpoint `step` below `root`; every rank must call it.
 
-    Raises CheckpointError, on every rank, where any rank failed; earlier checkpoints are then as they were.
+    Raises CheckpointError, on every rank, where any rank failed; earlier checkpoints are then as they were. That an
+    older one cannot be removed is no failure.
     """
     began = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
     saving, final = root / f".saving-{manifests.folder_name(step)}", root / manifests.folder_name(step)
+    leftovers: Leftovers = {}
 
     def make_folder() -> None:
         if rank == 0:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            manifests.remove_unfinished(root)
+            leftovers.update(manifests.remove_unfinished(root))
             saving.mkdir(mode=0o700)
 
     def write_shards() -> None:
@@ -121,8 +124,10 @@ def save(
 
     def complete(files: dict[str, FileSeal]) -> None:
         if rank == 0:
-            manifests.write(Manifest(step, world, layout, training, config, files), saving, final)
-            manifests.prune(root, keep)
+            number = manifests.next_number(root)
+            found = Manifest(step, world, layout, training, config, files, number)
+            leftovers.update(manifests.write(found, saving, final))
+            leftovers.update(manifests.prune(root, keep, final))
 
     try:
         _together(make_folder, step, group)
@@ -134,7 +139,7 @@ def save(
             shutil.rmtree(saving, ignore_errors=True)
         raise
     size = sum(found.bytes for found in files.values())
-    return Saved(final, size, time.perf_counter() - began)
+    return Saved(final, size, time.perf_counter() - began, leftovers)
 
 
 def _together(work: Callable[[], T], step: int, group: dist.ProcessGroup | None) -> list[T]:
@@ -166,13 +171,16 @@ def newest_good(root: Path) -> tuple[Path, Manifest, list[str]] | None:
 def load(folder: Path, manifest: Manifest, tensors: Tensors, *, layout: dict[str, int]) -> bool:
     """Load a verified checkpoint into `tensors` in place; every rank must call it.
 
-    Returns True where the generators were restored as well (the same layout). Raises CheckpointError where a tensor is
+    Returns True where the generators were restored as well (the same layout); one that the checkpoint does not have,
+    the device's in one that was made on a CPU, starts from its seed's rule. Raises CheckpointError where a tensor is
     missing or has another shape.
     """
     same = manifest.layout == layout and manifest.world == dist.get_world_size()
-    generators = generator_tensors(dist.get_rank()) if same else {}
     reader = MetadataReader(folder)
-    _check_shapes(folder, reader, tensors)
+    known = reader.read_metadata().state_dict_metadata
+    _check_shapes(folder, known, tensors)
+    generators = generator_tensors(dist.get_rank()) if same else {}
+    generators = {name: state for name, state in generators.items() if name in known}
     try:
         dcp.load(tensors | generators, storage_reader=reader)
     except CheckpointException as error:
@@ -183,8 +191,7 @@ def load(folder: Path, manifest: Manifest, tensors: Tensors, *, layout: dict[str
     return same
 
 
-def _check_shapes(folder: Path, reader: MetadataReader, tensors: Tensors) -> None:
-    known = reader.read_metadata().state_dict_metadata
+def _check_shapes(folder: Path, known: dict[str, Any], tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         if name not in known:
             raise CheckpointError(f"{folder} has no {name}: it is a checkpoint of another model")

@@ -8,6 +8,7 @@ does more or fewer micro-batches. The order of samples does not depend on the ra
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool
     --data.global_batch asks for one. Either is shared out by smaller micro-batches where it has to be. Raises
     LayoutError, on every rank, where these ranks cannot share it.
     """
+    if dist.get_rank() == 0 and not restarted:
+        with suppress(
+            OSError
+        ):  # where this cannot be written, no checkpoint can be, and the first save says so
+            manifests.note_start(checkpoints)
     # A collective, not the store: torchrun may hand on a store in which the last attempt's words still stand.
     found: list[Any] = [_find(config, checkpoints, restarted=restarted) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
@@ -42,10 +48,11 @@ def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool
 def _find(config: Config, checkpoints: Path, *, restarted: bool) -> tuple[str, int]:
     """What to resume from ("" for nothing), and the samples a step of what is there (0 for nothing readable).
 
-    After a restart: from what the run saved itself, else from what it was started with.
+    After a restart: from what the run saved itself, else from what it was started with. Checkpoints of a run that
+    this one began anew beside are not its own.
     """
     resume = config.checkpoint.resume
-    if restarted and (not resume or manifests.complete(checkpoints)):
+    if restarted and (manifests.has_own(checkpoints) or not (resume or manifests.complete(checkpoints))):
         resume = "auto"
     return resume, _saved_global_batch(checkpoints, resume) if resume else 0
 

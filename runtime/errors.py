@@ -7,7 +7,8 @@ TrainingError                 anything this package raises on purpose; its text 
 ├── CheckpointError           a checkpoint cannot be written, trusted or loaded
 └── NonFiniteError            too many steps in a row had gradients that are not finite
 
-SaveWarning                   a checkpoint was not written and training goes on; its text is one clear line
+SaveWarning                   a checkpoint was not written, or an old one not removed, and training goes on; its text is
+                              one clear line
 """
 
 from __future__ import annotations
@@ -38,4 +39,4 @@ class NonFiniteError(TrainingError):
 
 
 class SaveWarning(UserWarning):
-    """A checkpoint could not be saved; training goes on."""
+    """A checkpoint could not be saved, or an old one not removed; training goes on."""

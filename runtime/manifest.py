@@ -2,11 +2,16 @@
 
 A checkpoint folder `step-00000100` appears by a rename, after its files and the manifest are on disk. What a killed
 save or removal leaves behind is a `.saving-...` or `.removing-...` folder, which nothing reads and the next save
-removes.
+removes. What cannot be removed stays, is told, and stops no save.
+
+The newest checkpoint is the one saved last, not the one with the highest step: a run may go on from an earlier step
+in the folder of the one it leaves. So each manifest has the number of its save in the folder, and the file `started`
+has the number of the last save before the run that works there was first started.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +25,12 @@ from runtime.errors import CheckpointError
 
 FORMAT = "runtime.checkpoint/1"
 NAME = "manifest.json"
+TRAINING = (  # what the state that is not tensors must have
+    *("step", "samples", "corpus", "tokenizer", "tokens", "seed"),
+    *("loss_scale", "loss_scale_good_steps", "nonfinite_in_row", "nonfinite_total"),
+)
+Leftovers = dict[Path, str]  # folders that could not be removed, and why
+_STARTED = "started"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -33,7 +44,10 @@ class FileSeal:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: its step, the layout it was written in, and the state that is not tensors."""
+    """What a checkpoint holds: its step, the layout it was written in, and the state that is not tensors.
+
+    `saved` counts the saves of its folder; 0 in checkpoints from before they were counted.
+    """
 
     step: int
     world: int
@@ -41,6 +55,7 @@ class Manifest:
     training: dict[str, Any]
     config: dict[str, Any]
     files: dict[str, FileSeal]
+    saved: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -64,18 +79,33 @@ def measure(path: Path) -> FileSeal:
         return FileSeal(file.tell(), digest.hexdigest())
 
 
-def write(manifest: Manifest, saving: Path, final: Path) -> None:
-    """Complete the checkpoint in `saving`: write the manifest, force all to disk, rename to `final`."""
-    text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1)
+def write(manifest: Manifest, saving: Path, final: Path) -> Leftovers:
+    """Complete the checkpoint in `saving`: write the manifest, force all to disk, rename to `final`.
+
+    One that is there already, of the same step before a resume from an earlier one, is replaced; returns what of it
+    could not be removed.
+    """
     with (saving / NAME).open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(encode(manifest))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(saving)
-    if final.exists():  # the same step saved again after a resume from an earlier one
-        _remove(final)
+    replaced = _set_aside(final) if final.exists() else None
     saving.rename(final)
     sync_folder(final.parent)
+    return _remove(replaced) if replaced is not None else {}
+
+
+def encode(manifest: Manifest) -> str:
+    """The text of a manifest, with its own checksum in it."""
+    table = {"format": FORMAT, **asdict(manifest)}
+    return json.dumps({**table, "xxh3": _checksum(table)}, indent=1)
+
+
+def _checksum(table: dict[str, Any]) -> str:
+    """Of what a table says, however it is written."""
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def sync_folder(folder: Path) -> None:
@@ -88,11 +118,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError where there is none or it cannot be understood."""
+    """The manifest of a checkpoint. Raises CheckpointError where there is none or it cannot be trusted.
+
+    One from before manifests had a checksum of their own is taken as it is.
+    """
     try:
         table = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        if table.pop("format") != FORMAT:
+        if table["format"] != FORMAT:
             raise CheckpointError(f"{folder} is not a checkpoint of format {FORMAT}")
+        expected = table.pop("xxh3", None)
+        if expected is not None and expected != _checksum(table):
+            raise CheckpointError(f"{folder}/{NAME} is corrupt: its checksum is not the one in it")
+        del table["format"]
+        if missing := [name for name in TRAINING if name not in table["training"]]:
+            raise CheckpointError(f"{folder}/{NAME} is not whole: training has no {', '.join(missing)}")
         table["files"] = {name: FileSeal(**value) for name, value in table["files"].items()}
         return Manifest(**table)
     except FileNotFoundError as error:
@@ -124,24 +163,112 @@ def folder_name(step: int) -> str:
 
 
 def complete(root: Path) -> list[Path]:
-    """Checkpoint folders below `root`, newest step first; not verified."""
-    return sorted((path for path in root.glob("step-*") if path.is_dir()), reverse=True)
+    """Checkpoint folders below `root`, last saved first; not verified.
+
+    One without a readable manifest may be of any age and comes first: it may be the newest.
+    """
+    ages = _ages(root)
+    return sorted(ages, key=lambda path: (ages[path] is None, ages[path] or (), path), reverse=True)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for path in complete(root)[keep:]:
-        _remove(path)
+def next_number(root: Path) -> int:
+    """The number of the next save below `root`."""
+    return 1 + _last_number(root)
 
 
-def remove_unfinished(root: Path) -> None:
-    """Remove what interrupted saves and removals left."""
-    for path in (*root.glob(".saving-*"), *root.glob(".removing-*")):
-        shutil.rmtree(path)
+def note_start(root: Path) -> None:
+    """Remember which checkpoints are there before a run that starts anew saves its own."""
+    mark = root / _STARTED
+    if _ages(root):
+        mark.write_text(str(_last_number(root)))
+    else:
+        mark.unlink(missing_ok=True)
 
 
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint; under another name first, so that it is gone at once and never half there."""
-    away = folder.with_name(f".removing-{folder.name}")
-    folder.rename(away)
-    shutil.rmtree(away)
+def has_own(root: Path) -> bool:
+    """Whether there are other checkpoints than those that were there when the run was first started."""
+    before = _started(root)
+    return any(before is None or (age is not None and age[0] > before) for age in _ages(root).values())
+
+
+def prune(root: Path, keep: int, written: Path) -> Leftovers:
+    """Remove all but the `keep` checkpoints saved last, of which `written` is the last one; what stayed, and why.
+
+    Those without a readable manifest go first.
+    """
+    ages = _ages(root)
+    oldest_last = sorted(ages, key=lambda path: (path == written, ages[path] or ()), reverse=True)
+    leftovers: Leftovers = {}
+    for path in oldest_last[keep:]:
+        try:
+            leftovers |= _remove(_set_aside(path))
+        except OSError as error:
+            leftovers[path] = _reason(error)
+    return leftovers
+
+
+def remove_unfinished(root: Path) -> Leftovers:
+    """Remove what interrupted saves and removals left; what stayed, and why."""
+    leftovers: Leftovers = {}
+    for path in root.glob(".removing-*"):
+        leftovers |= _remove(path)
+    for path in root.glob(".saving-*"):
+        try:  # its name is wanted for the next save of this step
+            leftovers |= _remove(_set_aside(path))
+        except OSError as error:
+            leftovers[path] = _reason(error)
+    return leftovers
+
+
+def _ages(root: Path) -> dict[Path, tuple[int, int] | None]:
+    """The checkpoint folders below `root`, each with what orders them, None where its manifest cannot be read.
+
+    That is the number of the save, and the step for those from before saves were counted.
+    """
+    ages: dict[Path, tuple[int, int] | None] = {}
+    for path in root.glob("step-*"):
+        if not path.is_dir():
+            continue
+        try:
+            manifest = read(path)
+            ages[path] = manifest.saved, manifest.step
+        except CheckpointError:
+            ages[path] = None
+    return ages
+
+
+def _last_number(root: Path) -> int:
+    return max([_started(root) or 0, *(age[0] for age in _ages(root).values() if age)])
+
+
+def _started(root: Path) -> int | None:
+    """What `note_start` wrote; None where nothing was there, or it cannot be read."""
+    try:
+        return int((root / _STARTED).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a folder that is to be removed, so that it is gone at once and never half there; its new path."""
+    name = f".removing-{folder.name.removeprefix('.')}"
+    for number in itertools.count(1):  # one of this name may be there that could not be removed
+        away = folder.with_name(name if number == 1 else f"{name}-{number}")
+        if not away.exists():
+            break
+    return folder.rename(away)
+
+
+def _remove(folder: Path) -> Leftovers:
+    """Remove a folder, or what of it can be; why it stayed, where it did."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        return {folder: _reason(error)}
+    return {}
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.strerror}: {error.filename}" if error.filename else str(error)

@@ -65,8 +65,17 @@ def _conclude(trainer: Trainer, outcome: Callable[[], Saved | None]) -> None:
         if dist.get_rank() == 0:
             warnings.warn(f"{error}; training goes on", SaveWarning, stacklevel=2)
         return
-    if saved is not None:
-        phases.report(checkpoint_bytes=saved.size_bytes, checkpoint_seconds=saved.seconds)
+    if saved is None:
+        return
+    phases.report(checkpoint_bytes=saved.size_bytes, checkpoint_seconds=saved.seconds)
+    for folder, reason in saved.leftovers.items():
+        if folder not in trainer.undeletable:
+            trainer.undeletable.add(folder)
+            warnings.warn(
+                f"{folder} is not needed any more and could not be removed: {reason}; remove it by hand",
+                SaveWarning,
+                stacklevel=2,
+            )
 
 
 def begin(trainer: Trainer) -> str:
@@ -102,12 +111,25 @@ def load(trainer: Trainer, asked: str) -> str:
     tensors = checkpoint.training_tensors(trainer.model.named_parameters, trainer.optimizer)
     same_layout = checkpoint.load(folder, manifest, tensors, layout=asdict(trainer.layout))
     saved = manifest.training
-    if saved["corpus"] != trainer.corpus_digest:
-        notes.append("the corpus is another one than before: the data position does not carry over")
+    if changes := _other_data(manifest, trainer):
+        notes.append(f"{', '.join(changes)}: the data position does not carry over")
         saved = {**saved, "samples": 0}
-    trainer.restore_position(saved)
+    trainer.restore_position(saved, compute=manifest.config["precision"]["compute"])
     layout = "" if same_layout else " into another layout"
     return "; ".join([*notes, f"resumed{layout} from {folder} after step {trainer.step}"])
+
+
+def _other_data(manifest: Manifest, trainer: Trainer) -> list[str]:
+    """Why the position of the checkpoint means other samples here: what they are, their order, or their length."""
+    saved, here = manifest.training, trainer.config
+    changes = []
+    if saved["corpus"] != trainer.corpus_digest:
+        changes.append("the corpus is another one than before")
+    if saved["seed"] != here.run.seed:
+        changes.append(f"--seed was {saved['seed']} before and is {here.run.seed}")
+    if (length := manifest.config["data"]["sequence"]) != here.data.sequence:
+        changes.append(f"--data.sequence was {length} before and is {here.data.sequence}")
+    return changes
 
 
 def _refuse_another_model(folder: Path, manifest: Manifest, trainer: Trainer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ from runtime.precision import LossScale
 
 @dataclass
 class Trainer:
-    """The state of a training and what works on it. `step` is the last finished one."""
+    """The state of a training and what works on it. `step` is the last finished one.
+
+    `undeletable` are old checkpoints that could not be removed, as the user was told.
+    """
 
     config: Config
     layout: Layout
@@ -48,6 +51,7 @@ class Trainer:
     checkpoints: Path
     background: BackgroundSaver | None
     step: int = 0
+    undeletable: set[Path] = field(default_factory=set)
 
     @property
     def tokens_per_step(self) -> int:
@@ -82,12 +86,16 @@ class Trainer:
             "nonfinite_total": self.guard.total,
         }
 
-    def restore_position(self, saved: dict[str, Any]) -> None:
-        """Put back what `position` returned."""
+    def restore_position(self, saved: dict[str, Any], *, compute: str) -> None:
+        """Put back what `position` returned in a training with `--precision.compute` as given.
+
+        The loss scale means something from FP16 to FP16 only; else it starts as the settings say.
+        """
         self.step = int(saved["step"])
         self.loader.position = int(saved["samples"])
-        self.loss_scale.value = float(saved["loss_scale"])
-        self.loss_scale.good_steps = int(saved["loss_scale_good_steps"])
+        if compute == self.config.precision.compute == "fp16":
+            self.loss_scale.value = float(saved["loss_scale"])
+            self.loss_scale.good_steps = int(saved["loss_scale_good_steps"])
         self.guard.in_row = int(saved["nonfinite_in_row"])
         self.guard.total = int(saved["nonfinite_total"])
 

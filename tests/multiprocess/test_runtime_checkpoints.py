@@ -101,6 +101,17 @@ def test_the_last_k_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_going_back_in_a_run_directory_keeps_what_is_saved_then(tmp_path: Path) -> None:
+    checkpoints, back = tmp_path / "run" / "checkpoints", tmp_path / "back"
+    curves(1, tmp_path / "run", "--checkpoint.every", "2")
+    shutil.copytree(checkpoints / "step-00000004", back)
+    saves = ("--checkpoint.every", "1", "--checkpoint.keep", "2", "--steps", "7")
+    curves(1, tmp_path / "run", *saves, "--resume", str(back))
+    assert [path.name for path in manifest.complete(checkpoints)] == ["step-00000007", "step-00000006"]
+    (result,) = curves(1, tmp_path / "run", "--resume")
+    assert result["note"].endswith(f"from {checkpoints}/step-00000007 after step 7")
+
+
 @pytest.mark.parametrize("layout", [(), ("--parallel.shard", "2")], ids=["ddp", "fsdp2"])
 def test_a_background_save_is_of_the_step_it_began_at(layout: tuple[str, ...], tmp_path: Path) -> None:
     arguments = (*layout, "--model.dropout", "0.1")

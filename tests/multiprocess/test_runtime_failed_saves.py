@@ -111,6 +111,22 @@ def test_a_read_only_folder_is_a_warning_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", BACKGROUND.values(), ids=BACKGROUND)
+def test_what_cannot_be_removed_is_told_once_and_costs_no_checkpoint(
+    mode: tuple[str, ...], tmp_path: Path
+) -> None:
+    run, cache = tmp_path / "run", ("--data.cache", str(tmp_path / "corpora"))
+    saves = ("--checkpoint.every", "2", "--checkpoint.keep", "2", "--checkpoint.strict", *mode)
+    left = run / "checkpoints" / ".removing-step-00000001"
+    with mounted(left / "pin", "size=1m"):
+        (result,) = run_ranks(train_collecting_warnings, 1, str(run), (*cache, *saves), False, timeout=120)
+    _, said = result.value
+    assert said == [
+        f"{left} is not needed any more and could not be removed: Device or resource busy: pin; remove it by hand"
+    ]
+    assert [manifest.verify(path).step for path in manifest.complete(run / "checkpoints")] == [8, 6]
+
+
+@pytest.mark.parametrize("mode", BACKGROUND.values(), ids=BACKGROUND)
 def test_strict_stops_at_the_first_failed_save(mode: tuple[str, ...], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

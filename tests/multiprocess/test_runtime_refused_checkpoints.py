@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from runtime import flags, manifest, mesh, resume, trainer
 from runtime.data.tokens import prepare
 from runtime.errors import CheckpointError
-from runtime.manifest import FileSeal
 from tests.harness import run_ranks
 from tests.multiprocess.runtime_curves import SMALL, curves
 
@@ -139,10 +138,9 @@ def with_a_table_of_rubbish(folder: Path) -> None:
 
 def reseal(folder: Path) -> None:
     """Whoever can write the folder can write its checksums."""
-    table = json.loads((folder / manifest.NAME).read_text())
-    seal: FileSeal = manifest.seal(folder / ".metadata")
-    table["files"][".metadata"] = {"bytes": seal.bytes, "xxh3": seal.xxh3}
-    (folder / manifest.NAME).write_text(json.dumps(table))
+    found = manifest.read(folder)
+    files = {**found.files, ".metadata": manifest.seal(folder / ".metadata")}
+    (folder / manifest.NAME).write_text(manifest.encode(replace(found, files=files)))
 
 
 BAD = {

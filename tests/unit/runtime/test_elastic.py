@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +82,9 @@ def save(root: Path, step: int, *arguments: str) -> Path:
     saving, final = root / ".saving", root / f"step-{step:08d}"
     saving.mkdir(parents=True)
     sizes = dict.fromkeys(mesh.DIMENSIONS, 1)
-    manifests.write(Manifest(step, 1, sizes, {}, settings(*arguments).as_dict(), {}), saving, final)
+    training, number = dict.fromkeys(manifests.TRAINING, 0), manifests.next_number(root)
+    written = Manifest(step, 1, sizes, training, settings(*arguments).as_dict(), {}, number)
+    manifests.write(written, saving, final)
     return final
 
 
@@ -98,6 +101,41 @@ def test_what_a_start_resumes_from(tmp_path: Path) -> None:
         assert elastic._find(asked, own, restarted=True) == ("auto", 3)
     assert elastic._find(plain, own, restarted=False) == ("", 0)
     assert elastic._find(named, own, restarted=False) == (str(base), 6)
+
+
+def test_a_restart_does_not_resume_the_run_that_was_left(tmp_path: Path) -> None:
+    own, base = tmp_path / "checkpoints", save(tmp_path / "base", 20, "--data.batch", "6")
+    for step in (20, 30, 40):
+        save(own, step)
+    manifests.note_start(own)
+    anew, back = settings(), settings("--resume", str(base))
+    assert elastic._find(back, own, restarted=True) == (str(base), 6)  # lost before its first save
+    assert elastic._find(anew, own, restarted=True) == ("", 0)
+    save(own, 21, "--data.batch", "3")
+    for asked in (anew, back):
+        assert elastic._find(asked, own, restarted=True) == ("auto", 3)
+    shutil.rmtree(own)
+    own.mkdir()
+    manifests.note_start(own)  # forgets the earlier ones
+    save(own, 4, "--data.batch", "5")
+    assert elastic._find(back, own, restarted=True) == ("auto", 5)
+
+
+def test_the_first_start_tells_the_restart_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda found, src: None)
+    own, base = tmp_path / "checkpoints", save(tmp_path / "base", 20)
+    save(own, 40)
+
+    def resumes(restarted: bool) -> str:
+        asked = settings("--resume", str(base))
+        return elastic.settle(asked, Layout(), own, restarted=restarted).checkpoint.resume
+
+    assert [resumes(False), resumes(True)] == [str(base), str(base)]
+    save(own, 21)
+    assert resumes(True) == "auto"
 
 
 def test_what_each_rank_does_instead_is_said() -> None:
