@@ -42,7 +42,7 @@ class Agreed:
 def agree(config: Config, world: World) -> Agreed:
     """The run directory of this run; made by rank 0. Every rank must call it; no collective.
 
-    Raises UsageError, on every rank, where it cannot be made.
+    Raises UsageError, on every rank, where it cannot be made; on one rank, where only its own folder cannot.
     """
     identity = launcher_identity(os.environ)
     if identity is not None and world.place.local_rank == 0:
@@ -53,18 +53,28 @@ def agree(config: Config, world: World) -> Agreed:
             run_dir = known or _make(config)
             world.store.set(_KEY, json.dumps({"path": str(run_dir), "restarted": known is not None}))
         except OSError as error:
-            text = f"cannot make the run directory {error.filename}: {error.strerror}"
+            text = _refusal(error, config.run.run_dir or config.run.root)
             world.store.set(_KEY, json.dumps({"error": text}))
             raise UsageError(text) from error
     answer = json.loads(world.store.get(_KEY))
     if "error" in answer:
         raise UsageError(answer["error"])
     run_dir = Path(answer["path"])
-    private_folder(run_dir / "ranks" / f"{world.place.rank:05d}")
-    if identity is not None:
-        private_folder(run_dir / "launch")
-        (run_dir / "launch" / identity).touch(mode=0o600)
+    try:
+        private_folder(run_dir / "ranks" / f"{world.place.rank:05d}")
+        if identity is not None:
+            private_folder(run_dir / "launch")
+            (run_dir / "launch" / identity).touch(mode=0o600)
+    except OSError as error:
+        raise UsageError(_refusal(error, run_dir)) from error
     return Agreed(run_dir, answer["restarted"])
+
+
+def _refusal(error: OSError, folder: str | Path) -> str:
+    """One line; a full disk does not say where, so `folder` does."""
+    return (
+        f"cannot make the run directory {error.filename or folder}: {error.strerror}; choose another with --run-dir"
+    )
 
 
 def _group() -> tuple[int, int]:

@@ -131,18 +131,22 @@ class Run:
     def _tell(self, error: BaseException) -> None:
         """The traceback to the log, and to the console unless one line will do.
 
-        It goes through sys.excepthook, where dtobs listens, as it would without this function.
+        It goes through sys.excepthook, where dtobs listens, as it would without this function. Before there is a log,
+        and a dtobs, the one line is all of a TrainingError.
         """
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
+        expected = isinstance(error, TrainingError)
         if self.output is not None:
-            if isinstance(error, TrainingError):
+            if expected:
                 self.output.hide()
             else:
                 self.output.show()
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-        get_error_handler().record_exception(error)
+        if self.output is not None or not expected:
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+        with suppress(OSError):  # the launcher's own file, on a disk that may be full
+            get_error_handler().record_exception(error)
 
     def _train(self) -> None:
         self.world = world.join(self.config, self.place, self.device)
