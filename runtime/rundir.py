@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch.distributed as dist
+
 from runtime.config import Config
 from runtime.errors import UsageError
-from runtime.world import World
+from runtime.world import Place, World
 
 _KEY = "run_dir"
 
@@ -42,7 +44,7 @@ class Agreed:
 def agree(config: Config, world: World) -> Agreed:
     """The run directory of this run; made by rank 0. Every rank must call it; no collective.
 
-    Raises UsageError, on every rank, where it cannot be made; on one rank, where only its own folder cannot.
+    Raises UsageError, on every rank, where it cannot be made.
     """
     identity = launcher_identity(os.environ)
     if identity is not None and world.place.local_rank == 0:
@@ -61,7 +63,6 @@ def agree(config: Config, world: World) -> Agreed:
         raise UsageError(answer["error"])
     run_dir = Path(answer["path"])
     try:
-        private_folder(run_dir / "ranks" / f"{world.place.rank:05d}")
         if identity is not None:
             private_folder(run_dir / "launch")
             (run_dir / "launch" / identity).touch(mode=0o600)
@@ -70,11 +71,26 @@ def agree(config: Config, world: World) -> Agreed:
     return Agreed(run_dir, answer["restarted"])
 
 
+def enter(run_dir: Path, place: Place) -> Path:
+    """Make the folder of this rank in the run directory. Every rank must call it: it is a collective.
+
+    Raises UsageError, on every rank, where one of them cannot: else the others would tell that its connection broke.
+    """
+    folder, refusals = run_dir / "ranks" / f"{place.rank:05d}", [""] * place.size
+    try:
+        private_folder(folder)
+        refusal = ""
+    except OSError as error:
+        refusal = _refusal(error, folder)
+    dist.all_gather_object(refusals, refusal)
+    for text in filter(None, refusals):
+        raise UsageError(text)
+    return folder
+
+
 def _refusal(error: OSError, folder: str | Path) -> str:
     """One line; a full disk does not say where, so `folder` does."""
-    return (
-        f"cannot make the run directory {error.filename or folder}: {error.strerror}; choose another with --run-dir"
-    )
+    return f"cannot make the run directory {error.filename or folder}: {error.strerror}; choose another with --run-dir"
 
 
 def _group() -> tuple[int, int]:
