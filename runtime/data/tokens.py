@@ -158,6 +158,8 @@ def _build(folder: Path, title: str, write: Callable[[Path], dict[str, Any]]) ->
 
     Raises DataError where it cannot be written; nothing of it stays.
     """
+    for left in folder.parent.glob(f"{folder.name}[!.]*"):  # by a build that was killed: ours is the lock
+        shutil.rmtree(left, ignore_errors=True)
     try:
         building = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     except OSError as error:

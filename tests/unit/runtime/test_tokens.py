@@ -50,8 +50,10 @@ def test_a_full_cache_is_one_line_and_nothing_stays(
     assert str(caught.value) == (
         f"cannot write the corpus cache {cache}: No space left on device; choose another with --data.cache"
     )
-    assert [path.suffix for path in cache.iterdir()] == [".lock"]
-    tokens.prepare(settings(tmp_path / "a.txt", cache))
+    (lock,) = cache.iterdir()
+    (cache / f"{lock.stem}killed").mkdir()
+    files = tokens.prepare(settings(tmp_path / "a.txt", cache))
+    assert set(cache.iterdir()) == {lock, files.folder}
 
 
 def decode(files: tokens.TokenFiles) -> str:
