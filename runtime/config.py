@@ -6,31 +6,61 @@ the README come from one place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from runtime.errors import UsageError
 
+_LARGEST_SEED = 2**63 - 1  # numpy takes the upper half of 64 bits for floats, and rounds them
+_LONGEST_SECONDS = 1e9  # 31 years: C++ clocks count nanoseconds in 64 bits
+
 
 def option(
-    default: Any, text: str, *, unit: str = "", choices: tuple[str, ...] = (), least: float | None = None
+    default: Any,
+    text: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    """A dataclass field with its documentation: help `text`, `unit`, permitted `choices`, lower bound `least`."""
-    return field(default=default, metadata={"help": text, "unit": unit, "choices": choices, "least": least})
+    """A dataclass field with its documentation: help `text`, `unit`, permitted `choices`.
+
+    Bounds are `least` and `most`, which are permitted, and `below`, which is not.
+    """
+    bounds = {"least": least, "most": most, "below": below}
+    return field(default=default, metadata={"help": text, "unit": unit, "choices": choices, **bounds})
 
 
 class Section:
-    """Base of the sections: checks choices and lower bounds when one is made."""
+    """Base of the sections: checks choices and bounds, and that numbers are finite, when one is made."""
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
-            value, choices, least = getattr(self, item.name), item.metadata["choices"], item.metadata["least"]
+            value, choices = getattr(self, item.name), item.metadata["choices"]
             flag = f"--{section_name(type(self))}.{item.name}"
             if choices and value not in choices:
                 raise UsageError(f"{flag} is {value!r}; it can be {', '.join(choices)}")
-            if least is not None and value is not None and value < least:
-                raise UsageError(f"{flag} is {value}; it must be at least {least:g}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{flag} is {value}; it must be a finite number")
+            if value is not None and (wrong := _out_of_bounds(value, **item.metadata)):
+                raise UsageError(f"{flag} is {_text(value)}; it must be {wrong}")
+
+
+def _out_of_bounds(
+    value: Any, *, least: float | None, most: float | None, below: float | None, **_: object
+) -> str:
+    """What `value` must be, or "" where it is."""
+    if least is not None and value < least:
+        return f"at least {_text(least)}"
+    if most is not None and value > most:
+        return f"at most {_text(most)}"
+    if below is not None and value >= below:
+        return f"below {_text(below)}"
+    return ""
 
 
 def section_name(kind: type) -> str:
@@ -45,18 +75,24 @@ class RunConfig(Section):
     preset: str = option("small", "sizes to start from; every other setting overrides it")
     name: str = option("train", "last part of the run directory's name")
     steps: int = option(200, "optimizer steps to train in total", unit="steps", least=1)
-    seed: int = option(1234, "seed of initialisation, data order and dropout", least=0)
+    seed: int = option(1234, "seed of initialisation, data order and dropout", least=0, most=_LARGEST_SEED)
     run_dir: str = option("", "run directory; empty: <root>/<UTC time>-<name>")
     root: str = option("runs", "folder that run directories are made in")
     log_every: int = option(10, "progress line every N steps", unit="steps", least=1)
     tui: bool = option(False, "hand the terminal to `dtobs top` while training")
     hang_timeout: float | None = option(
-        None, "floor of the watchdog's threshold; empty: its own", unit="seconds", least=0.1
+        None,
+        "floor of the watchdog's threshold; empty: its own",
+        unit="seconds",
+        least=0.1,
+        most=_LONGEST_SECONDS,
     )
     on_hang: str = option(
         "", "what the monitor does about a hang: report, abort, or command:PROGRAM ARGUMENTS; empty: report"
     )
-    collective_timeout: float = option(1800.0, "limit of one collective", unit="seconds", least=1)
+    collective_timeout: float = option(
+        1800.0, "limit of one collective", unit="seconds", least=1, most=_LONGEST_SECONDS
+    )
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
     peak_flops: float = option(
         0.0, "peak of one device for MFU; 0: known devices only", unit="FLOP/s", least=0
@@ -82,7 +118,7 @@ class ModelConfig(Section):
     vocabulary: int = option(2048, "rows of the embedding; also the size of a trained tokenizer", least=257)
     rope_theta: float = option(10_000.0, "base of the rotary embedding", least=1)
     norm_epsilon: float = option(1e-5, "epsilon of RMSNorm", least=0)
-    dropout: float = option(0.0, "dropout of the residual branches", least=0)
+    dropout: float = option(0.0, "dropout of the residual branches", least=0, below=1)
     tie_embeddings: bool = option(False, "share the embedding with the output head")
     experts: int = option(0, "experts a block; 0: dense", least=0)
     experts_per_token: int = option(2, "experts each token visits", least=1)
@@ -105,8 +141,6 @@ class ModelConfig(Section):
             raise UsageError(
                 f"--model.experts_per_token {self.experts_per_token} is more than --model.experts {self.experts}"
             )
-        if self.dropout >= 1:
-            raise UsageError(f"--model.dropout is {self.dropout:g}; it must be below 1")
 
 
 def disagreement(there: Mapping[str, Any], here: ModelConfig) -> str:
@@ -169,8 +203,8 @@ class OptimizerConfig(Section):
     learning_rate: float = option(
         2e-3, "peak learning rate at --schedule.reference_batch samples a step", least=0
     )
-    beta1: float = option(0.9, "decay of the first moment", least=0)
-    beta2: float = option(0.95, "decay of the second moment", least=0)
+    beta1: float = option(0.9, "decay of the first moment", least=0, below=1)
+    beta2: float = option(0.95, "decay of the second moment", least=0, below=1)
     epsilon: float = option(1e-8, "epsilon of AdamW", least=0)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
     clip: float = option(1.0, "largest global gradient norm; 0: no clipping", least=0)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -24,6 +26,7 @@ from runtime import huggingface, manifest
 from runtime.data import tokenizer
 from runtime.errors import CheckpointError, TrainingError, UsageError
 from runtime.manifest import Manifest
+from runtime.pretrained import INDEX, SINGLE
 from runtime.reader import MetadataReader
 
 _PREFIX = "model."
@@ -73,18 +76,30 @@ def shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
 def export(checkpoint: Path, folder: Path, shard_bytes: int = _SHARD_BYTES) -> Path:
     """Write the model of `checkpoint` into `folder`; the path of the tensors or of their index.
 
+    The files appear in it once all of them are written: a folder of an earlier export is replaced or stays as it was.
     Raises CheckpointError where the checkpoint cannot be trusted or the folder not be written.
     """
     found = manifest.verify(checkpoint)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        target = _write_tensors(checkpoint, folder, shard_bytes)
-        _copy_tokenizer(found, folder)
-        config = huggingface.config_of(found.config["model"], found.config["data"]["sequence"])
-        (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder}: {error.strerror}") from error
-    return target
+        with tempfile.TemporaryDirectory(prefix=".exporting-", dir=folder) as name:
+            writing = Path(name)
+            target = _write_tensors(checkpoint, writing, shard_bytes)
+            _copy_tokenizer(found, writing)
+            config = huggingface.config_of(found.config["model"], found.config["data"]["sequence"])
+            (writing / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+            _move_in(writing, folder)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"cannot write {folder}: {reason}") from error
+    return folder / target.name
+
+
+def _move_in(writing: Path, folder: Path) -> None:
+    """Put what was written in place of an earlier export, which may have had an index of other files."""
+    (folder / INDEX).unlink(missing_ok=True)
+    for file in sorted(writing.iterdir(), key=lambda file: file.name == INDEX):  # the index last
+        file.replace(folder / file.name)
 
 
 def _write_tensors(checkpoint: Path, folder: Path, shard_bytes: int) -> Path:
@@ -92,19 +107,15 @@ def _write_tensors(checkpoint: Path, folder: Path, shard_bytes: int) -> Path:
     groups = shards(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
-        file = (
-            "model.safetensors"
-            if len(groups) == 1
-            else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        )
+        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for name, parameter in read_parameters(checkpoint, names).items():
             tensors |= huggingface.tensors(name, parameter)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     if len(groups) == 1:
-        return folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
+        return folder / SINGLE
+    index = folder / INDEX
     table = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
     index.write_text(json.dumps(table, indent=1), encoding="utf-8")
     return index

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from runtime.config import ModelConfig
 from runtime.errors import UsageError
 
 _OUTSIDE = {
@@ -115,14 +116,15 @@ def settings_of(table: dict[str, Any], sequence: int) -> dict[str, Any]:
     missing = [SETTINGS[name] for name in names if SETTINGS[name] not in table]
     if missing:
         raise UsageError(f"config.json has no {missing[0]}")
-    _refuse_what_is_not_there(table, sequence)
     settings = {name: table[SETTINGS[name]] for name in names}
+    _refuse_wrong_kinds(settings, table)
+    _refuse_what_is_not_there(table, sequence)
     return settings if kind == "mixtral" else settings | {"experts": 0}
 
 
 def _with_defaults(table: dict[str, Any], kind: str) -> dict[str, Any]:
     """What transformers takes where an entry is absent; its fifth version keeps rotary settings in a table."""
-    rotary = table.get("rope_parameters") or {}
+    rotary = _rotary(table, "rope_parameters")
     defaults: dict[str, Any] = {
         "num_key_value_heads": table.get("num_attention_heads"),
         "rope_theta": rotary.get("rope_theta", 10_000.0 if kind == "llama" else 1_000_000.0),
@@ -134,9 +136,28 @@ def _with_defaults(table: dict[str, Any], kind: str) -> dict[str, Any]:
     return defaults | {entry: value for entry, value in table.items() if value is not None}
 
 
+def _rotary(table: dict[str, Any], entry: str) -> dict[str, Any]:
+    rotary = table.get(entry) or {}
+    if not isinstance(rotary, dict):
+        raise UsageError(f"config.json has {entry} {rotary!r}; it must be an object")
+    return rotary
+
+
+def _refuse_wrong_kinds(settings: dict[str, Any], table: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        kind = type(getattr(ModelConfig, name))
+        accepted = (float, int) if kind is float else (kind,)
+        if type(value) not in accepted or (kind is int and value < 1):
+            wanted = {int: "a whole number, 1 or more", float: "a number", bool: "true or false"}[kind]
+            raise UsageError(f"config.json has {SETTINGS[name]} {value!r}; it must be {wanted}")
+    window = table.get("sliding_window")
+    if not isinstance(window, (int, type(None))):
+        raise UsageError(f"config.json has sliding_window {window!r}; it must be a whole number")
+
+
 def _refuse_what_is_not_there(table: dict[str, Any], sequence: int) -> None:
     width = table["hidden_size"] / table["num_attention_heads"]
-    rotary = table.get("rope_scaling") or table.get("rope_parameters") or {}
+    rotary = _rotary(table, "rope_scaling") or _rotary(table, "rope_parameters")
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     window = table.get("sliding_window")
     refused = {

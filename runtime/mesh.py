@@ -93,11 +93,13 @@ def resolve(config: Config, world: int) -> Layout:
     for size in sizes.values():
         fixed *= size if size != -1 else 1
     asked_for = " x ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, -1))
+    asked_for = asked_for or "replicate 1 alone"
     if world % fixed or (not open_ones and fixed != world):
         fits = [n for n in range(1, world + 1) if world % n == 0]
         raise LayoutError(
-            f"{asked_for} needs {'a multiple of ' if open_ones else ''}{fixed} ranks and there are {world};"
-            f" their product must {'divide' if open_ones else 'be'} {world}: each can be one of {_listed(fits)}"
+            f"{asked_for} needs {'a multiple of ' if open_ones else ''}{fixed} rank{'s' * (fixed > 1)} and there"
+            f" are {world}; their product must {'divide' if open_ones else 'be'} {world}:"
+            f" each can be one of {_listed(fits)}"
         )
     if open_ones:
         sizes[open_ones[0]] = world // fixed

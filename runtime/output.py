@@ -5,36 +5,48 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from runtime.errors import UsageError
+
 
 class Tee(io.TextIOBase):
-    """A text stream that writes to a log file and, where there is one, to the console.
+    """A text stream that writes to the console, where there is one, and to a log file.
 
-    A console that went away (a closed pipe) is dropped; the log goes on.
+    Printing never fails: a console that went away (a closed pipe) is dropped, and what a log does not take (a full
+    disk) is missing in it. `not_logged` gets each such error.
     """
 
-    def __init__(self, log: TextIO, console: TextIO | None) -> None:
+    def __init__(self, log: TextIO, console: TextIO | None, not_logged: Callable[[OSError], None]) -> None:
         self._log = log
+        self._not_logged = not_logged
         self.console = console
 
     def write(self, text: str) -> int:
-        self._log.write(text)
         if self.console is not None:
             try:
                 self.console.write(text)
             except OSError:
                 self.console = None
+        try:
+            self._log.write(text)
+        except OSError as error:
+            self._not_logged(error)
         return len(text)
 
     def flush(self) -> None:
-        self._log.flush()
         if self.console is not None:
             try:
                 self.console.flush()
             except OSError:
                 self.console = None
+        try:
+            self._log.flush()
+        except OSError as error:
+            self._not_logged(error)
 
     def fileno(self) -> int:
         """The console's descriptor, or the log's: what child processes and faulthandler write to."""
@@ -47,7 +59,8 @@ class Tee(io.TextIOBase):
         """Close the log; the console stays open."""
         if not self.closed:
             super().close()  # flushes
-            self._log.close()
+            with suppress(OSError):  # said at the flush
+                self._log.close()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -58,11 +71,16 @@ class RankOutput:
     """Puts sys.stdout and sys.stderr of this process into `folder`/stdout.log and stderr.log; `close` undoes it.
 
     With `console` the same text also goes where it went before. Logs are line-buffered, appended to over attempts.
+    Where they cannot be written to, the console is told once. Raises UsageError where they cannot be opened.
     """
 
     def __init__(self, folder: Path, *, console: bool) -> None:
         self._before = sys.stdout, sys.stderr
-        self._tees = [Tee(_open_log(folder / name), None) for name in ("stdout.log", "stderr.log")]
+        self._folder = folder
+        self._told = False
+        self._tees = [
+            Tee(_open_log(folder / name), None, self._not_logged) for name in ("stdout.log", "stderr.log")
+        ]
         sys.stdout, sys.stderr = self._tees  # type: ignore[assignment]
         if console:
             self.show()
@@ -77,6 +95,16 @@ class RankOutput:
         for tee in self._tees:
             tee.console = None
 
+    def _not_logged(self, error: OSError) -> None:
+        """Say on the console, once, that the logs have gaps from now on."""
+        errors = self._tees[1]
+        if errors.console is not None and not self._told:
+            self._told = True  # first: saying it is also written to the log
+            errors.write(
+                f"warning: cannot write the logs in {self._folder}: {error.strerror}; what is printed until there is"
+                " room will be missing in them\n"
+            )
+
     def close(self) -> None:
         """Restore the streams and close the logs. Calling it again does nothing."""
         if self._tees:
@@ -87,5 +115,8 @@ class RankOutput:
 
 
 def _open_log(path: Path) -> TextIO:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"cannot write the log {path}: {error.strerror}") from error
     return open(descriptor, "w", encoding="utf-8", buffering=1)

@@ -100,12 +100,20 @@ def check(config: Config) -> None:
     """
     folder = Path(config.checkpoint.init).expanduser()
     try:
-        settings = huggingface.settings_of(read_json(folder / "config.json"), config.data.sequence)
+        settings = _settings(read_json(folder / "config.json"), config.data.sequence)
         if wrong := disagreement(settings, config.model):
             raise UsageError(wrong)
         _check_tensors(WeightFiles(folder), config)
     except (CheckpointError, UsageError) as error:
         raise UsageError(f"--checkpoint.init {config.checkpoint.init}: {error}") from error
+
+
+def _settings(table: dict[str, Any], sequence: int) -> dict[str, Any]:
+    """The --model settings of a config.json, whatever is in it. Raises UsageError."""
+    try:
+        return huggingface.settings_of(table, sequence)
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise UsageError(f"config.json has an entry of the wrong type: {error}") from error
 
 
 def _check_tensors(files: WeightFiles, config: Config) -> None:

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch.distributed as dist
+
 from runtime.config import Config
 from runtime.errors import UsageError
-from runtime.world import World
+from runtime.world import Place, World
 
 _KEY = "run_dir"
 
@@ -53,18 +55,42 @@ def agree(config: Config, world: World) -> Agreed:
             run_dir = known or _make(config)
             world.store.set(_KEY, json.dumps({"path": str(run_dir), "restarted": known is not None}))
         except OSError as error:
-            text = f"cannot make the run directory {error.filename}: {error.strerror}"
+            text = _refusal(error, config.run.run_dir or config.run.root)
             world.store.set(_KEY, json.dumps({"error": text}))
             raise UsageError(text) from error
     answer = json.loads(world.store.get(_KEY))
     if "error" in answer:
         raise UsageError(answer["error"])
     run_dir = Path(answer["path"])
-    private_folder(run_dir / "ranks" / f"{world.place.rank:05d}")
-    if identity is not None:
-        private_folder(run_dir / "launch")
-        (run_dir / "launch" / identity).touch(mode=0o600)
+    try:
+        if identity is not None:
+            private_folder(run_dir / "launch")
+            (run_dir / "launch" / identity).touch(mode=0o600)
+    except OSError as error:
+        raise UsageError(_refusal(error, run_dir)) from error
     return Agreed(run_dir, answer["restarted"])
+
+
+def enter(run_dir: Path, place: Place) -> Path:
+    """Make the folder of this rank in the run directory. Every rank must call it: it is a collective.
+
+    Raises UsageError, on every rank, where one of them cannot: else the others would tell that its connection broke.
+    """
+    folder, refusals = run_dir / "ranks" / f"{place.rank:05d}", [""] * place.size
+    try:
+        private_folder(folder)
+        refusal = ""
+    except OSError as error:
+        refusal = _refusal(error, folder)
+    dist.all_gather_object(refusals, refusal)
+    for text in filter(None, refusals):
+        raise UsageError(text)
+    return folder
+
+
+def _refusal(error: OSError, folder: str | Path) -> str:
+    """One line; a full disk does not say where, so `folder` does."""
+    return f"cannot make the run directory {error.filename or folder}: {error.strerror}; choose another with --run-dir"
 
 
 def _group() -> tuple[int, int]:

@@ -131,24 +131,28 @@ class Run:
     def _tell(self, error: BaseException) -> None:
         """The traceback to the log, and to the console unless one line will do.
 
-        It goes through sys.excepthook, where dtobs listens, as it would without this function.
+        It goes through sys.excepthook, where dtobs listens, as it would without this function. Before there is a log,
+        and a dtobs, the one line is all of a TrainingError.
         """
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
+        expected = isinstance(error, TrainingError)
         if self.output is not None:
-            if isinstance(error, TrainingError):
+            if expected:
                 self.output.hide()
             else:
                 self.output.show()
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-        get_error_handler().record_exception(error)
+        if self.output is not None or not expected:
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+        with suppress(OSError):  # the launcher's own file, on a disk that may be full
+            get_error_handler().record_exception(error)
 
     def _train(self) -> None:
         self.world = world.join(self.config, self.place, self.device)
         agreed = rundir.agree(self.config, self.world)
         run_dir, asked = agreed.path, self.config
-        self._redirect(run_dir)
+        self._redirect(rundir.enter(run_dir, self.place), run_dir)
         self.config = elastic.settle(asked, self.layout, run_dir / "checkpoints", restarted=agreed.restarted)
         device_mesh = mesh.build(self.layout, self.device.type)
         watch = self._observe(run_dir, device_mesh)
@@ -171,9 +175,8 @@ class Run:
         if self.place.rank == 0:
             self.last_words = _closing_lines(progress.summary(trainer.step), run_dir)
 
-    def _redirect(self, run_dir: Path) -> None:
-        """Send what this rank prints to its logs, and hand the terminal over where that was asked for."""
-        folder = run_dir / "ranks" / f"{self.place.rank:05d}"
+    def _redirect(self, folder: Path, run_dir: Path) -> None:
+        """Send what this rank prints to logs in `folder`; hand the terminal over where that was asked for."""
         tui = self.config.run.tui
         if tui and self.place.local_rank == 0 and not Terminal.usable():
             print("warning: --tui needs a terminal; training without it", file=sys.stderr)

@@ -34,14 +34,21 @@ class Place:
         """Read torchrun's variables; without them, one process."""
         if "RANK" not in environment:
             return cls()
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if not environment.get(name):
+                raise UsageError(
+                    f"RANK is set and {name} is not: start the training with torchrun, or unset RANK to train in one"
+                    " process"
+                )
         try:
+            int(environment["MASTER_PORT"])
             return cls(
                 int(environment["RANK"]),
                 int(environment["WORLD_SIZE"]),
                 int(environment.get("LOCAL_RANK", environment["RANK"])),
                 int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
             )
-        except (KeyError, ValueError) as error:
+        except ValueError as error:
             raise UsageError(
                 f"RANK is set but the launcher's other variables are not usable: {error}"
             ) from error

@@ -141,25 +141,39 @@ def _lock(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.open("w")
     except OSError as error:
-        raise DataError(
-            f"cannot write the corpus cache {path.parent}: {error.strerror}; choose another with --data.cache"
-        ) from error
+        raise _not_writable(path.parent, error) from error
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
+def _not_writable(cache: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot write the corpus cache {cache}: {error.strerror}; choose another with --data.cache"
+    )
+
+
 def _build(folder: Path, title: str, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Make a tokens folder beside `folder`, then rename it into place. `write` makes the streams and says of them."""
-    building = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    """Make a tokens folder beside `folder`, then rename it into place. `write` makes the streams and says of them.
+
+    Raises DataError where it cannot be written; nothing of it stays.
+    """
+    for left in folder.parent.glob(f"{folder.name}[!.]*"):  # by a build that was killed: ours is the lock
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        building = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    except OSError as error:
+        raise _not_writable(folder.parent, error) from error
     try:
         index = {"format": FORMAT, "title": title, **write(building)}
         (building / "index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
         if folder.exists():  # what an interrupted older build left
             shutil.rmtree(folder)
         building.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(building, ignore_errors=True)
+        if isinstance(error, OSError):  # of writing: what cannot be read is a DataError already
+            raise _not_writable(folder.parent, error) from error
         raise
 
 
@@ -173,7 +187,8 @@ def _tokenise(corpus: Corpus, tokenizer_path: str, vocabulary: int, building: Pa
         )
     size = tokenizers_.vocabulary(tokenizer)
     kind = np.dtype("<u2") if size <= 2**16 else np.dtype("<u4")
-    tokenizer.save(str(building / tokenizers_.NAME))
+    # Not tokenizer.save, which raises a bare Exception on a full disk.
+    (building / tokenizers_.NAME).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     lengths, digest = _encode(building, corpus, tokenizer, kind)
     return {
         "dtype": kind.str,

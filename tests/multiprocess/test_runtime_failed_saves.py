@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from runtime import manifest, phases
-from tests.harness import RankFailure, run_ranks
+from tests.harness import Launched, RankFailure, launch, run_ranks, torchrun
 from tests.multiprocess import runtime_curves
 from tests.multiprocess.runtime_curves import curves
 from tests.multiprocess.test_runtime_checkpoints import tail
@@ -137,3 +138,120 @@ def test_strict_stops_at_the_first_failed_save(mode: tuple[str, ...], tmp_path: 
         f"CheckpointError: checkpoint of step 2 was not saved: rank 0: File exists: {run}/checkpoints"
         in str(caught.value)
     )
+
+
+# Trains on a disk that is full from the end of step 3 on; with FREED_IN, room is made in that step.
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+from runtime import loop, train, world
+
+update, ballast = loop.update, Path(os.environ["BALLAST"])
+
+def happening(trainer, step, mean_loss):
+    if step == 3:
+        with ballast.open("wb", buffering=0) as file:
+            for size in (1 << 20, 1 << 12, 1):
+                try:
+                    while file.write(bytes(size)):
+                        pass
+                except OSError:
+                    pass
+    if step == int(os.environ["FREED_IN"]):
+        ballast.unlink()
+    return update(trainer, step, mean_loss)
+
+loop.update = happening
+world.exit_now(train.main(sys.argv[1:]))
+"""
+DEBUG = ("--preset", "debug", "--data.sequence", "32", "--run.log_every", "1", "--device", "cpu")
+
+
+def train_on_a_full_disk(tmp_path: Path, *arguments: str, freed_in: int = 0) -> Launched:
+    program = tmp_path / "program.py"
+    program.write_text(FULL_DISK)
+    run = tmp_path / "small" / "run"
+    folders = ("--run-dir", str(run), "--data.cache", str(tmp_path / "corpora"))
+    env = {"DTOBS_DISABLE": "1", "BALLAST": str(tmp_path / "small" / "ballast"), "FREED_IN": str(freed_in)}
+    return launch([sys.executable, str(program), *DEBUG, *folders, *arguments], env=env, timeout=200)
+
+
+LOGS_LOST = "warning: cannot write the logs in {run}/ranks/00000: No space left on device; "
+NOT_SAVED = (
+    "warning: checkpoint of step {step} was not saved: rank 0: No space left on device: {run}/checkpoints"
+)
+
+
+def test_a_full_run_directory_does_not_stop_the_training(tmp_path: Path) -> None:
+    run = tmp_path / "small" / "run"
+    with mounted(tmp_path / "small", "size=24m"):
+        # Long enough for more text than what is left of the log's last page.
+        arguments = ("--steps", "60", "--checkpoint.every", "20")
+        with train_on_a_full_disk(tmp_path, *arguments) as command:
+            out = command.check()
+            assert command.stderr.count(LOGS_LOST.format(run=run)) == 1
+            assert command.stderr.count(NOT_SAVED.format(step=20, run=run)) == 1
+            assert command.stderr.count("was not saved") == 3
+            assert "Traceback" not in command.stderr
+    assert "step     60/60  loss " in out
+    assert "finished: 60 steps" in out
+
+
+def test_the_log_goes_on_once_there_is_room(tmp_path: Path) -> None:
+    run = tmp_path / "small" / "run"
+    with mounted(tmp_path / "small", "size=24m"):
+        with train_on_a_full_disk(tmp_path, "--steps", "9", "--checkpoint.every", "5", freed_in=6) as command:
+            out = command.check()
+            assert command.stderr.count(NOT_SAVED.format(step=5, run=run)) == 1
+        log = (run / "ranks" / "00000" / "stdout.log").read_text()
+    assert "step      9/9  loss " in out
+    assert "step      9/9  loss " in log
+
+
+def test_a_full_run_directory_stops_a_strict_training_with_its_one_line(tmp_path: Path) -> None:
+    run = tmp_path / "small" / "run"
+    with mounted(tmp_path / "small", "size=24m"):
+        arguments = ("--steps", "9", "--checkpoint.every", "5", "--checkpoint.strict")
+        with train_on_a_full_disk(tmp_path, *arguments) as command:
+            assert command.wait() == 1
+            told = command.stderr.splitlines()
+    *logs_lost, error = told  # the last page of a log may have room for the traceback
+    assert all(line.startswith(LOGS_LOST.format(run=run)) for line in logs_lost)
+    assert (
+        error
+        == f"error: checkpoint of step 5 was not saved: rank 0: No space left on device: {run}/checkpoints"
+    )
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    run = tmp_path / "small" / "run"
+    with mounted(tmp_path / "small", "size=1m,ro"):
+        told = refused(run)
+    assert told == [
+        f"error: cannot make the run directory {run}: Read-only file system; choose another with --run-dir"
+    ]
+
+
+def test_a_folder_of_one_rank_in_the_way_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "ranks" / "00001"
+    folder.parent.mkdir(parents=True)
+    folder.write_text("in the way")
+    assert refused(tmp_path / "run") == [
+        f"error: cannot make the run directory {folder}: File exists; choose another with --run-dir"
+    ]
+
+
+def refused(run: Path) -> list[str]:
+    """What two ranks of a command say before the launcher tells how they ended."""
+    with torchrun(
+        ["-m", "runtime.train", *DEBUG, "--steps", "3", "--run-dir", str(run)],
+        2,
+        env={"DTOBS_DISABLE": "1"},
+        timeout=120,
+    ) as command:
+        assert command.wait() != 0
+        said = command.stderr.partition("ChildFailedError")[
+            0
+        ]  # after it the launcher shows what each rank left
+        assert "runtime/" not in said, said  # no frame of a traceback of ours
+        return [line for line in said.splitlines() if line.startswith("error: ")]

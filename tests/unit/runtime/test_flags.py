@@ -79,6 +79,22 @@ def test_booleans_need_no_value_but_accept_one() -> None:
             ["--model.kv_heads", "3"],
             "--model.kv_heads 3 does not divide --model.heads 8; it can be 1, 2, 4, 8",
         ),
+        (["--optimizer.beta1", "1.5"], "--optimizer.beta1 is 1.5; it must be below 1"),
+        (["--optimizer.beta2", "1"], "--optimizer.beta2 is 1; it must be below 1"),
+        (["--model.dropout", "1"], "--model.dropout is 1; it must be below 1"),
+        (["--seed", str(2**64)], f"--run.seed is {2**64}; it must be at most {2**63 - 1}"),
+        (
+            ["--run.collective_timeout", "inf"],
+            "--run.collective_timeout is inf; it must be a finite number",
+        ),
+        (
+            ["--run.collective_timeout", "1e12"],
+            "--run.collective_timeout is 1e+12; it must be at most 1e+09",
+        ),
+        (
+            ["--optimizer.learning_rate", "nan"],
+            "--optimizer.learning_rate is nan; it must be a finite number",
+        ),
         (["--config", "absent.toml"], "cannot read the settings file absent.toml: No such file or directory"),
     ],
 )
@@ -92,6 +108,7 @@ def test_a_wrong_flag_is_one_clear_line(arguments: list[str], message: str) -> N
     ("text", "part"),
     [
         ("[dta]\nbatch = 1", "unknown section [dta] (did you mean data?)"),
+        ("[optimizer]\nlearning_rate = nan", "--optimizer.learning_rate is nan; it must be a finite number"),
         ("[data]\nbach = 1", "unknown setting"),
         ("[data]\nbatch = true", "data.batch is True; it must be a whole number"),
         ('[data]\nbatch = "4"', "data.batch is '4'; it must be a whole number"),

@@ -83,6 +83,11 @@ TENSOR = "--parallel.tensor {} does not divide the model (kv_heads {}, ffn {}, v
             "--parallel.shard -1 --parallel.replicate -1",
             "only one of --parallel.replicate and --parallel.shard can be -1",
         ),
+        (
+            2,
+            "--parallel.replicate 1",
+            "replicate 1 alone needs 1 rank and there are 2; their product must be 2: each can be one of 1, 2",
+        ),
         (2, "--parallel.shard 0", "--parallel.shard is 0; it must be at least 1, or -1 for the rest"),
         # tensor
         (8, "--parallel.tensor 4", TENSOR.format(4, 2, 384, 512, "1, 2")),

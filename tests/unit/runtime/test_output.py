@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.errors import UsageError
 from runtime.output import RankOutput
 from runtime.progress import Progress
 from runtime.rundir import launcher_identity
@@ -41,6 +42,45 @@ def test_a_second_attempt_appends(tmp_path: Path) -> None:
         print(text)
         output.close()
     assert (tmp_path / "stdout.log").read_text() == "one\ntwo\n"
+
+
+def test_a_full_disk_is_said_once_and_printing_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("stdout.log", "stderr.log"):
+        (tmp_path / name).symlink_to("/dev/full")
+    output = RankOutput(tmp_path, console=True)
+    for number in range(3):
+        print("out", number, flush=True)
+    print("err", file=sys.stderr)
+    output.close()
+    shown = capsys.readouterr()
+    assert shown.out == "out 0\nout 1\nout 2\n"
+    assert shown.err == (
+        f"warning: cannot write the logs in {tmp_path}: No space left on device; what is printed until there is room"
+        " will be missing in them\nerr\n"
+    )
+
+
+def test_a_full_disk_says_nothing_on_a_console_that_is_not_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stdout.log").symlink_to("/dev/full")
+    output = RankOutput(tmp_path, console=False)
+    print("out")
+    assert capsys.readouterr() == ("", "")
+    output.show()
+    print("now")
+    output.close()
+    assert capsys.readouterr().err.count("warning: cannot write the logs") == 1
+
+
+def test_a_log_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    before = sys.stdout, sys.stderr
+    (tmp_path / "stderr.log").mkdir()
+    with pytest.raises(UsageError, match=rf"^cannot write the log {tmp_path}/stderr\.log: Is a directory$"):
+        RankOutput(tmp_path, console=True)
+    assert (sys.stdout, sys.stderr) == before
 
 
 def test_the_launchers_identity_is_stable_and_absent_without_one() -> None:

@@ -110,6 +110,13 @@ def test_the_flags_it_names_agree(tmp_path: Path) -> None:
     [
         ({"model_type": "gpt2"}, "config.json has model_type 'gpt2'; it can be 'llama' or 'mixtral'"),
         ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"hidden_size": "16"}, "config.json has hidden_size '16'; it must be a whole number, 1 or more"),
+        ({"num_attention_heads": 0}, "has num_attention_heads 0; it must be a whole number, 1 or more"),
+        ({"rope_theta": "high"}, "config.json has rope_theta 'high'; it must be a number"),
+        ({"rope_scaling": "linear"}, "config.json has rope_scaling 'linear'; it must be an object"),
+        ({"rope_parameters": [1]}, "config.json has rope_parameters [1]; it must be an object"),
+        ({"sliding_window": "8"}, "config.json has sliding_window '8'; it must be a whole number"),
+        ({"hidden_size": 10**400}, "config.json has an entry of the wrong type: int"),
         (
             {"rope_scaling": {"rope_type": "llama3"}},
             "asks for rotary scaling 'llama3', which this model has not",

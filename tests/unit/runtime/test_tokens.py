@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -26,6 +28,32 @@ TEXT = "".join(f"line {n} says that {n * n} is the square of {n}\n" for n in ran
 def settings(path: Path, cache: Path, *more: str) -> Config:
     arguments = ["--data.path", str(path), "--data.cache", str(cache), "--data.sequence", "16", *more]
     return flags.load(["--preset", "debug", *arguments], {})
+
+
+@pytest.mark.parametrize("file", ["training.bin", "tokenizer.json", "index.json"])
+def test_a_full_cache_is_one_line_and_nothing_stays(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    cache = tmp_path / "cache"
+    make = tempfile.mkdtemp
+
+    def on_a_full_disk(**options: Any) -> str:
+        folder = make(**options)
+        (Path(folder) / file).symlink_to("/dev/full")
+        return folder
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "mkdtemp", on_a_full_disk)
+        with pytest.raises(DataError) as caught:
+            tokens.prepare(settings(tmp_path / "a.txt", cache))
+    assert str(caught.value) == (
+        f"cannot write the corpus cache {cache}: No space left on device; choose another with --data.cache"
+    )
+    (lock,) = cache.iterdir()
+    (cache / f"{lock.stem}killed").mkdir()
+    files = tokens.prepare(settings(tmp_path / "a.txt", cache))
+    assert set(cache.iterdir()) == {lock, files.folder}
 
 
 def decode(files: tokens.TokenFiles) -> str:
