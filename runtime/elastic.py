@@ -31,9 +31,8 @@ def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool
     LayoutError, on every rank, where these ranks cannot share it.
     """
     if dist.get_rank() == 0 and not restarted:
-        with suppress(
-            OSError
-        ):  # where this cannot be written, no checkpoint can be, and the first save says so
+        # Where this cannot be written, no checkpoint can be, and the first save says so.
+        with suppress(OSError):
             manifests.note_start(checkpoints)
     # A collective, not the store: torchrun may hand on a store in which the last attempt's words still stand.
     found: list[Any] = [_find(config, checkpoints, restarted=restarted) if dist.get_rank() == 0 else None]

@@ -96,10 +96,8 @@ class _Simulation:
         self.layout, self.faults, self.run_ahead = layout, faults, run_ahead
         self.programs = [_program(layout, faults, rank, steps) for rank in range(layout.world_size)]
         self.issued: list[list[Issued]] = [[] for _ in range(layout.world_size)]
-        self.done = [0] * layout.world_size
-        self.reached = [
-            0
-        ] * layout.world_size  # calls that the device came to: those done, and perhaps one more
+        # Calls of each rank that are complete, and that its device came to: perhaps one more.
+        self.done, self.reached = [0] * layout.world_size, [0] * layout.world_size
         self.calls_made: dict[tuple[int, str], int] = {}
         self.meetings: dict[tuple[str, int], _Meeting] = {}
         self.halves: dict[tuple[int, int, str], deque[tuple[int, Issued]]] = {}

@@ -63,9 +63,8 @@ class WaitGraph:
     calls: dict[int, Call]
     pairs: list[PendingPair]
     edges: dict[int, set[int]] = field(default_factory=dict)
-    behind: dict[int, set[int]] = field(
-        default_factory=dict
-    )  #: row → what it has issued behind what it waits in
+    #: row → what it has issued behind what it waits in
+    behind: dict[int, set[int]] = field(default_factory=dict)
     pair_of: dict[int, PendingPair] = field(default_factory=dict)  #: node of a pair in flight
 
     def node_of_call(self, group: int) -> int:

@@ -162,11 +162,8 @@ class Cluster:
         """This node as another monitor asked for it. Raises UsageError when that is no question."""
         try:
             have = {int(rank): Have.from_json(had) for rank, had in question["have"].items()}
-            asker, exits, detail = (
-                int(question["from"]),
-                position(question["exits"]),
-                question["detail"] is True,
-            )
+            asker, exits = int(question["from"]), position(question["exits"])
+            detail = question["detail"] is True
             address = str(question["address"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"this is no question of a dtobs monitor: {brief(error)}") from error

@@ -120,11 +120,10 @@ def _ending(view: RunView, rank: int) -> Ending:
 
 def _last_sign_of_life_ns(view: RunView, rank: int) -> int:
     """Monotonic time at which the rank published something or a capture saw its process alive."""
-    published = int(view.page(rank)["heartbeat_ns"])
-    seen = view.capture.ranks.get(rank) if view.capture is not None else None
-    if view.capture is None or seen is None or not seen.process.alive:
+    published, capture = int(view.page(rank)["heartbeat_ns"]), view.capture
+    if capture is None or rank not in capture.ranks or not capture.ranks[rank].process.alive:
         return published
-    return max(published, view.capture.taken_ns)
+    return max(published, capture.taken_ns)
 
 
 def _last_exception(view: RunView, rank: int) -> dict[str, Any] | None:

@@ -47,9 +47,8 @@ def test_fault_has_one_verdict(fault: Fault, run_ahead: int):
     (found,) = findings(dumps(fault, run_ahead))
     same = {fault.name}
     if fault.name == "collective-mismatch" and run_ahead:
-        same.add(
-            "call-site-mismatch"
-        )  # in place of a call or before it: with few calls after it they look the same
+        # In place of a call or before it: with few calls after it they look the same.
+        same.add("call-site-mismatch")
     code, ranks = blind(fault, run_ahead).expected or ("", ())
     assert found.code in same | {code}
     assert found.ranks == ranks
