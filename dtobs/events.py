@@ -27,9 +27,7 @@ class Kind(IntEnum):
     COLLECTIVE = 5  #: issued; `seq` counts per group, `value` is bytes
     WAIT_BEGIN = 6  #: the host blocks on a collective (its group and seq when known)
     WAIT_END = 7  #: `value` is the seconds blocked
-    P2P = (
-        8  #: a send or a receive was issued; `seq` counts per group, direction and peer, `value` is the peer
-    )
+    P2P = 8  #: a send or a receive was issued; `seq` counts per group, direction and peer, `value` is the peer
     MARK = 9
     ERROR = 10  #: `site` identifies the meta entry of the exception
     ATTACH = 11

@@ -93,12 +93,8 @@ class Finding:
     def from_json(cls, value: dict[str, Any]) -> Finding:
         """Read a finding back. Raises KeyError, TypeError or ValueError when `value` is not one of ours."""
         group, evidence = value["group"], tuple(value["evidence"])
-        if not isinstance(group, str | None) or not all(
-            isinstance(e, dict) and "what" in e for e in evidence
-        ):
-            raise TypeError(
-                "a finding's group is a name, and its evidence are objects that say what they are"
-            )
+        if not isinstance(group, str | None) or not all(isinstance(e, dict) and "what" in e for e in evidence):
+            raise TypeError("a finding's group is a name, and its evidence are objects that say what they are")
         return cls(
             code=str(value["code"]),
             summary=str(value["summary"]),

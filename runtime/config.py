@@ -50,9 +50,7 @@ class Section:
                 raise UsageError(f"{flag} is {_text(value)}; it must be {wrong}")
 
 
-def _out_of_bounds(
-    value: Any, *, least: float | None, most: float | None, below: float | None, **_: object
-) -> str:
+def _out_of_bounds(value: Any, *, least: float | None, most: float | None, below: float | None, **_: object) -> str:
     """What `value` must be, or "" where it is."""
     if least is not None and value < least:
         return f"at least {_text(least)}"
@@ -94,16 +92,12 @@ class RunConfig(Section):
         1800.0, "limit of one collective", unit="seconds", least=1, most=_LONGEST_SECONDS
     )
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
-    peak_flops: float = option(
-        0.0, "peak of one device for MFU; 0: known devices only", unit="FLOP/s", least=0
-    )
+    peak_flops: float = option(0.0, "peak of one device for MFU; 0: known devices only", unit="FLOP/s", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.on_hang not in ("", "report", "abort") and not self.on_hang.startswith("command:"):
-            raise UsageError(
-                f"--run.on_hang is {self.on_hang!r}; it can be report, abort or command:PROGRAM ARGUMENTS"
-            )
+            raise UsageError(f"--run.on_hang is {self.on_hang!r}; it can be report, abort or command:PROGRAM ARGUMENTS")
 
 
 @dataclass(frozen=True)
@@ -149,8 +143,7 @@ def disagreement(there: Mapping[str, Any], here: ModelConfig) -> str:
     if not wrong:
         return ""
     numbers = ", ".join(
-        f"--model.{name} is {_text(value)} there and {_text(getattr(here, name))} here"
-        for name, value in wrong.items()
+        f"--model.{name} is {_text(value)} there and {_text(getattr(here, name))} here" for name, value in wrong.items()
     )
     flags = " ".join(f"--model.{name} {_text(value)}" for name, value in wrong.items())
     return f"another model: {numbers}; use {flags}"
@@ -166,15 +159,11 @@ def _text(value: object) -> str:
 class DataConfig(Section):
     """What is read, and how much of it a step takes."""
 
-    path: str = option(
-        "", "file or folder of text, JSONL, Parquet or a tokens folder; empty: Python's own library"
-    )
+    path: str = option("", "file or folder of text, JSONL, Parquet or a tokens folder; empty: Python's own library")
     tokenizer: str = option("", "tokenizer.json to use; empty: train one on the corpus")
     sequence: int = option(256, "length of one sample", unit="tokens", least=2)
     batch: int = option(4, "samples a micro-batch and rank", unit="samples", least=1)
-    accumulate: int | None = option(
-        None, "micro-batches a step; empty: 1, with a pipeline as few as fill it", least=1
-    )
+    accumulate: int | None = option(None, "micro-batches a step; empty: 1, with a pipeline as few as fill it", least=1)
     global_batch: int = option(
         0,
         "samples a step over all ranks; sets accumulate, and a smaller batch where one has to be;"
@@ -182,9 +171,7 @@ class DataConfig(Section):
         unit="samples",
         least=0,
     )
-    corpus_bytes: int = option(
-        4_000_000, "limit of text read for the default corpus", unit="bytes", least=1000
-    )
+    corpus_bytes: int = option(4_000_000, "limit of text read for the default corpus", unit="bytes", least=1000)
     cache: str = option("", "folder of prepared corpora; empty: the user's cache folder")
     prefetch: int | None = option(
         None,
@@ -200,9 +187,7 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and what happens to gradients before it."""
 
-    learning_rate: float = option(
-        2e-3, "peak learning rate at --schedule.reference_batch samples a step", least=0
-    )
+    learning_rate: float = option(2e-3, "peak learning rate at --schedule.reference_batch samples a step", least=0)
     beta1: float = option(0.9, "decay of the first moment", least=0, below=1)
     beta2: float = option(0.95, "decay of the second moment", least=0, below=1)
     epsilon: float = option(1e-8, "epsilon of AdamW", least=0)
@@ -225,9 +210,7 @@ class ScheduleConfig(Section):
     floor: float = option(0.1, "last learning rate as a fraction of the peak", least=0)
     decay: float = option(0.2, "wsd: the last fraction of the steps that decays", least=0)
     scaling: str = option("linear", "scaling with the global batch", choices=("none", "linear", "sqrt"))
-    reference_batch: int = option(
-        8, "global batch at which the learning rate is meant", unit="samples", least=1
-    )
+    reference_batch: int = option(8, "global batch at which the learning rate is meant", unit="samples", least=1)
 
 
 @dataclass(frozen=True)
@@ -253,9 +236,7 @@ class ParallelConfig(Section):
 class PipelineConfig(Section):
     """How micro-batches travel through the pipeline; there are --data.accumulate of them a step."""
 
-    schedule: str = option(
-        "1F1B", "order of work", choices=("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV")
-    )
+    schedule: str = option("1F1B", "order of work", choices=("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"))
 
 
 @dataclass(frozen=True)
@@ -263,9 +244,7 @@ class PrecisionConfig(Section):
     """Number formats. Master weights and optimizer state are FP32 always."""
 
     compute: str = option("fp32", "format of matrix products", choices=("fp32", "bf16", "fp16", "fp8"))
-    reduce: str = option(
-        "fp32", "format in which gradients travel when ranks average them", choices=("fp32", "bf16")
-    )
+    reduce: str = option("fp32", "format in which gradients travel when ranks average them", choices=("fp32", "bf16"))
     fp8_recipe: str = option("tensorwise", "scaling of FP8", choices=("tensorwise", "rowwise"))
     fp8_smallest: int = option(16, "fp8: linear layers with a shorter side stay in BF16", least=16)
     loss_scale: float = option(65536.0, "fp16: first loss scale", least=1)
@@ -288,9 +267,7 @@ class CheckpointConfig(Section):
     last: bool = option(False, "save after the last step too")
     keep: int = option(3, "checkpoints kept", least=1)
     resume: str = option("", "'auto' (the newest good one of this run directory) or a checkpoint folder")
-    init: str = option(
-        "", "weights to start from: a folder of safetensors with Hugging Face Llama or Mixtral names"
-    )
+    init: str = option("", "weights to start from: a folder of safetensors with Hugging Face Llama or Mixtral names")
     background: bool = option(False, "write while training goes on")
     strict: bool = option(False, "stop training when a save fails")
 

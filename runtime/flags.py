@@ -39,9 +39,7 @@ _OPTIONS: dict[str, Field[Any]] = {
     f"{section}.{item.name}": item for section, kind in _SECTIONS.items() for item in fields(kind)
 }
 _TYPES: dict[str, Any] = {
-    f"{section}.{name}": hint
-    for section, kind in _SECTIONS.items()
-    for name, hint in get_type_hints(kind).items()
+    f"{section}.{name}": hint for section, kind in _SECTIONS.items() for name, hint in get_type_hints(kind).items()
 }
 
 
@@ -56,9 +54,7 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
     given: dict[str, Any] = {**table, **variables, **flags}
     preset = given.get("run.preset", "small")
     if preset not in PRESETS:
-        raise UsageError(
-            f"no preset {preset!r}{_suggestion(str(preset), PRESETS)}; there are {', '.join(PRESETS)}"
-        )
+        raise UsageError(f"no preset {preset!r}{_suggestion(str(preset), PRESETS)}; there are {', '.join(PRESETS)}")
     return build(PRESETS[preset], given)
 
 
@@ -83,9 +79,7 @@ def _from_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], str | None]:
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            raise UsageError(
-                f"unexpected argument {argument!r}; settings are --section.option VALUE (see --help)"
-            )
+            raise UsageError(f"unexpected argument {argument!r}; settings are --section.option VALUE (see --help)")
         flag, has_value, text = argument[2:].partition("=")
         if flag == "config":
             file = text if has_value else _next_value("--config", rest)
@@ -186,9 +180,7 @@ def _parse(text: str, dotted: str, shown: str) -> Any:
     try:
         return int(text.replace("_", "")) if whole else float(text)
     except ValueError:
-        raise UsageError(
-            f"{shown} is {text!r}; it must be {'a whole number' if whole else 'a number'}"
-        ) from None
+        raise UsageError(f"{shown} is {text!r}; it must be {'a whole number' if whole else 'a number'}") from None
 
 
 def _typed(value: Any, dotted: str, shown: str) -> Any:
@@ -221,9 +213,7 @@ def help_text() -> str:
         lines += ["", f"{section}: {(kind.__doc__ or '').splitlines()[0]}"]
         for item in fields(kind):
             meta = item.metadata
-            default = {None: "empty", "": "empty", True: "true", False: "false"}.get(
-                item.default, item.default
-            )
+            default = {None: "empty", "": "empty", True: "true", False: "false"}.get(item.default, item.default)
             if isinstance(item.default, (int, float)) and not isinstance(item.default, bool):
                 default = f"{item.default:g}" if isinstance(item.default, float) else str(item.default)
             notes = [f"default {default}"]

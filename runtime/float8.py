@@ -54,9 +54,7 @@ def obstacle(name: str, layer: nn.Linear, smallest: int, ranks: int = 1) -> str:
     return f"{into} x {out} on a rank, a side below {smallest}" if min(into, out) < smallest else ""
 
 
-def apply(
-    block: nn.Module, config: PrecisionConfig, device: torch.device, *, ranks: int = 1
-) -> dict[str, str]:
+def apply(block: nn.Module, config: PrecisionConfig, device: torch.device, *, ranks: int = 1) -> dict[str, str]:
     """Convert the linear layers of one block in place; parameter names do not change.
 
     Returns the names of its linear layers, each with its `obstacle`. Raises UsageError where torchao is missing.
@@ -73,9 +71,7 @@ def apply(
         for name, layer in block.named_modules()
         if isinstance(layer, nn.Linear)
     }
-    convert_to_float8_training(
-        block, config=settings, module_filter_fn=lambda _, name: layers.get(name) == ""
-    )
+    convert_to_float8_training(block, config=settings, module_filter_fn=lambda _, name: layers.get(name) == "")
     return layers
 
 
@@ -84,12 +80,8 @@ def summary(layers: Mapping[str, str]) -> str:
 
     `layers` are names in the model (`layers.3.attention.key`) with their obstacles.
     """
-    left: dict[tuple[str, str], int] = Counter(
-        (name.split(".", 2)[2], why) for name, why in layers.items() if why
-    )
+    left: dict[tuple[str, str], int] = Counter((name.split(".", 2)[2], why) for name, why in layers.items() if why)
     converted = sum(not why for why in layers.values())
-    parts = [
-        f"fp8: {converted} of {len(layers)} linear layers in rank 0's blocks; the rest of the model in bf16"
-    ]
+    parts = [f"fp8: {converted} of {len(layers)} linear layers in rank 0's blocks; the rest of the model in bf16"]
     parts += [f"{count} x {name} stays in bf16: {why}" for (name, why), count in left.items()]
     return "; ".join(parts)

@@ -35,9 +35,7 @@ class FormatStatistics:
         self._now = False
         self._found: dict[str, tuple[Tensor, Tensor]] = {}  # of a role: amax; elements, saturated, flushed
         names = set(converted) if not config.memory.compile else set()
-        layers = [
-            module for part in parts for name, module in part.named_modules() if plain_name(name) in names
-        ]
+        layers = [module for part in parts for name, module in part.named_modules() if plain_name(name) in names]
         for layer in _spread(layers, LAYERS):
             layer.register_forward_hook(self._look)
 
@@ -80,9 +78,7 @@ class FormatStatistics:
     @torch.no_grad()
     def _measure(self, role: str, x: Tensor, cast: Any, config: Any) -> None:
         by_row = cast.scaling_granularity.value == "axiswise"
-        amax, counts = fit(
-            x, cast.target_dtype, by_row=by_row, power_of_2=bool(config.round_scales_to_power_of_2)
-        )
+        amax, counts = fit(x, cast.target_dtype, by_row=by_row, power_of_2=bool(config.round_scales_to_power_of_2))
         if role in self._found:
             before, counted = self._found[role]
             amax, counts = torch.maximum(amax, before), counts + counted

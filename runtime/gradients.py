@@ -53,9 +53,7 @@ def global_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup 
             names = tuple(gradient.device_mesh.mesh_dim_names or ())
             meshes[names] = gradient.device_mesh
             # Not is_shard(): FSDP2 over tensor parallelism has a strided shard, which denies being one.
-            dimensions = tuple(
-                i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()
-            )
+            dimensions = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
         squares[names, dimensions].append(_local(gradient))
     total = torch.zeros((), dtype=torch.float32, device=device)
     # Sorted, so that every rank issues the collectives in the same order.

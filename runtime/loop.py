@@ -49,9 +49,7 @@ def _steps(trainer: Trainer) -> None:
         report(trainer, loss, norm, with_global_loss=last or step % config.run.log_every == 0)
         if last or (config.data.validate_every and step % config.data.validate_every == 0):
             validate(trainer)
-        if (last and config.checkpoint.last) or (
-            config.checkpoint.every and step % config.checkpoint.every == 0
-        ):
+        if (last and config.checkpoint.last) or (config.checkpoint.every and step % config.checkpoint.every == 0):
             resume.save(trainer)
         resume.finish(trainer, wait=last)
 
@@ -96,9 +94,7 @@ def _all_micro_batches(loader: ShardedLoader, count: int) -> tuple[Tensor, Tenso
         with phases.phase("data"):
             batches.append(loader.next())
         phases.batch(inputs=batches[-1].inputs_BT, sample_ids=batches[-1].sample_ids_B)
-    return torch.cat([batch.inputs_BT for batch in batches]), torch.cat(
-        [batch.targets_BT for batch in batches]
-    )
+    return torch.cat([batch.inputs_BT for batch in batches]), torch.cat([batch.targets_BT for batch in batches])
 
 
 def update(trainer: Trainer, step: int, mean_loss: Tensor | None) -> tuple[float | None, float]:

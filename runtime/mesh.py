@@ -284,6 +284,4 @@ def build(layout: Layout, device_type: str) -> DeviceMesh:
     if layout.uses_fsdp and "shard" not in names:
         # FSDP2 reduces gradients here too, with groups of one shard.
         names = [name for name in DIMENSIONS if name in names or name == "shard"]
-    return init_device_mesh(
-        device_type, tuple(getattr(layout, name) for name in names), mesh_dim_names=tuple(names)
-    )
+    return init_device_mesh(device_type, tuple(getattr(layout, name) for name in names), mesh_dim_names=tuple(names))

@@ -78,9 +78,7 @@ class RankOutput:
         self._before = sys.stdout, sys.stderr
         self._folder = folder
         self._told = False
-        self._tees = [
-            Tee(_open_log(folder / name), None, self._not_logged) for name in ("stdout.log", "stderr.log")
-        ]
+        self._tees = [Tee(_open_log(folder / name), None, self._not_logged) for name in ("stdout.log", "stderr.log")]
         sys.stdout, sys.stderr = self._tees  # type: ignore[assignment]
         if console:
             self.show()

@@ -132,9 +132,7 @@ def _check_tensors(files: WeightFiles, config: Config) -> None:
             if found != shape:
                 raise CheckpointError(f"{other} has shape {found}, its config.json means {shape}")
             if kind not in _FORMATS:
-                raise CheckpointError(
-                    f"{other} has numbers of format {kind}; they can be {', '.join(_FORMATS)}"
-                )
+                raise CheckpointError(f"{other} has numbers of format {kind}; they can be {', '.join(_FORMATS)}")
     # Old exports carry tables that are computed, and tied weights twice.
     tied = {"lm_head.weight"} if config.model.tie_embeddings else set()
     left = sorted(name for name in there - wanted - tied if not name.endswith("rotary_emb.inv_freq"))

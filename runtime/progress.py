@@ -91,9 +91,5 @@ class Progress:
         text = f"{steps} steps{after}, {self._tokens:,.0f} tokens in {seconds:.0f} s"
         if self._first_validation is not None:
             first, last = self._first_validation, self._values["validation_loss"]
-            text += (
-                f", validation loss {first:.4f} → {last:.4f}"
-                if first != last
-                else f", validation loss {last:.4f}"
-            )
+            text += f", validation loss {first:.4f} → {last:.4f}" if first != last else f", validation loss {last:.4f}"
         return text

@@ -135,9 +135,7 @@ def _other_data(manifest: Manifest, trainer: Trainer) -> list[str]:
 def _refuse_another_model(folder: Path, manifest: Manifest, trainer: Trainer) -> None:
     """Raise CheckpointError where the checkpoint's weights would mean something else in this training."""
     model, here = manifest.config["model"], trainer.config.model
-    there = {
-        name: model[name] for name in huggingface.SETTINGS if here.experts or name != "experts_per_token"
-    }
+    there = {name: model[name] for name in huggingface.SETTINGS if here.experts or name != "experts_per_token"}
     if wrong := disagreement(there, here):
         raise CheckpointError(f"{folder} is a checkpoint of {wrong}")
     saved = manifest.training

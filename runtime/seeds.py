@@ -32,9 +32,7 @@ def process_seed(seed: int, layout: Layout, rank: int, *, sequence_parallel: boo
     """The seed of this process' generators (dropout and anything else drawn while training)."""
     place = layout.coordinates(rank)
     slice_of_sequence = place["tensor"] if sequence_parallel else 0
-    return derive(
-        seed, "process", layout.data_rank(rank), place["context"], place["pipeline"], slice_of_sequence
-    )
+    return derive(seed, "process", layout.data_rank(rank), place["context"], place["pipeline"], slice_of_sequence)
 
 
 def seed_process(value: int) -> None:

@@ -162,9 +162,7 @@ class Run:
         with phases.phase("startup"):
             tokens = prepare(self.config)
             self._agree_on_tokens(tokens)
-            trainer = trainers.make(
-                self.config, self.layout, device_mesh, self.device, tokens, run_dir / "checkpoints"
-            )
+            trainer = trainers.make(self.config, self.layout, device_mesh, self.device, tokens, run_dir / "checkpoints")
             note = resume.begin(trainer)
         if watch is not None:
             watch(trainer)
@@ -245,9 +243,7 @@ class Run:
         )
         _print(f"run directory {_shown(run_dir)}")
         if trainer.held_out is None and self.config.data.validate_every:
-            _print(
-                f"no validation: the corpus holds out {len(tokens.validation)} tokens, fewer than one sample"
-            )
+            _print(f"no validation: the corpus holds out {len(tokens.validation)} tokens, fewer than one sample")
         if trainer.model.linear_layers:
             _print(float8.summary(trainer.model.linear_layers))
         for note in filter(None, notes):

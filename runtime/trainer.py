@@ -67,9 +67,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step."""
-        return self.peak_learning_rate * schedule.multiplier(
-            step, self.config.run.steps, self.config.schedule
-        )
+        return self.peak_learning_rate * schedule.multiplier(step, self.config.run.steps, self.config.schedule)
 
     def position(self) -> dict[str, Any]:
         """What is not a tensor and must survive: goes into a checkpoint's manifest."""
@@ -122,9 +120,7 @@ def make(
         layout=layout,
         model=model,
         optimizer=_optimizer(config, model, peak),
-        loader=_loader(
-            config, layout, rank, device, tokens.training, config.run.seed, _ahead(config, device)
-        ),
+        loader=_loader(config, layout, rank, device, tokens.training, config.run.seed, _ahead(config, device)),
         held_out=_held_out(config, layout, rank, device, tokens),
         micro_batches=count,
         peak_learning_rate=peak,
@@ -168,9 +164,7 @@ def _loader(
         data_rank=layout.data_rank(rank),
         data_ranks=layout.data,
         device=device,
-        positions_T=context.positions(
-            config.data.sequence, layout.coordinates(rank)["context"], layout.context
-        )
+        positions_T=context.positions(config.data.sequence, layout.coordinates(rank)["context"], layout.context)
         if layout.context > 1
         else None,
         ahead=ahead,
@@ -189,6 +183,4 @@ def _held_out(
 ) -> ShardedLoader | None:
     if config.data.validate_every == 0 or len(tokens.validation) <= config.data.sequence:
         return None
-    return _loader(
-        config, layout, rank, device, tokens.validation, seeds.derive(config.run.seed, "validation")
-    )
+    return _loader(config, layout, rank, device, tokens.validation, seeds.derive(config.run.seed, "validation"))

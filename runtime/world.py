@@ -49,9 +49,7 @@ class Place:
                 int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
             )
         except ValueError as error:
-            raise UsageError(
-                f"RANK is set but the launcher's other variables are not usable: {error}"
-            ) from error
+            raise UsageError(f"RANK is set but the launcher's other variables are not usable: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ settings.load_profile("dtobs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--update-golden", action="store_true", help="rewrite golden files from what the code says now"
-    )
+    parser.addoption("--update-golden", action="store_true", help="rewrite golden files from what the code says now")
 
 
 @pytest.fixture(scope="session")

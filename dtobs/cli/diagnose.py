@@ -27,7 +27,7 @@ from dtobs.diagnose import Diagnosis, diagnose, diagnose_dumps, gather, gather_m
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.errors import UsageError, opening
 from dtobs.monitor.capture import capture_ranks
-from dtobs.recording.remote import is_address
+from dtobs.nodes.remote import is_address
 from dtobs.reports import html, json, text
 from dtobs.tui.source import newest_run
 

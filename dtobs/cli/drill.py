@@ -120,9 +120,7 @@ def _tell(outcome: Outcome) -> None:
     seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f}"
     mark = "" if outcome.passed else "  WRONG"
     expected = drill.expected or "nothing"
-    print(
-        f"{name:<20} {drill.wrapper:<8} {expected:<22} {found:<22} {ranks:<6} {seconds:>7}{mark}", flush=True
-    )
+    print(f"{name:<20} {drill.wrapper:<8} {expected:<22} {found:<22} {ranks:<6} {seconds:>7}{mark}", flush=True)
 
 
 def _row(outcome: Outcome) -> dict[str, object]:

@@ -111,10 +111,7 @@ def _conclude(root: Path) -> None:
         diagnosis = None
     if diagnosis is None or not (diagnosis.ranks or diagnosis.findings):
         disabled = os.environ.get("DTOBS_DISABLE") == "1"
-        _say(
-            "nothing was recorded: "
-            + ("DTOBS_DISABLE=1" if disabled else "no process built a torch optimizer")
-        )
+        _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else "no process built a torch optimizer"))
         return
     if diagnosis.verdict is not None:
         _say(f"{diagnosis.verdict.code}: {diagnosis.verdict.summary}")

@@ -35,9 +35,7 @@ _FORMATS = (".json", ".json.gz", ".svg")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory (default: the newest in ./runs)")
-    parser.add_argument(
-        "--steps", metavar="A-B", help="which steps, such as 12 or 10-12 (default: the last 3)"
-    )
+    parser.add_argument("--steps", metavar="A-B", help="which steps, such as 12 or 10-12 (default: the last 3)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"write {', '.join(_FORMATS)}")
     parser.add_argument("--json", action="store_true", help="print the Chrome trace instead of the picture")
 

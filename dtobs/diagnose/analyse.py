@@ -103,8 +103,7 @@ def _went_on(view: RunView, entry: Entry) -> bool:
 def _outgrown(earlier: Finding, now: Iterable[Finding]) -> bool:
     """Whether the same matter is seen now with more ranks, or with the group that it is about."""
     return any(
-        f.code == earlier.code and earlier.group in (f.group, None) and set(f.ranks) >= set(earlier.ranks)
-        for f in now
+        f.code == earlier.code and earlier.group in (f.group, None) and set(f.ranks) >= set(earlier.ranks) for f in now
     )
 
 

@@ -169,9 +169,7 @@ def _table(matched: Matched, state: Frontier, about: int | None) -> CallTable:
     middle = about if about is not None else state.seq if state.waits else int(seqs[-1])
     shown = rows_around(seqs, middle)
     inside = slice(
-        *(low + np.searchsorted(aligned.seq[low:high], [shown[0], shown[-1] + 1]))
-        if len(shown)
-        else (low, low)
+        *(low + np.searchsorted(aligned.seq[low:high], [shown[0], shown[-1] + 1])) if len(shown) else (low, low)
     )
     cells = _cells(matched, inside)
     ranks = dumps.rank_numbers

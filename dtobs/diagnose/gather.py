@@ -41,9 +41,7 @@ def gather(target: str | Path, take_capture: TakeCapture | None = None) -> Evide
     if (path / "capture.json").is_file():
         return _from_capture(path)
     if not path.exists():
-        raise TargetError(
-            f"there is no {path}: give a run directory (runs/<UTC time>-<name>) or a capture in it"
-        )
+        raise TargetError(f"there is no {path}: give a run directory (runs/<UTC time>-<name>) or a capture in it")
     if not path.is_dir():
         raise TargetError(
             f"{path} is a file: give the run directory or the folder of dumps that it is in, such as {path.parent}"
@@ -59,11 +57,7 @@ def gather(target: str | Path, take_capture: TakeCapture | None = None) -> Evide
 def _nothing_known(folder: Path) -> str:
     """Why there is nothing to diagnose in a folder, with some of what is in it instead."""
     seen = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
-    holds = (
-        f"holds {', '.join(seen[:_NAMES_SHOWN])}{' …' if len(seen) > _NAMES_SHOWN else ''}"
-        if seen
-        else "is empty"
-    )
+    holds = f"holds {', '.join(seen[:_NAMES_SHOWN])}{' …' if len(seen) > _NAMES_SHOWN else ''}" if seen else "is empty"
     return (
         f"{folder} is neither a run directory of dtobs (with run.json or nodes/) nor a folder of Flight Recorder"
         f" dumps: it {holds}; {NAMES}"

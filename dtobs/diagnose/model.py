@@ -59,9 +59,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     ranks: dict[int, RankStatus] = field(default_factory=dict)
     missing_ranks: tuple[int, ...] = ()
-    notes: tuple[
-        str, ...
-    ] = ()  #: what a reader should know beside: unreadable files, a pause that is no stall yet
+    notes: tuple[str, ...] = ()  #: what a reader should know beside: unreadable files, a pause that is no stall yet
     pictures: Pictures = field(default_factory=Pictures)
 
     def to_json(self) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import numpy as np
 from dtobs.diagnose.gather import Evidence
 from dtobs.errors import UsageError
 from dtobs.findings import Finding
+from dtobs.host.process import ProcessState
+from dtobs.nodes.remote import fetch_view
 from dtobs.recording.clocks import shift
 from dtobs.recording.journal import Entry
-from dtobs.recording.process import ProcessState
-from dtobs.recording.remote import fetch_view
 from dtobs.recording.view import RunView
 
 
@@ -59,9 +59,7 @@ def _merge_views(views: list[RunView]) -> RunView:
             if rank not in best or _age_ns(view, rank) < _age_ns(best[rank], rank):
                 best[rank] = view
     now_ns = views[0].now_ns
-    rows = [
-        shift(view.pages[view.pages["rank"] == r], now_ns - view.now_ns) for r, view in sorted(best.items())
-    ]
+    rows = [shift(view.pages[view.pages["rank"] == r], now_ns - view.now_ns) for r, view in sorted(best.items())]
     pages = np.concatenate(rows) if rows else views[0].pages
     info = next((view.info for view in views if view.info), {})
     seen = {rank: view.process(rank) for rank, view in best.items()}

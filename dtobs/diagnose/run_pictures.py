@@ -66,9 +66,7 @@ def _waits(situation: Situation, statuses: dict[int, RankStatus]) -> dict[int, R
         operation = str(calls.op(rank, int(call["op"]))) if call is not None else "communication"
         where = f" of {group}" if group is not None else ""
         site = statuses[rank].site if rank in statuses else ""
-        found[rank] = RankWait(
-            f"{operation}{where}", site, on=on_of[key], exact=f"{operation} #{at.seq}{where}"
-        )
+        found[rank] = RankWait(f"{operation}{where}", site, on=on_of[key], exact=f"{operation} #{at.seq}{where}")
     for rank in sorted({r for wait in found.values() for r in wait.on} - found.keys()):
         status = statuses.get(rank)
         if status is None:
@@ -97,9 +95,7 @@ def _strip(view: RunView) -> Strip | None:
     before = min(max(_STEPS_SHOWN * usual, _MIN_SECONDS), _MAX_SECONDS)
     quiet = min(max(0.0, (view.now_ns - moved) / 1e9), before * _QUIET_SHARE)
     begin_ns, seconds = moved - round(before * 1e9), before + quiet
-    at = begin_ns + np.round((np.arange(STRIP_COLUMNS) + 0.5) * seconds * 1e9 / STRIP_COLUMNS).astype(
-        np.int64
-    )
+    at = begin_ns + np.round((np.arange(STRIP_COLUMNS) + 0.5) * seconds * 1e9 / STRIP_COLUMNS).astype(np.int64)
     cells = np.zeros((len(view.ranks), STRIP_COLUMNS), np.uint8)
     for row, rank in enumerate(view.ranks):
         cells[row] = _rank_cells(view, rank, at)
@@ -186,9 +182,7 @@ def environment(info: dict[str, Any]) -> tuple[tuple[str, str], ...]:
             rows.append((name.replace("_", " "), _shown(value)))
     config = info.get("config")
     if isinstance(config, dict):
-        rows += [
-            (f"config {name}", _shown(value)) for name, value in sorted(config.items(), key=str)[:_MAX_SHOWN]
-        ]
+        rows += [(f"config {name}", _shown(value)) for name, value in sorted(config.items(), key=str)[:_MAX_SHOWN]]
     return tuple((name[:80], text[:400]) for name, text in rows)
 
 

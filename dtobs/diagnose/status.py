@@ -6,7 +6,7 @@ import numpy as np
 
 from dtobs.diagnose.model import RankStatus
 from dtobs.events import FIRST_CUSTOM_PHASE, Phase, RankState
-from dtobs.recording.stacks import main_thread
+from dtobs.host.stacks import main_thread
 from dtobs.recording.view import RunView
 
 _MAX_FRAMES = 32

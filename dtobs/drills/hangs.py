@@ -46,9 +46,7 @@ class Fault:
     wrappers: tuple[Layout, ...] = LAYOUTS
     pause: float = 0.0
     needs: Literal["", "memory-limit", "packet-filter"] = ""  #: what the machine must permit
-    code_under: Mapping[str, str] = field(
-        default_factory=dict
-    )  #: by layout, where it shows under another code
+    code_under: Mapping[str, str] = field(default_factory=dict)  #: by layout, where it shows under another code
 
 
 _BY_ONE = (
@@ -121,9 +119,7 @@ _BY_ALL = (
         "call-site-mismatch",
         strike_all=injectors.reduce_once_more,
         needs_stall=False,
-        wrappers=(
-            "ddp",
-        ),  # elsewhere the next call is of another kind, which is a mismatch that backends notice
+        wrappers=("ddp",),  # elsewhere the next call is of another kind, which is a mismatch that backends notice
     ),
     Fault(
         "extra-receive",

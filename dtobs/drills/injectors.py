@@ -63,9 +63,7 @@ def kill_process() -> None:
 def use_up_memory() -> NoReturn:
     """Allocate until the kernel kills this process; only for a process in a control group with a small limit."""
     kept = b"x" * _MORE_THAN_PERMITTED
-    raise MemoryError(
-        f"the memory limit of this drill does not hold: nothing was killed at {len(kept)} bytes"
-    )
+    raise MemoryError(f"the memory limit of this drill does not hold: nothing was killed at {len(kept)} bytes")
 
 
 def stay_away() -> None:
@@ -95,10 +93,7 @@ def drop_what_arrives() -> None:
         except OSError:  # no socket, or closed since it was listed
             continue
         with connection:
-            if (
-                connection.family in (socket.AF_INET, socket.AF_INET6)
-                and connection.type == socket.SOCK_STREAM
-            ):
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 keep_nothing(connection)
 
 

@@ -110,9 +110,7 @@ def _pipeline(model: nn.Module) -> Spread:
         part = nn.Sequential(*layers[:2])
     elif rank == world - 1:
         part = layers[-1]
-    schedule = Schedule1F1B(
-        PipelineStage(part, rank, world, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss
-    )
+    schedule = Schedule1F1B(PipelineStage(part, rank, world, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss)
 
     def learn(batch_BW: Tensor) -> None:
         if rank == 0:

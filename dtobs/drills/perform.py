@@ -21,8 +21,8 @@ from dtobs.drills.hangs import FAULTS
 from dtobs.drills.permitted import memory_group, refused
 from dtobs.drills.silent import TROUBLES
 from dtobs.findings import CATALOGUE
+from dtobs.host.process import read_process
 from dtobs.recording.journal import read_journal
-from dtobs.recording.process import read_process
 from dtobs.recording.rundir import RunDirectory, read_json
 
 _WORLD, _ODD = 2, 1
@@ -140,9 +140,7 @@ def perform_all(
     return outcomes
 
 
-def perform(
-    drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_seconds: float = 180.0
-) -> Outcome:
+def perform(drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_seconds: float = 180.0) -> Outcome:
     """Run the drill on two ranks below `folder` (which it creates) and diagnose it; nothing is left running."""
     folder.mkdir(parents=True)
     run_dir, mark = folder / "run", folder / "struck"
@@ -214,9 +212,7 @@ def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path, group: Path | 
     return ranks
 
 
-def _until_found(
-    drill: Drill, run_dir: Path, folder: Path, ranks: Sequence[_Rank], seconds: float
-) -> float | None:
+def _until_found(drill: Drill, run_dir: Path, folder: Path, ranks: Sequence[_Rank], seconds: float) -> float | None:
     """Wait until the monitor has found what it should (and a moment more), or the job is over; when, in UTC seconds.
 
     What it finds first may be only a sign of it: a rank that runs out of memory stands still before it is killed.

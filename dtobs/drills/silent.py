@@ -112,9 +112,7 @@ def train(job: SilentJob) -> None:
     model = wrap(plain, job.wrapper)
     torch.manual_seed(1234 if is_now == "equal-dropout" else 1234 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    samples = Samples(
-        0 if is_now == "same-data" else rank, job.seconds if is_now == "starved" and mine else 0.0
-    )
+    samples = Samples(0 if is_now == "same-data" else rank, job.seconds if is_now == "starved" and mine else 0.0)
     group = dist.group.WORLD if job.wrapper == "by-hand" else "auto"
     with dtobs.attach(
         model,
@@ -132,9 +130,7 @@ def train(job: SilentJob) -> None:
                 with session.phase("data"):
                     inputs, wanted = next(samples)
                 synchronise(model, job.wrapper, now=micro == job.accumulate - 1)
-                spoiled = (
-                    nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
-                )
+                spoiled = nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
                 with torch.autocast("cpu", torch.float16, enabled=is_now == "small-loss"):
                     predicted = model(inputs)
                 if mine and is_now == "slow":

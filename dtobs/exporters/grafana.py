@@ -171,9 +171,7 @@ def _learning() -> list[Panel]:
             "Gradient norm",
             "timeseries",
             (
-                Query(
-                    f"max by (rank) (dtobs_local_gradient_norm{{{_RANK}}})", "rank {{rank}}, before reduction"
-                ),
+                Query(f"max by (rank) (dtobs_local_gradient_norm{{{_RANK}}})", "rank {{rank}}, before reduction"),
                 Query(f"max(dtobs_reduced_gradient_norm{{{_RUN}}})", "after reduction"),
             ),
             metric="dtobs_local_gradient_norm",

@@ -40,9 +40,7 @@ class Grafana:
             raise DependencyMissing("grafana-api", "grafana") from None
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(
-                f"{url!r} is not the address of a Grafana; give something like http://127.0.0.1:3000"
-            )
+            raise UsageError(f"{url!r} is not the address of a Grafana; give something like http://127.0.0.1:3000")
         if not login.token and not (login.user and login.password):
             raise UsageError(
                 "a Grafana wants to know who we are: set DTOBS_GRAFANA_TOKEN to a service account's token, "

@@ -124,15 +124,9 @@ TABLE: tuple[Metric, ...] = (
     ),
     # time
     _rank("last_step_seconds", "gauge", "Wall time of the last step", "step_ns"),
-    Metric(
-        STEP_HISTOGRAM, "histogram", "Wall time of steps, all ranks of the node together", (), "step history"
-    ),
-    _rank(
-        "busy_seconds", "gauge", "Own work in the last step: wall time less exposed communication", "busy_ns"
-    ),
-    _rank(
-        "exposed_communication_seconds", "gauge", "Waiting for communication in the last step", "exposed_ns"
-    ),
+    Metric(STEP_HISTOGRAM, "histogram", "Wall time of steps, all ranks of the node together", (), "step history"),
+    _rank("busy_seconds", "gauge", "Own work in the last step: wall time less exposed communication", "busy_ns"),
+    _rank("exposed_communication_seconds", "gauge", "Waiting for communication in the last step", "exposed_ns"),
     _rank("data_wait_seconds", "gauge", "Waiting for data in the last step", "data_ns"),
     Metric(
         "phase_seconds",
@@ -257,9 +251,7 @@ TABLE: tuple[Metric, ...] = (
     _rank("device_memory_limit_bytes", "gauge", "Memory of the device", "device_total_bytes"),
     # checkpoints
     _run("checkpoint_seconds", "gauge", "Duration of the last checkpoint", "checkpoint_seconds"),
-    _run(
-        "checkpoint_bytes", "gauge", "Size of the last checkpoint, as the ranks report it", "checkpoint_bytes"
-    ),
+    _run("checkpoint_bytes", "gauge", "Size of the last checkpoint, as the ranks report it", "checkpoint_bytes"),
     Metric(
         "checkpoint_age_seconds",
         "gauge",

@@ -88,9 +88,7 @@ class OtlpPush:
         def observe(_: CallbackOptions) -> Iterator[Observation]:
             assert metric.source is not None
             for values, value in metric.source(self._once()):
-                yield Observation(
-                    value, {**self._attributes, **dict(zip(metric.labels, values, strict=True))}
-                )
+                yield Observation(value, {**self._attributes, **dict(zip(metric.labels, values, strict=True))})
 
         return observe
 

@@ -19,9 +19,7 @@ def share() -> Path:
     for folder in (_PACKAGE / "_share", _PACKAGE.parent):
         if (folder / "dashboards" / "run-overview.json").is_file():
             return folder
-    raise TargetError(
-        f"this installation of dtobs has no dashboards (looked beside {_PACKAGE}): install it again"
-    )
+    raise TargetError(f"this installation of dtobs has no dashboards (looked beside {_PACKAGE}): install it again")
 
 
 def export(folder: Path) -> list[Path]:
@@ -37,7 +35,5 @@ def export(folder: Path) -> list[Path]:
                     shutil.copyfile(path, target)
                     written.append(target)
     except OSError as error:
-        raise DtobsError(
-            f"cannot write to {folder}: {error.strerror}. Give a folder that you may write to"
-        ) from error
+        raise DtobsError(f"cannot write to {folder}: {error.strerror}. Give a folder that you may write to") from error
     return written

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import STEP_PARTS
+from dtobs.host.process import boot_id
 from dtobs.recording.attempts import (
     Attempt,
     Clock,
@@ -22,7 +23,6 @@ from dtobs.recording.attempts import (
     last_end_ns,
     reached,
 )
-from dtobs.recording.process import boot_id
 from dtobs.recording.view import RunView
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -76,9 +76,7 @@ class StepTotals:
     """Takes each step record once, as long as `update` is called more often than the history wraps (4,096 steps)."""
 
     ranks: dict[int, RankTotals] = field(default_factory=dict)
-    buckets: list[int] = field(
-        default_factory=lambda: [0] * (len(BUCKETS) + 1)
-    )  #: not cumulative; the last is +Inf
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))  #: not cumulative; the last is +Inf
     seconds: float = 0.0
     listeners: list[Callable[[npt.NDArray[np.float64]], None]] = field(default_factory=list)
     _earlier: tuple[Attempt, ...] = ()

@@ -73,9 +73,7 @@ def _drifting(dumps: Dumps, chosen: npt.NDArray[np.int64]) -> list[int]:
     entries = dumps.entries
     p2p = np.flatnonzero(entries["kind"] != Kind.COLLECTIVE)
     uses = len(dumps.groups)
-    both = np.bincount(entries["group"][p2p], minlength=uses) * np.bincount(
-        entries["group"][chosen], minlength=uses
-    )
+    both = np.bincount(entries["group"][p2p], minlength=uses) * np.bincount(entries["group"][chosen], minlength=uses)
     mixed = np.flatnonzero(both)
     found = []
     for group in mixed:

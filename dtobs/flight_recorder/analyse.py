@@ -140,9 +140,7 @@ def _table(dumps: Dumps, states: dict[int, Frontier], pairs: list[PendingPair]) 
     records = dumps.entries["record"]
     waits: dict[int, int] = {}
     for state in states.values():
-        for row, seq, entry in zip(
-            state.rows.tolist(), state.pending, state.pending_entry.tolist(), strict=True
-        ):
+        for row, seq, entry in zip(state.rows.tolist(), state.pending, state.pending_entry.tolist(), strict=True):
             if seq != NOTHING_PENDING and (row not in waits or records[entry] < records[waits[row]]):
                 waits[row] = entry
     for pair in pairs:

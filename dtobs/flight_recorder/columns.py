@@ -106,9 +106,7 @@ def columns_of(dump: object) -> RankColumns:
     except DumpError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, IndexError) as error:
-        raise DumpError(
-            f"its entries are not as PyTorch writes them ({type(error).__name__}: {error})"
-        ) from error
+        raise DumpError(f"its entries are not as PyTorch writes them ({type(error).__name__}: {error})") from error
 
 
 def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
@@ -164,9 +162,7 @@ def _fields(entries: list[Any]) -> dict[str, Sequence[Any]]:
         needed = [n for n in _FIELDS if n not in _DEFAULTS]
         absent = [n for n in needed if any(n not in e for e in entries)]
         if absent:
-            raise DumpError(
-                f"its entries have no {', '.join(absent)}: schema 2.0 or later is needed"
-            ) from None
+            raise DumpError(f"its entries have no {', '.join(absent)}: schema 2.0 or later is needed") from None
         rows = [tuple(e.get(n, _DEFAULTS.get(n)) for n in _FIELDS) for e in entries]
     columns: dict[str, Sequence[Any]] = dict(zip(_FIELDS, zip(*rows, strict=True), strict=True))
     for field_name, allowed in _TYPES.items():

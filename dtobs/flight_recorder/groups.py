@@ -54,9 +54,7 @@ class GroupTable:
     def _ordered(self) -> list[_Key]:
         return sorted(self._index, key=lambda key: (len(key[0]), key))
 
-    def resolve(
-        self, issued: list[npt.NDArray[np.int32]], sizes: list[int], everyone: set[int]
-    ) -> tuple[Group, ...]:
+    def resolve(self, issued: list[npt.NDArray[np.int32]], sizes: list[int], everyone: set[int]) -> tuple[Group, ...]:
         """The groups.
 
         `issued[g]`: ranks seen to issue in group g; `sizes[g]`: its size as its operations betray it, 0 when they do

@@ -94,9 +94,7 @@ class _Builder:
             if file.series in series:
                 self.problems.append(DumpProblem(str(file.path), file.rank, message))
         if others:
-            self.notes.append(
-                f"not taken for dumps (unreadable, and named unlike those read): {_some(others)}"
-            )
+            self.notes.append(f"not taken for dumps (unreadable, and named unlike those read): {_some(others)}")
         unread: dict[int, list[str]] = {}
         for file in files:
             if str(file.path) not in used and file not in refused:
@@ -112,10 +110,7 @@ class _Builder:
         # the last place stands for −1: an entry without a call site
         entries["site"] = np.append(_number(self._sites, columns.sites), np.int32(-1))[entries["site"]]
         groups = np.array(
-            [
-                self._groups.add(name, text, columns.memberships.get(name, ""))
-                for name, text in columns.groups
-            ],
+            [self._groups.add(name, text, columns.memberships.get(name, "")) for name, text in columns.groups],
             np.int32,
         )
         entries["group"] = groups[entries["group"]] if len(groups) else 0
@@ -152,8 +147,7 @@ class _Builder:
         everyone = {*map(int, ranks), *(p.rank for p in self.problems if p.rank is not None)}
         return Dumps(
             ranks=tuple(
-                replace(dump, untracked={int(target[g]): n for g, n in dump.untracked.items()})
-                for dump, _ in ordered
+                replace(dump, untracked={int(target[g]): n for g, n in dump.untracked.items()}) for dump, _ in ordered
             ),
             entries=entries,
             row=row,
@@ -183,9 +177,7 @@ def _renumber(table: dict[Any, int], ordered: Sequence[Any]) -> npt.NDArray[np.i
 
 def _operation(row: list[Any]) -> Operation:
     name, sizes_in, types_in, sizes_out, types_out = row
-    return Operation(
-        name, tuple(map(tuple, sizes_in)), tuple(types_in), tuple(map(tuple, sizes_out)), tuple(types_out)
-    )
+    return Operation(name, tuple(map(tuple, sizes_in)), tuple(types_in), tuple(map(tuple, sizes_out)), tuple(types_out))
 
 
 def _evidence(

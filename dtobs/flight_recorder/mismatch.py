@@ -62,9 +62,7 @@ def _ways(operations: tuple[Operation, ...]) -> npt.NDArray[np.int32]:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
 
 
-def _compare(
-    dumps: Dumps, aligned: Aligned, signature: npt.NDArray[np.int32], part: slice
-) -> Mismatch | None:
+def _compare(dumps: Dumps, aligned: Aligned, signature: npt.NDArray[np.int32], part: slice) -> Mismatch | None:
     operations = dumps.operations
     ways: dict[int, list[int]] = {}
     for position in range(part.start, part.stop):

@@ -48,9 +48,7 @@ class RankDump:
     version: str
     taken_ns: int | None
     first_record: int  #: above 0 the ring has wrapped and earlier entries are gone
-    untracked: dict[int, int] = field(
-        default_factory=dict
-    )  #: group → operations that the recorder only counted
+    untracked: dict[int, int] = field(default_factory=dict)  #: group → operations that the recorder only counted
     backends: tuple[str, ...] = ()
 
 
@@ -91,9 +89,7 @@ class Dumps:
     @cached_property
     def bounds(self) -> list[int]:
         """The entries of row r are ``entries[bounds[r] : bounds[r + 1]]``."""
-        rows = np.arange(
-            len(self.ranks) + 1, dtype=self.row.dtype
-        )  # of another type, numpy would copy the table
+        rows = np.arange(len(self.ranks) + 1, dtype=self.row.dtype)  # of another type, numpy would copy the table
         return [int(place) for place in np.searchsorted(self.row, rows)]
 
     @property

@@ -137,9 +137,7 @@ class Operation:
         if self.family not in _COMPARED:
             return ()
         inputs, outputs = _COMPARED[self.family]
-        return tuple(
-            sorted({*(self.input_dtypes if inputs else ()), *(self.output_dtypes if outputs else ())})
-        )
+        return tuple(sorted({*(self.input_dtypes if inputs else ()), *(self.output_dtypes if outputs else ())}))
 
     @property
     def group_size(self) -> int | None:

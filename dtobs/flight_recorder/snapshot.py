@@ -47,14 +47,10 @@ def judge(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> Snapsh
     waited = _longest_wait(dumps)
     if len(stale) > MOVING_SHARE * len(dumps.ranks):
         text = f"{len(stale)} of {len(dumps.ranks)} dumps are older than what the other ranks had completed by then"
-        return Snapshot(
-            f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited
-        )
+        return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited)
     if waited is not None and waited < MAX_USUAL_SECONDS * USUAL_FACTOR and waited < _patience(dumps):
         text = f"nothing in them had waited longer than {waited:.1f} s when they were taken"
-        return Snapshot(
-            f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited
-        )
+        return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited)
     return Snapshot("", stale, waited)
 
 

@@ -114,9 +114,7 @@ class Verdicts:
             confidence=Confidence.POSSIBLE,
             group=self.dumps.groups[call.group].label,
             evidence=(
-                words.evidence(
-                    "a call that no peer made", [call.entry], waiting=list(words.ranks(call.waiting))
-                ),
+                words.evidence("a call that no peer made", [call.entry], waiting=list(words.ranks(call.waiting))),
                 words.evidence("last calls of its peers", words.last_entries(root.rows)),
             ),
         )
@@ -126,9 +124,7 @@ class Verdicts:
         ranks = words.ranks(root.rows)
         state = self.states[call.group]
         entries = [entry for _, entry in self._pending(call, root.rows)]
-        beside = (
-            f"{words.named(call.finished)} completed it" if call.finished else "its peers have started it"
-        )
+        beside = f"{words.named(call.finished)} completed it" if call.finished else "its peers have started it"
         many = 2 * len(root.rows) > len(state.rows)
         summary = (
             f"{ranks_text(ranks)} issued {words.call(call.entry)}{words.site(entries[0])} and the device has not done"
@@ -156,17 +152,13 @@ class Verdicts:
         )
         blind = self._blind(call)
         if blind:
-            summary += (
-                "; the dumps do not tell a device that never started it (TORCH_NCCL_ENABLE_TIMING=1 would)"
-            )
+            summary += "; the dumps do not tell a device that never started it (TORCH_NCCL_ENABLE_TIMING=1 would)"
         return Finding(
             "network-stalled",
             summary,
             confidence=Confidence.POSSIBLE if group.inferred or blind else Confidence.LIKELY,
             group=group.label,
-            evidence=(
-                words.evidence("issued by all", [call.entry], waiting=list(words.ranks(call.waiting))),
-            ),
+            evidence=(words.evidence("issued by all", [call.entry], waiting=list(words.ranks(call.waiting))),),
         )
 
     def _blind(self, call: Call) -> bool:
@@ -193,9 +185,7 @@ class Verdicts:
                 evidence=evidence,
             )
         summary = f"{words.operation(pair.entry)}{words.site(pair.entry)} is issued on both sides and does not complete"
-        return Finding(
-            "network-stalled", summary, confidence=Confidence.POSSIBLE, group=label, evidence=evidence
-        )
+        return Finding("network-stalled", summary, confidence=Confidence.POSSIBLE, group=label, evidence=evidence)
 
     def _unmatched(self, root: Root) -> Finding | None:
         """A send or a receive whose other half was never issued, by a rank that waits for nobody."""
@@ -210,9 +200,7 @@ class Verdicts:
                 f"rank {rank} waits in {words.operation(pair.entry)}{words.site(pair.entry)}, and rank {peer} went past"
                 f" it without its half; {words.doing(pair.peer_row)}"
             )
-            return Finding(
-                "p2p-unmatched", summary, (rank, peer), Confidence.LIKELY, group=label, evidence=evidence
-            )
+            return Finding("p2p-unmatched", summary, (rank, peer), Confidence.LIKELY, group=label, evidence=evidence)
         summary = (
             f"rank {peer} has not issued its half of {words.operation(pair.entry)}, in which rank {rank} waits"
             f"{words.site(pair.entry)}; {words.doing(pair.peer_row)}"
@@ -236,9 +224,7 @@ class Verdicts:
     def _cycle(self, root: Root) -> Finding:
         """Ranks that wait for each other: pairs that face each other, or groups called in different orders."""
         words = self.words
-        facing = [
-            p for p in root.pairs if any((q.row, q.peer_row) == (p.peer_row, p.row) for q in root.pairs)
-        ]
+        facing = [p for p in root.pairs if any((q.row, q.peer_row) == (p.peer_row, p.row) for q in root.pairs)]
         passed = [p for p in root.pairs if self._went_past(p)]
         if facing or passed or not root.calls:
             return self._p2p_cycle(facing or passed or list(root.pairs), Confidence.LIKELY)
@@ -246,9 +232,7 @@ class Verdicts:
         alone = [p for p in root.pairs if any(_holds_up(c, p) for c in root.calls)]
         if alone:
             return self._p2p_cycle(alone, Confidence.POSSIBLE)
-        odd = odd_rows(
-            self.dumps, [(row, entry) for row in root.rows if (entry := self._waits_in(row, root)) >= 0]
-        )
+        odd = odd_rows(self.dumps, [(row, entry) for row in root.rows if (entry := self._waits_in(row, root)) >= 0])
         chain = "; ".join(
             f"{words.named(c.waiting)} in {words.call(c.entry)}{words.site(c.entry)} for {words.named(c.held_by)}"
             for c in root.calls[:4]
@@ -312,9 +296,7 @@ class Verdicts:
             confidence=Confidence.CERTAIN,
             group=self.dumps.groups[root.calls[0].group].label if root.calls else None,
             evidence=(
-                words.evidence(
-                    "calls that wait", [c.entry for c in root.calls], missing_ranks=list(missing[:64])
-                ),
+                words.evidence("calls that wait", [c.entry for c in root.calls], missing_ranks=list(missing[:64])),
             ),
         )
 

@@ -94,9 +94,7 @@ def calls_held_up(
     return {g: _call(dumps, s, queues, explained.get(g), stale) for g, s in states.items() if s.waits}
 
 
-def _call(
-    dumps: Dumps, state: Frontier, queues: Queues, explained: int | None, stale: frozenset[int]
-) -> Call:
+def _call(dumps: Dumps, state: Frontier, queues: Queues, explained: int | None, stale: frozenset[int]) -> Call:
     seq = state.seq
     old = np.isin(state.rows, list(stale)) if stale else np.zeros(len(state.rows), bool)
     inside = state.pending == seq
@@ -210,9 +208,7 @@ def roots(graph: WaitGraph) -> list[Root]:
             _assign(graph, node, sinks)
         elif node == graph.absent:
             calls = [c for c in graph.calls.values() if c.absent]
-            found.append(
-                Root("absent", (), tuple(sorted(calls, key=lambda c: (c.held != "absent", c.behind))))
-            )
+            found.append(Root("absent", (), tuple(sorted(calls, key=lambda c: (c.held != "absent", c.behind)))))
         elif node in graph.pair_of:
             found.append(Root("link", (), pairs=(graph.pair_of[node],)))
         else:
@@ -287,9 +283,7 @@ def _cycle(graph: WaitGraph, component: set[int]) -> Root:
     calls = tuple(graph.calls[n - ranks] for n in sorted(component) if ranks <= n < graph.absent)
     pairs = tuple(p for p in graph.pairs if p.row in rows and p.peer_row in rows and p.partner < 0)
     if not calls and not pairs:  # both halves of all of them are there
-        return Root(
-            "link", (), pairs=(next(graph.pair_of[n] for n in sorted(component) if n > graph.absent),)
-        )
+        return Root("link", (), pairs=(next(graph.pair_of[n] for n in sorted(component) if n > graph.absent),))
     return Root("cycle", rows, calls, pairs)
 
 

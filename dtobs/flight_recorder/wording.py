@@ -24,11 +24,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     texts = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:8]]
     more = len(ordered) - sum(b - a + 1 for a, b in runs[:8])
-    return (
-        ("rank " if len(ordered) == 1 else "ranks ")
-        + ", ".join(texts)
-        + (f" and {more} more" if more else "")
-    )
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts) + (f" and {more} more" if more else "")
 
 
 class Words:

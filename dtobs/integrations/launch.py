@@ -20,9 +20,7 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
-def environment(
-    inherited: Mapping[str, str], run_dir: Path, name: str, hang_timeout: float | None
-) -> dict[str, str]:
+def environment(inherited: Mapping[str, str], run_dir: Path, name: str, hang_timeout: float | None) -> dict[str, str]:
     """The variables for a command whose ranks are to record to `run_dir`."""
     paths = [str(STARTUP), *filter(None, inherited.get("PYTHONPATH", "").split(os.pathsep))]
     values = {

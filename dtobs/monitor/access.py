@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from dtobs.recording.token import read_token
+from dtobs.nodes.token import read_token
 
 _OPEN_ON_LOOPBACK = frozenset({"/metrics", "/healthz"})
 _TABLES = ("tcp", "tcp6")

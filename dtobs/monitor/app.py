@@ -16,15 +16,15 @@ from dtobs.exporters.otlp import OtlpPush, wanted
 from dtobs.exporters.prometheus import exposition
 from dtobs.monitor.access import Access
 from dtobs.monitor.address import announce, withdraw
-from dtobs.monitor.cluster import Cluster, LocalNode
 from dtobs.monitor.cluster_capture import NodeCapture, encode_ranks
 from dtobs.monitor.http import MonitorServer, Pages, is_loopback, parse_address
 from dtobs.monitor.lock import NodeLock
 from dtobs.monitor.loop import Monitor, Timing
+from dtobs.nodes.cluster import Cluster, LocalNode
+from dtobs.nodes.token import ensure_token
+from dtobs.nodes.wire import encode_view
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.token import ensure_token
-from dtobs.recording.wire import encode_view
 
 _PATIENCE_SECONDS = 5.0
 """A monitor that is about to end may still hold the lock when a restarted rank starts the next one."""
@@ -35,9 +35,7 @@ log = logging.getLogger("dtobs.monitor")
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments, shared by ``dtobs monitor`` and ``python -m dtobs.monitor``."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory")
-    parser.add_argument(
-        "--node", type=int, default=0, metavar="N", help="which node of the run this is (default 0)"
-    )
+    parser.add_argument("--node", type=int, default=0, metavar="N", help="which node of the run this is (default 0)")
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
@@ -45,9 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where /metrics and /api are served; port 0 is any free one (default 127.0.0.1:0); 'off' for nowhere",
     )
     parser.add_argument("--socket", type=int, default=-1, help=argparse.SUPPRESS)  # listens already
-    parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)"
-    )
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
     parser.add_argument(
         "--on-hang",
         default=os.environ.get(VARIABLE, "report"),

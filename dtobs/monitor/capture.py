@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from dtobs.events import RankState
+from dtobs.host.kernel_log import XID_NOTE, read_xids
+from dtobs.host.process import ProcessState, read_process
+from dtobs.host.stacks import parse_stacks
 from dtobs.monitor import rank_stacks, worker_server
 from dtobs.recording.capture import Capture, Gil, RankCapture
-from dtobs.recording.kernel_log import XID_NOTE, read_xids
-from dtobs.recording.process import ProcessState, read_process
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.stacks import parse_stacks
 from dtobs.recording.view import RunView, ran_here
 
 DEADLINE_SECONDS = 5.0
@@ -156,9 +156,7 @@ def _process(target: _Target) -> ProcessState:
     return state
 
 
-def _start(
-    pool: ThreadPoolExecutor, target: _Target, state: ProcessState, deadline: float
-) -> dict[str, Future[Any]]:
+def _start(pool: ThreadPoolExecutor, target: _Target, state: ProcessState, deadline: float) -> dict[str, Future[Any]]:
     asked: dict[str, Future[Any]] = {}
     if not state.alive or target.pid == os.getpid():
         return asked
@@ -179,9 +177,7 @@ def _python(target: _Target, deadline: float) -> _Python:
     """
     lock = worker_server.PythonLock("unknown")
     if target.held_before:
-        lock = worker_server.PythonLock(
-            "held", "has not moved since Python did not answer in the last capture"
-        )
+        lock = worker_server.PythonLock("held", "has not moved since Python did not answer in the last capture")
     elif target.socket:
         lock = worker_server.python_lock(target.socket, GIL_SECONDS)
     notes = (lock.why,) if lock.why else ()

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from dtobs.errors import ServiceError, brief
+from dtobs.host.process import ProcessState
 from dtobs.monitor.capture import DEADLINE_SECONDS, capture_ranks
-from dtobs.monitor.cluster import Cluster
-from dtobs.monitor.peer_client import Unanswered
+from dtobs.nodes.cluster import Cluster
+from dtobs.nodes.peer_client import Unanswered
 from dtobs.recording.capture import Capture, Gil, RankCapture
-from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
 
 _AGAIN_SECONDS = 3.0

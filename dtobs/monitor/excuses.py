@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from dtobs.host.process import ProcessState
 from dtobs.recording.excused import Excused
-from dtobs.recording.process import ProcessState
 
 LATE_NS = 2_000_000_000
 """This monitor woke that much later than it meant to: it was not running, and then nobody may have been."""
@@ -65,9 +65,7 @@ class Excuses:
         now, before = self._clock(), self._seen_ns
         self._seen_ns = now
         self._suspension(any(p.stopped for p in processes.values()), before or now, now)
-        share = self._starvation(
-            [p.pid for p in processes.values() if p.alive and not p.stopped], now - before
-        )
+        share = self._starvation([p.pid for p in processes.values() if p.alive and not p.stopped], now - before)
         if share > STARVED_SHARE:
             self._add(Excused(before, now, share))
         self._spans = [span for span in self._spans if span.end_ns > since_ns]

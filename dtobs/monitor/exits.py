@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dtobs.host.process import ProcessState, decode_status, read_process, start_ticks
 from dtobs.monitor.oom import OomWatch
-from dtobs.recording.process import ProcessState, decode_status, read_process, start_ticks
 
 _GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11  # PIDFD_GET_INFO, Linux 6.13; exit status since 6.15
 _INFO_EXIT = 1 << 3
@@ -58,9 +58,7 @@ class ProcessWatch:
         if key in self._known and self._known[key].attempt == attempt:
             return self._known[key]
         parent = parent_of(pid)
-        watched = Watched(
-            rank, attempt, pid, ticks, parent, start_ticks(parent) if parent else 0, restartable(pid)
-        )
+        watched = Watched(rank, attempt, pid, ticks, parent, start_ticks(parent) if parent else 0, restartable(pid))
         if key in self._known:  # the same process attached again
             self._known[key] = watched
             self._fds = {fd: watched if (w.pid, w.start_ticks) == key else w for fd, w in self._fds.items()}
@@ -100,8 +98,7 @@ class ProcessWatch:
     def states(self, watched: list[Watched]) -> dict[int, ProcessState]:
         """The process of each rank now: live ones from /proc, ended ones as they ended."""
         return {
-            w.rank: self.ended[w.pid] if w.pid in self.ended else read_process(w.pid, w.start_ticks)
-            for w in watched
+            w.rank: self.ended[w.pid] if w.pid in self.ended else read_process(w.pid, w.start_ticks) for w in watched
         }
 
     def alive(self, watched: Watched) -> bool:
@@ -184,9 +181,7 @@ def restartable(pid: int, proc: Path = Path("/proc")) -> bool:
     except OSError:
         return False
     variables = dict(entry.split(b"=", 1) for entry in data.split(b"\0") if b"=" in entry)
-    done, limit = (
-        variables.get(f"TORCHELASTIC_{name}".encode()) for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
+    done, limit = (variables.get(f"TORCHELASTIC_{name}".encode()) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return bool(done and limit and done.isdigit() and limit.isdigit() and int(done) < int(limit))
 
 

@@ -53,9 +53,7 @@ class MonitorServer:
     `socket_fd` is a socket that listens already, -1 to make one. Raises OSError when the address cannot be had.
     """
 
-    def __init__(
-        self, host: str, port: int, pages: Pages, access: Access | None = None, socket_fd: int = -1
-    ) -> None:
+    def __init__(self, host: str, port: int, pages: Pages, access: Access | None = None, socket_fd: int = -1) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         class Server(_BoundedServer):

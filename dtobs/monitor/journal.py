@@ -119,9 +119,7 @@ class Journal:
     def _write(self, changes: list[Entry]) -> None:
         if not self._writes:
             return
-        self.unwritten += [
-            json.dumps(e.to_json(), separators=(",", ":"), default=str) + "\n" for e in changes
-        ]
+        self.unwritten += [json.dumps(e.to_json(), separators=(",", ":"), default=str) + "\n" for e in changes]
         excess = len(self.unwritten) - _MAX_UNWRITTEN
         if excess > 0:
             del self.unwritten[:excess]

@@ -16,7 +16,7 @@ from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
-from dtobs.monitor.cluster import Cluster
+from dtobs.host.process import ProcessState, boot_id
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.excuses import Excuses
 from dtobs.monitor.exits import ProcessWatch
@@ -26,10 +26,10 @@ from dtobs.monitor.on_hang import OnHang, hang_of
 from dtobs.monitor.ranks import NodeRanks
 from dtobs.monitor.stats import MonitorStats
 from dtobs.monitor.watchdog import Watchdog
+from dtobs.nodes.cluster import Cluster
 from dtobs.recording.excused import read_excused, write_excused
 from dtobs.recording.meta import read_meta
 from dtobs.recording.policy import Policy
-from dtobs.recording.process import ProcessState, boot_id
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 
@@ -48,9 +48,7 @@ class Timing:
     budget: float = 0.007  #: share of one core that the detectors may take between the two
     join: float = 60.0  #: for the first rank to appear
     clean_end: float = 2.0  #: after the last rank closed its recording, for its process to end
-    last_scrape: float = (
-        60.0  #: after a fault, for the metrics to be read once more, where somebody reads them
-    )
+    last_scrape: float = 60.0  #: after a fault, for the metrics to be read once more, where somebody reads them
     restart: float = 30.0  #: after the last rank died under an agent with restarts left, for a new attempt
 
 
@@ -147,9 +145,7 @@ class Monitor:
         now = time.monotonic()
         developing = 0.0
         quiet = self.ranks.quiet_seconds >= self.timing.quiet
-        if self.ranks.any_at_work() and (
-            quiet or self.watchdog.stalled is not None
-        ):  # also to see a stall end
+        if self.ranks.any_at_work() and (quiet or self.watchdog.stalled is not None):  # also to see a stall end
             developing = self._ask_watchdog()
         if self.ranks.watched and now >= self._next_pass and self._settled():
             self.detect()

@@ -22,10 +22,10 @@ from typing import Any
 
 from dtobs.detectors.hangs.stall import Stall
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity
+from dtobs.host.process import ProcessState, read_process
 from dtobs.monitor.exits import Watched, append_lines
 from dtobs.recording.capture import Capture
 from dtobs.recording.policy import Policy
-from dtobs.recording.process import ProcessState, read_process
 from dtobs.recording.rundir import RunDirectory
 
 COMMAND_SECONDS = 60.0
@@ -79,9 +79,7 @@ class OnHang:
             return False  # somebody is looking at it with a debugger
         self._done.add(hang.key)
         act = self._abort if self.policy.action == "abort" else self._command
-        self._thread = threading.Thread(
-            target=self._guarded, args=(act, hang, cause), name="on-hang", daemon=True
-        )
+        self._thread = threading.Thread(target=self._guarded, args=(act, hang, cause), name="on-hang", daemon=True)
         self._thread.start()
         return True
 
@@ -142,9 +140,7 @@ class OnHang:
             "DTOBS_FINDING_SUMMARY": cause.summary,
             "DTOBS_DISABLE": "1",  # a Python program that the command starts is no rank of this run
         }
-        with os.fdopen(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb"
-        ) as output:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb") as output:
             process = subprocess.Popen(
                 self.policy.command,
                 stdin=subprocess.PIPE,
@@ -157,9 +153,7 @@ class OnHang:
             try:
                 process.communicate(json.dumps(cause.to_json()).encode(), COMMAND_SECONDS)
             except subprocess.TimeoutExpired:
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # our child, not waited for yet: the number is still its own
+                os.killpg(process.pid, signal.SIGKILL)  # our child, not waited for yet: the number is still its own
                 process.wait()
                 return f"the command was ended after {COMMAND_SECONDS:.0f} s; its output is in {path}"
         return f"the command exited with code {process.returncode}; its output is in {path}"

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from dtobs.recording.process import start_ticks
+from dtobs.host.process import start_ticks
 
 MAX_BYTES = 4 << 20
 _POLL_SECONDS = 0.03

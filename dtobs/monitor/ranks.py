@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from dtobs.errors import RecordingError
 from dtobs.events import RankState
+from dtobs.host.process import ProcessState, read_process
 from dtobs.monitor.exits import ProcessWatch, Watched
 from dtobs.recording.page import PAGE_DTYPE, PageReader
-from dtobs.recording.process import ProcessState, read_process
 
 _MOVES = ("steps_done", "collectives", "phase_begin_ns", "wait_since_ns", "step_begin_ns", "state", "attempt")
 
@@ -26,9 +26,7 @@ class NodeRanks:
     watch: ProcessWatch
     pages: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros(0, PAGE_DTYPE))
     watched: list[Watched] = field(default_factory=list)
-    moved_ns: int = field(
-        default_factory=time.monotonic_ns
-    )  #: when the last read differed from the one before
+    moved_ns: int = field(default_factory=time.monotonic_ns)  #: when the last read differed from the one before
     error: str = ""  #: why the pages cannot be read, "" when they can
     _reader: PageReader | None = None
     _size: int = -1
@@ -44,8 +42,7 @@ class NodeRanks:
             pages = pages[pages["attempt"] == pages["attempt"].max()]
         self.pages = pages
         self.watched = [
-            self.watch.follow(int(p["rank"]), int(p["attempt"]), int(p["pid"]), int(p["start_ticks"]))
-            for p in pages
+            self.watch.follow(int(p["rank"]), int(p["attempt"]), int(p["pid"]), int(p["start_ticks"])) for p in pages
         ]
         fingerprint = b"".join(np.ascontiguousarray(pages[name]).tobytes() for name in _MOVES)
         if fingerprint != self._fingerprint:

@@ -52,9 +52,7 @@ def ask(path: str, handler: str, seconds: float, max_bytes: int = MAX_BYTES) -> 
             if connection.sock is not None:
                 connection.sock.settimeout(left)
     except (OSError, http.client.HTTPException) as error:
-        reason = (
-            "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
-        )
+        reason = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
         raise Unanswered(f"{handler}: {reason}") from error
     finally:
         connection.close()

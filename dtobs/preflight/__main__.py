@@ -11,9 +11,7 @@ from dtobs.preflight import arguments, command
 
 def main() -> int:
     """Run it; returns the exit code of a launcher, does not return in a rank."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dtobs.preflight", description=__doc__, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog="python -m dtobs.preflight", description=__doc__, allow_abbrev=False)
     arguments.configure(parser)
     try:
         return command.run(parser.parse_args())

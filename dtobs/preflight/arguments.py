@@ -13,21 +13,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc-per-node", type=int, metavar="M", help="ranks a node (one a device; without devices 2)"
     )
-    parser.add_argument(
-        "--master-addr", default="127.0.0.1", metavar="HOST", help="node 0, as the others reach it"
-    )
-    parser.add_argument(
-        "--master-port", type=int, metavar="PORT", help="port there (29500; one node: any free one)"
-    )
-    parser.add_argument(
-        "--hosts", metavar="A,B,…", help="names of the nodes in order, to name one that never comes"
-    )
-    parser.add_argument(
-        "--backend", choices=("auto", "gloo", "nccl"), default="auto", help="what to test (auto)"
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs go (runs)"
-    )
+    parser.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="node 0, as the others reach it")
+    parser.add_argument("--master-port", type=int, metavar="PORT", help="port there (29500; one node: any free one)")
+    parser.add_argument("--hosts", metavar="A,B,…", help="names of the nodes in order, to name one that never comes")
+    parser.add_argument("--backend", choices=("auto", "gloo", "nccl"), default="auto", help="what to test (auto)")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs go (runs)")
     parser.add_argument(
         "--join-timeout",
         type=float,
@@ -44,6 +34,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="for everything (180)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--follow", action="store_true", help=argparse.SUPPRESS
-    )  # a rank that does not report
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)  # a rank that does not report

@@ -133,9 +133,7 @@ def _below(values: Mapping[Key, float]) -> list[tuple[Key, float, float]]:
 
 
 def _above(values: Mapping[Key, float]) -> list[tuple[Key, float, float]]:
-    return [
-        (k, v, p) for k, v, p in _against_peers(values) if v > LATENCY_FACTOR * p and v > p + LATENCY_SECONDS
-    ]
+    return [(k, v, p) for k, v, p in _against_peers(values) if v > LATENCY_FACTOR * p and v > p + LATENCY_SECONDS]
 
 
 def _against_peers(values: Mapping[Key, float]) -> list[tuple[Key, float, float]]:
@@ -143,6 +141,5 @@ def _against_peers(values: Mapping[Key, float]) -> list[tuple[Key, float, float]
     if len(values) < 3:
         return []
     return [
-        (key, value, median(other for name, other in values.items() if name != key))
-        for key, value in values.items()
+        (key, value, median(other for name, other in values.items() if name != key)) for key, value in values.items()
     ]

@@ -26,9 +26,7 @@ def run(args: argparse.Namespace) -> int:
         if not least <= value <= 86_400:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} {value:g}: give seconds between {least} and 86400")
-    options = Options(
-        args.run_dir, args.backend, args.join_timeout, args.timeout, silent_seconds=args.silence
-    )
+    options = Options(args.run_dir, args.backend, args.join_timeout, args.timeout, silent_seconds=args.silence)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         code = _rank(args, options)
         sys.stdout.flush()
@@ -67,24 +65,18 @@ def _rank(args: argparse.Namespace, options: Options) -> int:
     try:
         place = Place.of(os.environ)
     except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"RANK is set, and {error} is not as torchrun sets it; unset RANK to start ranks"
-        ) from error
+        raise UsageError(f"RANK is set, and {error} is not as torchrun sets it; unset RANK to start ranks") from error
     began = time.monotonic()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     first = place.rank == 0 and not agent
-    store = (
-        keep(place.address, place.port) if first else join(place.address, place.port, options.join_seconds)
-    )
+    store = keep(place.address, place.port) if first else join(place.address, place.port, options.join_seconds)
 
     def again() -> Meeting:
         return Meeting(join(place.address, place.port, options.join_seconds))
 
     rank = Rank(place, options, Meeting(store), os.environ)
     if place.rank == 0 and not args.follow:
-        evidence = Evidence(
-            place.world, hosts.expected(args.hosts, place.nodes, os.environ), place.local_world
-        )
+        evidence = Evidence(place.world, hosts.expected(args.hosts, place.nodes, os.environ), place.local_world)
         reporter = Reporter(again(), evidence, options)
         live(rank, again(), reporter.look)
         report = launch.finish(reporter.gather(), options, time.monotonic() - began)

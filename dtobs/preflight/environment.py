@@ -61,9 +61,7 @@ def _interface(name: str, *, exact: bool) -> Rule:
             return ""
         names = [part for part in value.removeprefix("=").split(",") if part]
         whole = exact or value.startswith("=")
-        absent = [
-            n for n in names if not any(i == n if whole else i.startswith(n) for i in s.facts.interfaces)
-        ]
+        absent = [n for n in names if not any(i == n if whole else i.startswith(n) for i in s.facts.interfaces)]
         if len(absent) == len(names):
             return f"{name}={value}, and this host has only {', '.join(s.facts.interfaces)}"
         if s.nodes > 1 and all(n == "lo" for n in names):
@@ -148,20 +146,11 @@ def _gdr(s: Setting) -> str:
 
 
 def _no_infiniband(s: Setting) -> str:
-    return (
-        "NCCL_IB_DISABLE=1 on a host with InfiniBand"
-        if s.on("NCCL_IB_DISABLE") and s.facts.infiniband
-        else ""
-    )
+    return "NCCL_IB_DISABLE=1 on a host with InfiniBand" if s.on("NCCL_IB_DISABLE") and s.facts.infiniband else ""
 
 
 def _gloo_loopback(s: Setting) -> str:
-    if (
-        s.backend != "gloo"
-        or s.nodes < 2
-        or s.variables.get("GLOO_SOCKET_IFNAME")
-        or not s.facts.name_is_loopback
-    ):
+    if s.backend != "gloo" or s.nodes < 2 or s.variables.get("GLOO_SOCKET_IFNAME") or not s.facts.name_is_loopback:
         return ""
     return "GLOO_SOCKET_IFNAME is not set and the host's own name resolves to loopback"
 

@@ -101,13 +101,7 @@ def _stopped(seen: Evidence) -> Iterator[Problem]:
             seen.labels([rank]),
         )
     stuck = set(seen.hellos) - seen.done
-    if (
-        len(seen.hellos) == seen.world
-        and stuck
-        and not silent
-        and not dead
-        and not any(r.error for r in seen.reached)
-    ):
+    if len(seen.hellos) == seen.world and stuck and not silent and not dead and not any(r.error for r in seen.reached):
         yield _unfinished(seen, sorted(stuck))
 
 
@@ -173,9 +167,7 @@ def _versions(seen: Evidence) -> Iterator[Problem]:
             continue
         usual = max(values, key=lambda value: len(values[value]))
         odd = sorted(rank for value, ranks in values.items() if value != usual for rank in ranks)
-        shown = "; ".join(
-            f"{value} on {', '.join(seen.labels(ranks)[:8])}" for value, ranks in values.items()
-        )
+        shown = "; ".join(f"{value} on {', '.join(seen.labels(ranks)[:8])}" for value, ranks in values.items())
         yield Problem(
             "version-mismatch",
             severity,
@@ -257,9 +249,7 @@ _LIMITS = (
     _Limit(
         "shared-memory",
         lambda facts, _: facts.shm_bytes >= SHM_BYTES > 4 * facts.shm_free_bytes,
-        lambda facts: (
-            f"/dev/shm has {units.size(facts.shm_free_bytes)} left of {units.size(facts.shm_bytes)}"
-        ),
+        lambda facts: f"/dev/shm has {units.size(facts.shm_free_bytes)} left of {units.size(facts.shm_bytes)}",
         "Remove what earlier jobs left there (ls -l /dev/shm).",
     ),
 )

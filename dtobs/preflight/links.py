@@ -35,9 +35,7 @@ def timetable(hellos: Sequence[Hello]) -> list[Round]:
     within: list[Round] = []
     for ranks in nodes.values():
         few = len(ranks) <= 4
-        pairs = (
-            [(a, b) for n, a in enumerate(ranks) for b in ranks[n + 1 :]] if few else list(pairwise(ranks))
-        )
+        pairs = [(a, b) for n, a in enumerate(ranks) for b in ranks[n + 1 :]] if few else list(pairwise(ranks))
         for turn, pair in enumerate(pairs):
             while len(within) <= turn:
                 within.append([])

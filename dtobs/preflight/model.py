@@ -146,9 +146,7 @@ class Evidence:
     links: list[Link] = field(default_factory=list)
     wrong: list[Wrong] = field(default_factory=list)
     checked: int = 0  #: results of collectives whose values were compared, over all ranks
-    pairs_checked: list[tuple[int, int]] = field(
-        default_factory=list
-    )  #: after a wrong value: groups of two that ran
+    pairs_checked: list[tuple[int, int]] = field(default_factory=list)  #: after a wrong value: groups of two that ran
     speeds: list[Speed] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)  #: by rank: why it could not go on
     stages: dict[int, str] = field(default_factory=dict)  #: by rank: the stage it was last in

@@ -38,9 +38,7 @@ def unreachable(seen: Evidence) -> Iterator[Problem]:
         text = f"{seen.label(rank)} and the other hosts do not reach each other ({bad[0].error})"
         concerned = [rank]
     else:
-        shown = "; ".join(
-            f"{a} does not reach {b} ({one.error})" for (a, b), one in zip(links[:4], bad, strict=False)
-        )
+        shown = "; ".join(f"{a} does not reach {b} ({one.error})" for (a, b), one in zip(links[:4], bad, strict=False))
         more = f"; and {len(bad) - 4} more" if len(bad) > 4 else ""
         text, concerned = shown + more, sorted(set.union(*ends))
     yield Problem(

@@ -143,9 +143,7 @@ class Rank:
         except OSError:
             pass  # without a port its host is judged as one that nobody reaches
         port = self._listener.port if self._listener is not None else 0
-        return Hello(
-            place.rank, place.local_rank, place.node, socket.gethostname(), os.getpid(), address, port
-        )
+        return Hello(place.rank, place.local_rank, place.node, socket.gethostname(), os.getpid(), address, port)
 
     def _meet(self) -> list[Hello]:
         """Everybody's hello; those that came when time was up."""

@@ -40,9 +40,7 @@ class Listener:
     def close(self) -> None:
         """Stop answering."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(
-                socket.SHUT_RDWR
-            )  # wakes the thread, which keeps the port open as long as it waits
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which keeps the port open as long as it waits
         self._socket.close()
 
     def _accept(self) -> None:

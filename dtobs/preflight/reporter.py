@@ -50,9 +50,7 @@ class Reporter:
             return True
         arrived = self.meeting.read_all("hello", seen.world)
         if arrived and self._first is None:
-            self._first = (
-                now  # how long Python and torch take to load on a cold file system says nothing of the others
-            )
+            self._first = now  # how long Python and torch take to load on a cold file system says nothing of the others
         late = self._first is not None and now - self._first > self.options.join_seconds + _GRACE_SECONDS
         return self._over(now) or (late and len(arrived) < seen.world)
 

@@ -13,9 +13,7 @@ _MOST_LINKS = 24
 def render(report: Report) -> str:
     """The whole report, ending in a newline."""
     return (
-        "\n".join(
-            [*_problems(report), *_hosts(report.evidence), *_links(report.evidence), *_speed(report.evidence)]
-        )
+        "\n".join([*_problems(report), *_hosts(report.evidence), *_links(report.evidence), *_speed(report.evidence)])
         + "\n"
     )
 

@@ -98,9 +98,7 @@ def _grad_fn(tensors: Any) -> Any:
     if isinstance(tensors, torch.Tensor):
         return tensors.grad_fn
     if isinstance(tensors, Sequence):
-        return next(
-            (t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None), None
-        )
+        return next((t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None), None)
     return None
 
 

@@ -84,9 +84,7 @@ class Context:
         try:
             probe.remove()
         except Exception as second:  # noqa: BLE001 - as above
-            self.recorder.meta.add(
-                "probe", name=probe.name, state="failed", reason=f"while removing it: {second}"
-            )
+            self.recorder.meta.add("probe", name=probe.name, state="failed", reason=f"while removing it: {second}")
         page.commit()
 
 

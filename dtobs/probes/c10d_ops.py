@@ -111,9 +111,7 @@ class Interception:
         self._namespace = namespace
         self._library: Any = None
 
-    def install(
-        self, operators: list[Operator], make: Callable[[Operator, Any, Any], Callable[..., Any]]
-    ) -> None:
+    def install(self, operators: list[Operator], make: Callable[[Operator, Any, Any], Callable[..., Any]]) -> None:
         """Put ``make(operator, redispatch, mask)`` in front of each operator.
 
         It is called with the key set and the positional arguments, and goes on by ``redispatch(keys & mask, *args)``.

@@ -32,9 +32,7 @@ class CallSites:
         self._meta = meta
         self._folders = _folders()
         self._drills = str(Path(dtobs.__file__ or "").parent / "drills") + "/"  # programs such as a user's
-        self._site_packages = tuple(
-            {sysconfig.get_path("purelib") + "/", sysconfig.get_path("platlib") + "/"}
-        )
+        self._site_packages = tuple({sysconfig.get_path("purelib") + "/", sysconfig.get_path("platlib") + "/"})
         # By id: hashing a code object compares its bytes. The code object is kept, so the id stays its own.
         self._library: dict[int, tuple[CodeType, bool]] = {}
         self._known: dict[tuple[int, int], int] = {}

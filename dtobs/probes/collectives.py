@@ -146,9 +146,7 @@ class Collectives(Probe):
                     size *= len(group.ranks)
                 seq = group.seq = group.seq + 1
                 last.issued = (group.number, seq)
-                now = write(
-                    collective, phase, context.step, group.number, op, site, thread_id(), seq, float(size)
-                )
+                now = write(collective, phase, context.step, group.number, op, site, thread_id(), seq, float(size))
                 # Point to point counts per pair: the page's sequence number is that of the group's collectives.
                 ints[_GROUP], ints[_SEQ], ints[_OP], ints[_SITE], ints[_NS] = group.number, seq, op, site, now
                 if waits:

@@ -68,9 +68,7 @@ class Exceptions(Probe):
         context = self._context
         recorder = context.recorder
         kind = type(error)
-        name = (
-            kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        )
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         lines = "".join(traceback.format_exception(error)).splitlines()
         number = identify(f"{name}|{error}")
         recorder.meta.add(

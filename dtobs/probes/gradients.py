@@ -62,9 +62,7 @@ class GradientProbe(Probe):
         self._deferred = Deferred()
         self._every, self._whole, self._alarm = 1, True, 0
         self._done = False
-        self._readers: dict[
-            int, Callable[[torch.Tensor], None]
-        ] = {}  # by id of the parameter that autograd sees
+        self._readers: dict[int, Callable[[torch.Tensor], None]] = {}  # by id of the parameter that autograd sees
         self._unseen = False  # gradients of this step came past the hooks and have been reduced since
 
     def install(self, context: Context) -> None:
@@ -289,9 +287,7 @@ class GradientProbe(Probe):
                 value=float(len(unused)),
             )
 
-    def _summary(
-        self, rows: Sequence[int], squares: Sequence[float], count: int, whole: bool
-    ) -> dict[str, float]:
+    def _summary(self, rows: Sequence[int], squares: Sequence[float], count: int, whole: bool) -> dict[str, float]:
         """The step's fields. The first `count` of `squares` are of whole gradients, the rest of their samples."""
         bad = {row for row, square in zip(rows, squares, strict=True) if not math.isfinite(square)}
         if bad:

@@ -28,9 +28,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # Ranks along a dimension with these words in its name read different samples ...
 _DATA = frozenset({"replicate", "shard", "expert", "ep", "data", "dp", "ddp", "fsdp", "hsdp", "batch"})
 # ... and along one with these they work on the same samples.
-_MODEL = frozenset(
-    {"tensor", "tp", "pipeline", "pp", "context", "cp", "sequence", "seq", "sp", "model", "mp", "stage"}
-)
+_MODEL = frozenset({"tensor", "tp", "pipeline", "pp", "context", "cp", "sequence", "seq", "sp", "model", "mp", "stage"})
 _NEUTRAL = frozenset({"parallel", "dim", "mesh", "group"})
 _STAGE = frozenset({"pipeline", "pp", "stage"})
 

@@ -50,9 +50,7 @@ class PipelineProbe(Probe):
         self._modules: dict[int, Any] = {}  # by number of the stage
         self._counted = 0  # micro-batches of the step before this call of the schedule
         self._first = self._last = self._sum = 0  # of this step's computations, in ns
-        self._split: dict[
-            int, Any
-        ] = {}  # stages that made weight gradients apart, by number, not reduced so far
+        self._split: dict[int, Any] = {}  # stages that made weight gradients apart, by number, not reduced so far
         self.on_split_backward: list[Callable[[Any], object]] = []
         """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
 
@@ -133,9 +131,7 @@ class PipelineProbe(Probe):
 
     def _begin_turn(self) -> None:
         if not self._progress.in_step:
-            self._progress.end(
-                self._progress.begin(Phase.FORWARD)
-            )  # the first receive belongs to the step as well
+            self._progress.end(self._progress.begin(Phase.FORWARD))  # the first receive belongs to the step as well
         step = self._context.step
         self._turn = self._turn + 1 if step == self._turns_step else 0
         self._turns_step = step

@@ -124,11 +124,7 @@ class Progress:
         top, by_user = (self._stack[-1][1], self._stack[-1][2]) if depth else (0, False)
         shown = top if top in _OUTER or (by_user and not explicit) else phase
         self._stack.append((phase, shown, by_user or (explicit and phase < FIRST_CUSTOM_PHASE)))
-        if (
-            shown in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
-            and not self.in_step
-            and not self.explicit_steps
-        ):
+        if shown in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD) and not self.in_step and not self.explicit_steps:
             self.start_step(int(self._ints[_STEP]) + 1)
         if shown == top:
             return depth

@@ -43,9 +43,7 @@ class Rendezvous(Probe):
         self._patches.undo()
 
 
-def around(
-    run: RunDirectory, who: Callable[[], Arrival]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def around(run: RunDirectory, who: Callable[[], Arrival]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What makes ``init_process_group`` tell of itself in `run`; `who` is asked when it is called."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtobs.errors import RecordingDisabled, TargetError
-from dtobs.recording.process import boot_id, read_process, start_ticks
+from dtobs.host.process import boot_id, read_process, start_ticks
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
 
 State = Literal["started", "waiting", "met", "failed"]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dtobs.errors import RecordingDisabled, TargetError
-from dtobs.recording.process import ProcessState
+from dtobs.host.process import ProcessState
+from dtobs.host.stacks import ThreadStack, parse_stacks
 from dtobs.recording.rundir import private_folder, read_json, write_json
-from dtobs.recording.stacks import ThreadStack, parse_stacks
 
 Gil = Literal["free", "held", "unknown"]
 SCHEMA = "dtobs.capture/1"

@@ -17,9 +17,7 @@ _PAGE_TIMES = (
     "collective_ns",
     "wait_since_ns",
 )
-_TIMES = frozenset(
-    {*_PAGE_TIMES, "t_ns", "begin_ns", "end_ns", "sync_ns", "pipeline_begin_ns", "pipeline_end_ns"}
-)
+_TIMES = frozenset({*_PAGE_TIMES, "t_ns", "begin_ns", "end_ns", "sync_ns", "pipeline_begin_ns", "pipeline_end_ns"})
 """Fields of pages, events, steps and pipeline records that are instants; the other ``_ns`` fields are durations."""
 
 

@@ -206,9 +206,7 @@ def take(meta: Meta, e: dict[str, Any]) -> None:
             meta.phases[int(e["id"])] = str(e["name"])
         case "params":
             meta.params = [
-                Parameter(
-                    str(p["name"]), tuple(int(n) for n in p["shape"]), str(p["dtype"]), str(p["replica"])
-                )
+                Parameter(str(p["name"]), tuple(int(n) for n in p["shape"]), str(p["dtype"]), str(p["replica"]))
                 for p in e["params"]
             ]
         case "process":

@@ -167,9 +167,7 @@ class PageWriter:
                 seq = ints[_SEQ] + 1
                 ints[_SEQ] = seq
                 ints[_HEARTBEAT] = time.monotonic_ns()
-                body = self._buffer[
-                    8:
-                ]  # a copy: another thread may set fields before the checksum is written
+                body = self._buffer[8:]  # a copy: another thread may set fields before the checksum is written
                 start = self._offset + (seq & 1) * HALF_BYTES
                 self._map[start : start + 8] = _CRC(zlib.crc32(body))
                 self._map[start + 8 : start + 8 + len(body)] = body

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import STEP_DTYPE, Kind, RankState, digest_dtype
+from dtobs.host.process import start_ticks
 from dtobs.recording.meta import MetaWriter, Parameter
 from dtobs.recording.page import PageWriter
-from dtobs.recording.process import start_ticks
 from dtobs.recording.ring import DIGEST_BYTES, STEP_CAPACITY, EventWriter, RingWriter
 from dtobs.recording.rundir import RunDirectory
 

@@ -50,9 +50,7 @@ class RingWriter:
         assert len(header) + 12 <= HEADER_BYTES
         size = HEADER_BYTES + capacity * dtype.itemsize
         if size > HEADER_BYTES + MAX_BODY_BYTES:
-            raise RecordingDisabled(
-                f"cannot record to {path}: {size >> 20} MiB are more than a ring may take"
-            )
+            raise RecordingDisabled(f"cannot record to {path}: {size >> 20} MiB are more than a ring may take")
         try:
             private_folder(path.parent)
             # Truncating it would be a SIGBUS in a process that still has it mapped.
@@ -140,9 +138,7 @@ class EventWriter(RingWriter):
         index = next(self._count)
         now = time.monotonic_ns()
         offset = HEADER_BYTES + (index % self._capacity) * 64
-        self._pack(
-            self._map, offset, index, now, kind, phase, step, group, op, site, thread, seq, value, index
-        )
+        self._pack(self._map, offset, index, now, kind, phase, step, group, op, site, thread, seq, value, index)
         return now
 
 
@@ -193,9 +189,7 @@ def adapt(path: Path, records: npt.NDArray[np.void], expected: np.dtype[np.void]
     for name in expected.names or ():
         if name in (records.dtype.names or ()):
             if records.dtype[name] != expected[name]:
-                raise RecordingError(
-                    f"{path}: written by another version of dtobs, {name!r} is not the same there"
-                )
+                raise RecordingError(f"{path}: written by another version of dtobs, {name!r} is not the same there")
             adapted[name] = records[name]
         elif expected[name].kind == "f":
             adapted[name] = np.nan
@@ -241,9 +235,7 @@ def parse_head(path: Path, head: bytes) -> tuple[np.dtype[np.void], int]:
     try:
         meta: dict[str, Any] = json.loads(head[12 : 12 + length])
         if int(meta["schema"]) > SCHEMA:
-            raise RecordingError(
-                f"{path}: schema {meta['schema']} is newer than this dtobs ({SCHEMA}): upgrade dtobs"
-            )
+            raise RecordingError(f"{path}: schema {meta['schema']} is newer than this dtobs ({SCHEMA}): upgrade dtobs")
         fields: list[Any] = []
         for name, kind, *count in meta["fields"]:
             if not _FIELD.match(str(kind)):
@@ -257,7 +249,5 @@ def parse_head(path: Path, head: bytes) -> tuple[np.dtype[np.void], int]:
     if first[:2] != ("stamp", "<u8") or last[:2] != ("stamp_end", "<u8"):
         raise RecordingError(f"{path}: damaged header (no stamps)")
     if capacity <= 0 or capacity * dtype.itemsize > MAX_BODY_BYTES:
-        raise RecordingError(
-            f"{path}: damaged header (capacity {capacity}, record of {dtype.itemsize} bytes)"
-        )
+        raise RecordingError(f"{path}: damaged header (capacity {capacity}, record of {dtype.itemsize} bytes)")
     return dtype, capacity

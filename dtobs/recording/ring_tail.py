@@ -77,7 +77,6 @@ def _read(fd: int, slots: npt.NDArray[np.intp], dtype: np.dtype[np.void]) -> npt
     turn = int(np.argmin(slots))
     parts = [part for part in (slots[:turn], slots[turn:]) if len(part)]
     data = b"".join(
-        os.pread(fd, len(part) * dtype.itemsize, HEADER_BYTES + int(part[0]) * dtype.itemsize)
-        for part in parts
+        os.pread(fd, len(part) * dtype.itemsize, HEADER_BYTES + int(part[0]) * dtype.itemsize) for part in parts
     )
     return np.frombuffer(data, dtype, len(data) // dtype.itemsize)

@@ -19,13 +19,13 @@ import numpy.typing as npt
 
 from dtobs.errors import RecordingError, TargetError
 from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE, RankState
+from dtobs.host.process import ProcessState, boot_id, pid_namespace, read_process
 from dtobs.recording.capture import Capture, latest_capture
 from dtobs.recording.clocks import shift, shifts
 from dtobs.recording.contact import Contact, read_contacts
 from dtobs.recording.excused import Excused, read_excused
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
-from dtobs.recording.process import ProcessState, boot_id, pid_namespace, read_process
 from dtobs.recording.ring import adapt, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
@@ -71,18 +71,14 @@ class RunView:
     now_ns: int
     processes: dict[int, ProcessState] = field(default_factory=dict)
     capture: Capture | None = None
-    _clock: dict[int, int] = field(
-        default_factory=dict, repr=False
-    )  # by rank: added to the times of its host
+    _clock: dict[int, int] = field(default_factory=dict, repr=False)  # by rank: added to the times of its host
     _windows: dict[int, StepWindow] = field(default_factory=dict, repr=False)
     _meta: dict[int, Meta] = field(default_factory=dict, repr=False)
     _meta_size: dict[int, int] = field(default_factory=dict, repr=False)
     _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     damaged: list[str] = field(default_factory=list)  #: files that could not be read, one line each
-    paused: bool = (
-        False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
-    )
+    paused: bool = False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
     told: bool = False  #: by a monitor, which has the files: what lies at `root` here is not read
@@ -115,9 +111,7 @@ class RunView:
     @property
     def out_of_reach(self) -> frozenset[int]:
         """Ranks of nodes whose monitors do not answer: what is known of them is from before."""
-        nodes = [
-            n for n, contact in self.contacts.items() if contact.lost and contact.attempt == self.attempt
-        ]
+        nodes = [n for n, contact in self.contacts.items() if contact.lost and contact.attempt == self.attempt]
         gone = np.isin(self.pages["node"], nodes) & (self.pages["state"] != RankState.CLOSED)
         return frozenset(self.pages["rank"][gone].tolist())
 
@@ -204,9 +198,7 @@ class RunView:
     def _attempt(self, rank: int) -> int:
         return int(self.page(rank)["attempt"])
 
-    def _ring(
-        self, path: Path, expected: np.dtype[np.void] | None, last: int | None = None
-    ) -> npt.NDArray[np.void]:
+    def _ring(self, path: Path, expected: np.dtype[np.void] | None, last: int | None = None) -> npt.NDArray[np.void]:
         empty = np.zeros(0, expected if expected is not None else [("step", "<i8")])
         if self.told or not path.exists():
             return empty
@@ -323,9 +315,7 @@ def _size(path: Path) -> int:
 def _believable(path: Path, pages: npt.NDArray[np.void], damaged: list[str]) -> npt.NDArray[np.void]:
     good = plausible(pages)
     if not good.all():
-        damaged.append(
-            f"{path}: {int((~good).sum())} pages hold numbers that no rank writes, and are left out"
-        )
+        damaged.append(f"{path}: {int((~good).sum())} pages hold numbers that no rank writes, and are left out")
     return np.asarray(pages[good])
 
 

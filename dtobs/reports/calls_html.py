@@ -37,9 +37,7 @@ def _table(table: CallTable, *, opened: bool) -> str:
     for seq, row in zip(table.seqs, table.rows, strict=True):
         usual = usual_text(row, table.columns)
         cells = "".join(_cell(cell, usual) for cell in row)
-        rows.append(
-            f'<tr><td class="number">#{seq}</td><td class="call"><code>{escape(usual)}</code></td>{cells}</tr>'
-        )
+        rows.append(f'<tr><td class="number">#{seq}</td><td class="call"><code>{escape(usual)}</code></td>{cells}</tr>')
     more = f'<p class="quiet">… and {table.hidden} ranks that look like others</p>' if table.hidden else ""
     return (
         f"<details{' open' if opened else ''}><summary>group {escape(table.group)}</summary>"

@@ -6,9 +6,7 @@ import math
 import re
 from typing import Any
 
-_UNFIT = re.compile(
-    "[\x00-\x09\x0b-\x1a\x1c-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+_UNFIT = re.compile("[\x00-\x09\x0b-\x1a\x1c-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _FOREIGN_ESCAPE = re.compile(r"\x1b(?!\[(?:0|1|2|1;3[123])m)")
 _REPLACEMENT = "\ufffd"
 MAX_DEPTH = 32

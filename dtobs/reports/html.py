@@ -94,8 +94,7 @@ def _grid(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{escape(str(name))}</th>" for name in names)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(row.get(name, '')))}</td>" for name in names) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(f"<td>{escape(str(row.get(name, '')))}</td>" for name in names) + "</tr>" for row in rows
     )
     return f'<div class="wide"><table class="grid"><tr>{head}</tr>{body}</table></div>'
 

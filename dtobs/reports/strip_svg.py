@@ -72,8 +72,7 @@ def _labels(ranks: tuple[int, ...], height: int) -> str:
 def _axis(seconds: float, top: int) -> str:
     ticks = ((0, "start", f"−{_seconds(seconds)}"), (_WIDTH, "end", "last seen"))
     return "".join(
-        f'<text x="{_GUTTER + x}" y="{top + 15}" text-anchor="{anchor}">{text}</text>'
-        for x, anchor, text in ticks
+        f'<text x="{_GUTTER + x}" y="{top + 15}" text-anchor="{anchor}">{text}</text>' for x, anchor, text in ticks
     )
 
 

@@ -90,9 +90,7 @@ def _table(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     rest = [status for rank, status in diagnosis.ranks.items() if rank not in set(chosen)]
     if rest:
         counts = Counter(status.state for status in rest)
-        lines.append(
-            f"… and {len(rest)} more: {', '.join(f'{n} {state}' for state, n in counts.most_common())}"
-        )
+        lines.append(f"… and {len(rest)} more: {', '.join(f'{n} {state}' for state, n in counts.most_common())}")
     if diagnosis.missing_ranks:
         lines.append(_cut(f"never recorded: ranks {ranges(diagnosis.missing_ranks)}", width))
     return "\n".join(lines)
@@ -110,11 +108,7 @@ def _row(status: RankStatus) -> tuple[str, str, str, str, str]:
         state = f"waiting {_short(status.waited_seconds)}"
     elif status.ending and state != "closed":
         state = f"{state}: {status.ending}"
-    elif (
-        status.silent_seconds is not None
-        and status.silent_seconds >= 10
-        and state not in ("closed", "failed")
-    ):
+    elif status.silent_seconds is not None and status.silent_seconds >= 10 and state not in ("closed", "failed"):
         state = f"{state} {_short(status.silent_seconds)}"
     return (
         str(status.rank),
@@ -131,9 +125,7 @@ def _waits(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
         return ""
     lines = [paint("who waits for whom", "bold")]
     for index, node in enumerate(picture.nodes[:_MAX_NODES]):
-        awaited = {
-            r for source, target in picture.edges if source == index for r in picture.nodes[target].ranks
-        }
+        awaited = {r for source, target in picture.edges if source == index for r in picture.nodes[target].ranks}
         verb = ("waits in " if len(node.ranks) == 1 else "wait in ") if node.waits else ""
         text = f"{named(node.ranks)} {verb}{node.text}"
         if awaited:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dtobs.errors import TargetError
+from dtobs.host.process import boot_id
 from dtobs.recording.meta import read_meta
-from dtobs.recording.process import boot_id
 from dtobs.recording.rundir import RunDirectory, new_run_path
 
 AGREE_SECONDS = 60.0
@@ -42,9 +42,7 @@ class Identity:
         rank, world = _from_group() or (_number(values, "RANK", 0), _number(values, "WORLD_SIZE", 1))
         per_node = _number(values, "LOCAL_WORLD_SIZE", 0)
         local = _number(values, "LOCAL_RANK", _number(values, "SLURM_LOCALID", rank))
-        node = _number(
-            values, "GROUP_RANK", _number(values, "SLURM_NODEID", rank // per_node if per_node else 0)
-        )
+        node = _number(values, "GROUP_RANK", _number(values, "SLURM_NODEID", rank // per_node if per_node else 0))
         launch = values.get("TORCHELASTIC_RUN_ID", "")
         return cls(
             rank=rank,

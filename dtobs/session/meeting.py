@@ -20,11 +20,7 @@ _SEEN = "DTOBS_ARRIVED"
 def started() -> None:
     """This process has begun to import torch; where it is a rank, that is a first sign of it."""
     values = os.environ
-    if (
-        values.get(_SEEN)
-        or not values.get("RANK", "").isdecimal()
-        or not values.get("WORLD_SIZE", "").isdecimal()
-    ):
+    if values.get(_SEEN) or not values.get("RANK", "").isdecimal() or not values.get("WORLD_SIZE", "").isdecimal():
         return
     if int(values["WORLD_SIZE"]) > 1:
         values[_SEEN] = str(os.getpid())
@@ -47,9 +43,7 @@ def around(original: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[
 def _write(rank: int, world: int) -> Arrival:
     timeout = os.environ.get("DTOBS_HANG_TIMEOUT")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    arrival = arrive(
-        rank, world, int(attempt) if attempt.isdecimal() else 0, float(timeout) if timeout else 0.0
-    )
+    arrival = arrive(rank, world, int(attempt) if attempt.isdecimal() else 0, float(timeout) if timeout else 0.0)
     run = _run()
     if not run.run_json.exists():
         run.write_run({"name": os.environ.get("DTOBS_RUN_NAME", "run"), "world_size": world})

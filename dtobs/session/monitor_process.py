@@ -15,9 +15,7 @@ from dtobs.session.nodes import Listening
 class MonitorProcess:
     """The monitor as its parent sees it. It ends by itself when the node's ranks are gone."""
 
-    def __init__(
-        self, run: RunDirectory, node: int, listening: Listening | None = None, on_hang: str = ""
-    ) -> None:
+    def __init__(self, run: RunDirectory, node: int, listening: Listening | None = None, on_hang: str = "") -> None:
         """Start it, on loopback without `listening`. Raises OSError when that is impossible."""
         log = run.node(node) / "monitor.log"
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dtobs.errors import RecordingDisabled, TargetError
-from dtobs.recording.process import read_process
+from dtobs.host.process import read_process
+from dtobs.nodes.token import ensure_token, write_token
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
-from dtobs.recording.token import ensure_token, write_token
 from dtobs.session.identity import Identity, told_by_first
 
 VARIABLE = "DTOBS_MONITOR_BIND"
@@ -137,9 +137,7 @@ def _listen(run: RunDirectory, node: int, host: str) -> tuple[Listening, str]:
         made.close()
         raise
     port = made.getsockname()[1]
-    return Listening(
-        host, port, made
-    ), f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    return Listening(host, port, made), f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
 
 
 def _living(run: RunDirectory, node: int) -> str:

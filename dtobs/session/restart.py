@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from dtobs.errors import DtobsError
+from dtobs.host.process import boot_id
 from dtobs.recording.attempts import Clock, earlier_attempts, setback
-from dtobs.recording.process import boot_id
 
 
 def describe_setback(run_dir: Path, attempt: int, step: int) -> str:

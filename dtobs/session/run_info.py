@@ -16,16 +16,12 @@ from dtobs.session.identity import Identity, host
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SECRET = re.compile(
-    r"token|secret|passw|credential|api[_-]?key|access[_-]?key|private[_-]?key", re.IGNORECASE
-)
+_SECRET = re.compile(r"token|secret|passw|credential|api[_-]?key|access[_-]?key|private[_-]?key", re.IGNORECASE)
 _NOT_SECRET = re.compile(r"tokens|tokenizer|tokenize", re.IGNORECASE)
 HIDDEN = "(hidden)"
 
 
-def describe_run(
-    name: str, who: Identity, mesh: DeviceMesh | None, config: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def describe_run(name: str, who: Identity, mesh: DeviceMesh | None, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """The content of run.json but for its schema."""
     import torch
 

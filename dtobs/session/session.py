@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from dtobs.events import Kind, RankState
+from dtobs.host.process import boot_id, pid_namespace, start_ticks
 from dtobs.probes.base import Context, Probe
-from dtobs.recording.process import boot_id, pid_namespace, start_ticks
 from dtobs.recording.recorder import Recorder
 from dtobs.session.identity import Identity, host
 from dtobs.session.monitor_process import MonitorProcess
@@ -93,9 +93,7 @@ class LiveSession(Session):
 
     active = True
 
-    def __init__(
-        self, recorder: Recorder, context: Context, who: Identity, levels: Mapping[str, str]
-    ) -> None:
+    def __init__(self, recorder: Recorder, context: Context, who: Identity, levels: Mapping[str, str]) -> None:
         from dtobs.session.probe_set import ProbeSet
 
         super().__init__(recorder.run_dir.root)

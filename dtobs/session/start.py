@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _current: LiveSession | None = None
-_parents: LiveSession | None = (
-    None  #: of the process this one was forked from: silenced, its hooks still in place
-)
+_parents: LiveSession | None = None  #: of the process this one was forked from: silenced, its hooks still in place
 _at_fork = False
 
 
@@ -70,9 +68,7 @@ def attach(
         return _current
     _forget_parent()
     try:
-        session = _start(
-            model, optimizer, run_dir, name, mesh, replicas, _levels(probes), hang_timeout, config
-        )
+        session = _start(model, optimizer, run_dir, name, mesh, replicas, _levels(probes), hang_timeout, config)
     except (DtobsError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         sys.stderr.write(f"dtobs: not recording this run: {reason}\n")
@@ -112,18 +108,14 @@ def _start(
     who = replace(who, attempt=attempt)
     run = RunDirectory(root)
     run.create()
-    recorder = Recorder(
-        run, who.rank, who.world_size, local_rank=who.local_rank, node=who.node, attempt=who.attempt
-    )
+    recorder = Recorder(run, who.rank, who.world_size, local_rank=who.local_rank, node=who.node, attempt=who.attempt)
     if isinstance(optimizer, Sequence):
         optimizer = optimizer[-1] if optimizer else None
     context = Context(
         recorder, who.rank, who.world_size, model=model, optimizer=optimizer, mesh=mesh, replicas=replicas
     )
     recorder.page.set(hang_timeout_ns=int((hang_timeout or 0) * 1e9))
-    if who.rank == 0 or (
-        who.local_rank == 0 and not run.run_json.exists()
-    ):  # a disk that rank 0 does not see
+    if who.rank == 0 or (who.local_rank == 0 and not run.run_json.exists()):  # a disk that rank 0 does not see
         said = describe_run(name, who, mesh, config)
         if who.attempt > 0:  # the run began with its first attempt
             said["started"] = run.read_run().get("started", said["started"])

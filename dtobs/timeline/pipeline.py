@@ -56,12 +56,7 @@ class PipelineStep:
         backwards = {count[PipelineOp.BACKWARD] + count[PipelineOp.BACKWARD_INPUT] for count in seen}
         split = all(c[PipelineOp.BACKWARD_INPUT] == c[PipelineOp.BACKWARD_WEIGHT] for c in seen)
         # Several calls of the schedule in one step make several times as many.
-        return (
-            split
-            and len(forwards) == 1
-            and forwards == backwards
-            and all(f and f % whole == 0 for f in forwards)
-        )
+        return split and len(forwards) == 1 and forwards == backwards and all(f and f % whole == 0 for f in forwards)
 
     def compute(self) -> dict[int, tuple[Chunk, ...]]:
         """The computations alone, by rank in the pipeline's order."""

@@ -62,9 +62,7 @@ def replay_chunks(chunks: Mapping[int, Sequence[Chunk]], stage_count: int) -> Re
     if not makespan:
         return None
     busy = sum(c.duration_ns for row in chunks.values() for c in row)
-    return Replay(
-        makespan, 1 - busy / (len(chunks) * makespan), {rank: tuple(row) for rank, row in starts.items()}
-    )
+    return Replay(makespan, 1 - busy / (len(chunks) * makespan), {rank: tuple(row) for rank, row in starts.items()})
 
 
 def _makes(chunk: Chunk) -> Key | None:

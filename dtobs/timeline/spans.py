@@ -104,9 +104,7 @@ def _shifted(span: Span, shift: int) -> Span:
     return replace(span, begin_ns=span.begin_ns + shift, end_ns=span.end_ns + shift) if shift else span
 
 
-def _phases(
-    rank: int, events: npt.NDArray[np.void], names: dict[int, str], begin: int, end: int
-) -> Iterator[Span]:
+def _phases(rank: int, events: npt.NDArray[np.void], names: dict[int, str], begin: int, end: int) -> Iterator[Span]:
     """Phases nest; one whose begin was before the first step is cut there, one still open at the last step's end."""
     stack: list[tuple[int, int]] = []
     for event in events[np.isin(events["kind"], (Kind.PHASE_BEGIN, Kind.PHASE_END))]:

@@ -154,9 +154,7 @@ _WHAT: dict[int, Callable[[np.void, Meta], str]] = {
     Kind.COLLECTIVE: lambda e, m: _collective(e, m) + _site(e, m),
     Kind.WAIT_BEGIN: _collective,
     Kind.WAIT_END: lambda e, m: f"after {words.duration(float(e['value']))}",
-    Kind.P2P: lambda e, m: (
-        f"{op_name(int(e['op']), m)} with {int(e['value'])} #{int(e['seq'])}" + _site(e, m)
-    ),
+    Kind.P2P: lambda e, m: f"{op_name(int(e['op']), m)} with {int(e['value'])} #{int(e['seq'])}" + _site(e, m),
 }
 
 

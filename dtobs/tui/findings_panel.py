@@ -35,9 +35,7 @@ class FindingsPanel(OptionList):
             chosen = self.chosen
             self.clear_options()
             self.add_options([Option(line(f)) for f in frame.findings])
-            self.highlighted = (
-                keys.index(chosen.key) if chosen and chosen.key in keys else 0 if keys else None
-            )
+            self.highlighted = keys.index(chosen.key) if chosen and chosen.key in keys else 0 if keys else None
         elif self._shown != frame.findings:
             for index, finding in enumerate(frame.findings):
                 self.replace_option_prompt_at_index(index, line(finding))

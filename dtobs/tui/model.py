@@ -204,11 +204,7 @@ def _status(view: RunView, rows: Sequence[RankRow]) -> tuple[Status, str]:
         return "ended", "ended, all ranks finished"
     hurt = [row for row in rows if row.level == "bad"]
     if hurt:
-        which = (
-            f"rank {hurt[0].rank} {hurt[0].state}"
-            if len(hurt) == 1
-            else f"{len(hurt)} ranks stopped or failed"
-        )
+        which = f"rank {hurt[0].rank} {hurt[0].state}" if len(hurt) == 1 else f"{len(hurt)} ranks stopped or failed"
         return "hurt", which
     if not view.processes:
         return "quiet", "last words; its processes cannot be seen from this host"
@@ -269,9 +265,7 @@ def _setting_float(info: dict[str, Any], *path: str) -> float | None:
     value: Any = info.get("config")
     for part in path:
         value = value.get(part) if isinstance(value, dict) else None
-    good = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    )
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     return float(value) if good else None
 
 

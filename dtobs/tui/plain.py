@@ -112,9 +112,7 @@ def _findings(frame: Frame, width: int) -> list[str]:
 
 def heading(finding: FindingRow) -> str:
     """``critical  rank-not-joined  rank 3  step 120  for 1m12s  (certain)``."""
-    which = (
-        f"rank{'s' if len(finding.ranks) != 1 else ''} {words.ranks(finding.ranks)}" if finding.ranks else ""
-    )
+    which = f"rank{'s' if len(finding.ranks) != 1 else ''} {words.ranks(finding.ranks)}" if finding.ranks else ""
     step = f"step {finding.step:,}" if finding.step is not None else ""
     age = f"for {words.age(finding.age_seconds)}" if finding.age_seconds is not None else ""
     parts = [finding.severity, finding.code, which, step, age, f"({finding.confidence})"]

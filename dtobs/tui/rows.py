@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import Phase, RankState
+from dtobs.host.process import ProcessState, boot_id
 from dtobs.recording.meta import Meta
-from dtobs.recording.process import ProcessState, boot_id
 from dtobs.recording.view import RunView
 
 Level = Literal["ok", "wait", "warn", "bad", "done"]
@@ -44,9 +44,7 @@ class RankRow:
     busy_seconds: float | None  #: own time of the last step
     wait_seconds: float | None  #: of the last step, the host waited for communication
     data_seconds: float | None
-    late_seconds: (
-        float | None
-    )  #: behind the first rank at the step's first collective, median of recent steps
+    late_seconds: float | None  #: behind the first rank at the step's first collective, median of recent steps
     local_norm: float | None
     loss: float | None
     memory_bytes: float | None

@@ -193,7 +193,5 @@ def _events(detail: RankDetail) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for event in detail.events:
-        table.add_row(
-            f"-{words.duration(event.age_seconds)}", event.kind, f"{event.step:,}", Text(event.what)
-        )
+        table.add_row(f"-{words.duration(event.age_seconds)}", event.kind, f"{event.step:,}", Text(event.what))
     return table

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtobs.errors import ServiceError, TargetError, opening
+from dtobs.nodes.remote import fetch_view, is_address
 from dtobs.recording.journal import Entry, open_entries, read_journal
-from dtobs.recording.remote import fetch_view, is_address
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 from dtobs.tui.detail import RankDetail, rank_detail

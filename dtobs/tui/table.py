@@ -25,9 +25,7 @@ class RankTable(DataTable[Text]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Details")]
 
     def __init__(self) -> None:
-        super().__init__(
-            id="ranks", cursor_type="row", zebra_stripes=True, cursor_foreground_priority="renderable"
-        )
+        super().__init__(id="ranks", cursor_type="row", zebra_stripes=True, cursor_foreground_priority="renderable")
         self._shape: tuple[tuple[str, ...], str, bool] = ((), "", False)
         self._columns_shown: tuple[Column, ...] = ()
         self._drawn: dict[tuple[int, str], list[Piece]] = {}
@@ -78,9 +76,7 @@ class RankTable(DataTable[Text]):
         for row in rows:
             cells = [column.cell(row, scale) for column in self._columns_shown]
             if row.rank not in present:
-                lines = [
-                    palette.text(c, right=k.right) for c, k in zip(cells, self._columns_shown, strict=True)
-                ]
+                lines = [palette.text(c, right=k.right) for c, k in zip(cells, self._columns_shown, strict=True)]
                 self.add_row(*lines, key=str(row.rank))
                 self.shown.append(row.rank)
             for column, pieces in zip(self._columns_shown, cells, strict=True):

@@ -30,9 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--hang-at", type=int, default=10, help="the step at which it blocks; 0: never")
     parser.add_argument("--hang-rank", type=int, default=1)
-    parser.add_argument(
-        "--hang-timeout", type=float, default=5.0, help="seconds without progress that are a hang"
-    )
+    parser.add_argument("--hang-timeout", type=float, default=5.0, help="seconds without progress that are a hang")
     parser.add_argument("--run-dir", default=None, help="default: runs/<time>-<name>")
     options = parser.parse_args()
 
@@ -43,16 +41,12 @@ def main() -> None:
     torch.manual_seed(rank)  # from here on every rank draws its own samples
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    with dtobs.attach(
-        model, optimizer, run_dir=options.run_dir, hang_timeout=options.hang_timeout
-    ) as session:
+    with dtobs.attach(model, optimizer, run_dir=options.run_dir, hang_timeout=options.hang_timeout) as session:
         if rank == 0:
             print(f"run directory: {session.run_dir}", flush=True)
         for step in range(1, options.steps + 1):
             with session.phase("data"):
-                inputs, targets = next_batch(
-                    step, blocked=step == options.hang_at and rank == options.hang_rank
-                )
+                inputs, targets = next_batch(step, blocked=step == options.hang_at and rank == options.hang_rank)
             loss = nn.functional.mse_loss(model(inputs), targets)
             optimizer.zero_grad()
             loss.backward()

@@ -184,9 +184,7 @@ def _text_of(line: str, where: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        reason = (
-            f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        )
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(f"{where}: not JSON ({reason}); .jsonl is one JSON object a line") from error
     if not isinstance(value, dict) or "text" not in value:
         what = f"an object with {_names(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"

@@ -97,17 +97,13 @@ def open_folder(folder: Path) -> TokenFiles:
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         if index["format"] != FORMAT:
-            raise DataError(
-                f"{folder} has tokens of format {index['format']!r}; this version reads {FORMAT!r}"
-            )
+            raise DataError(f"{folder} has tokens of format {index['format']!r}; this version reads {FORMAT!r}")
         kind = np.dtype(index["dtype"])
         streams = {}
         for name in ("training", "validation"):
             length = int(index[f"{name}_tokens"])
             if (folder / f"{name}.bin").stat().st_size != length * kind.itemsize:
-                raise DataError(
-                    f"{folder}/{name}.bin is not as long as its index says; delete the folder to rebuild"
-                )
+                raise DataError(f"{folder}/{name}.bin is not as long as its index says; delete the folder to rebuild")
             streams[name] = (
                 np.memmap(folder / f"{name}.bin", dtype=kind, mode="r", shape=(length,))
                 if length
@@ -148,9 +144,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _not_writable(cache: Path, error: OSError) -> DataError:
-    return DataError(
-        f"cannot write the corpus cache {cache}: {error.strerror}; choose another with --data.cache"
-    )
+    return DataError(f"cannot write the corpus cache {cache}: {error.strerror}; choose another with --data.cache")
 
 
 def _build(folder: Path, title: str, write: Callable[[Path], dict[str, Any]]) -> None:
@@ -199,9 +193,7 @@ def _tokenise(corpus: Corpus, tokenizer_path: str, vocabulary: int, building: Pa
     }
 
 
-def _encode(
-    building: Path, corpus: Corpus, tokenizer: Tokenizer, kind: np.dtype[Any]
-) -> tuple[dict[str, int], str]:
+def _encode(building: Path, corpus: Corpus, tokenizer: Tokenizer, kind: np.dtype[Any]) -> tuple[dict[str, int], str]:
     """Tokenise every document into the two streams; their lengths and a digest of both."""
     end = tokenizers_.end_of_document(tokenizer)
     lengths = {"training": 0, "validation": 0}

@@ -14,9 +14,7 @@ from runtime.config import ModelConfig
 
 def rotary_table(positions_T: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each FP32 [T, width/2], of the angles that rotate a head's pairs at these positions."""
-    frequencies = theta ** (
-        -torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width
-    )
+    frequencies = theta ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)
     angles = positions_T.to(torch.float32)[:, None] * frequencies[None, :]
     return angles.cos(), angles.sin()
 

@@ -68,9 +68,7 @@ class MixtureOfExperts(nn.Module):
         visitors_ND = x_BTD.flatten(0, 1)[order // self.per_token]
         results_ND = self.experts(visitors_ND, counts_X)
         weighted_ND = results_ND * weights_BTk.flatten()[order, None].to(results_ND.dtype)
-        y_BTD = torch.zeros_like(x_BTD.flatten(0, 1)).index_add(
-            0, order // self.per_token, weighted_ND.to(x_BTD.dtype)
-        )
+        y_BTD = torch.zeros_like(x_BTD.flatten(0, 1)).index_add(0, order // self.per_token, weighted_ND.to(x_BTD.dtype))
         y_BTD = y_BTD.view_as(x_BTD)
 
         if not self.training or self.balance_weight == 0:

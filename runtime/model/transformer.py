@@ -74,9 +74,7 @@ class Transformer(nn.Module):
         positions_T = self.positions_T
         if positions_T is None:
             positions_T = torch.arange(self.sequence, device=x.device)
-        cos_TE, sin_TE = rotary_table(
-            positions_T, self.config.dim // self.config.heads, self.config.rope_theta
-        )
+        cos_TE, sin_TE = rotary_table(positions_T, self.config.dim // self.config.heads, self.config.rope_theta)
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.layers.values():

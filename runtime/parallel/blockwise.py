@@ -58,9 +58,7 @@ def backward(
         state = torch.zeros(2, dtype=torch.uint64, device=q_BHQE.device)
         operation = torch.ops.aten._scaled_dot_product_flash_attention_backward
         lengths = (None, None, q_BHQE.shape[2], k_BKSE.shape[2])
-        found = operation(
-            *(gradient, q_BHQE, k_BKSE, v_BKSE, result, logsumexp, *lengths, 0.0, causal, state, state)
-        )
+        found = operation(*(gradient, q_BHQE, k_BKSE, v_BKSE, result, logsumexp, *lengths, 0.0, causal, state, state))
     else:
         return written_out_backward(gradient, q_BHQE, k_BKSE, v_BKSE, result, logsumexp, causal=causal)
     return found[0], found[1], found[2]
@@ -90,9 +88,7 @@ def written_out_backward(
     gradient, q_BHQE, dtype = gradient.float(), q_BHQE.float(), q_BHQE.dtype
     probabilities = (_scores(q_BHQE, k_BHSE, causal=causal) - logsumexp[..., None]).exp()
     mean_BHQ = (gradient * result.float()).sum(dim=-1)  # of the probabilities' gradient, under the softmax
-    scores_gradient = (
-        probabilities * (gradient @ v_BHSE.mT - mean_BHQ[..., None]) / math.sqrt(q_BHQE.shape[3])
-    )
+    scores_gradient = probabilities * (gradient @ v_BHSE.mT - mean_BHQ[..., None]) / math.sqrt(q_BHQE.shape[3])
     groups = (k_BKSE.shape[1], -1)
     return (
         (scores_gradient @ k_BHSE).to(dtype),

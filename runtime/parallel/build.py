@@ -124,15 +124,10 @@ class ParallelModel:
             yield
 
 
-def build(
-    config: Config, layout: Layout, mesh: DeviceMesh, device: torch.device, micro_batches: int
-) -> ParallelModel:
+def build(config: Config, layout: Layout, mesh: DeviceMesh, device: torch.device, micro_batches: int) -> ParallelModel:
     """The model of `config` in `layout`, initialised from the seed, on `device`. Every rank must call it."""
     linear_layers: dict[str, str] = {}
-    parts = [
-        _build_part(stage, config, layout, mesh, device, linear_layers)
-        for stage in _stages(config, layout, mesh)
-    ]
+    parts = [_build_part(stage, config, layout, mesh, device, linear_layers) for stage in _stages(config, layout, mesh)]
     if layout.replicate > 1 and not layout.uses_fsdp:
         parts = [ddp.apply(part, device, config.precision) for part in parts]
     model = ParallelModel(config, layout, mesh, parts, linear_layers=linear_layers)

@@ -25,9 +25,7 @@ class _AllToAll(torch.autograd.Function):
     """Rows to other ranks, `sent[r]` to rank r, and `received[r]` from it; backward sends gradients back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _exchange(x_ND, sent, received, group)
 

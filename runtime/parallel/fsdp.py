@@ -27,9 +27,7 @@ def data_mesh(mesh: DeviceMesh, *, of_experts: bool = False) -> DeviceMesh:
     they are left out.
     """
     names = mesh.mesh_dim_names or ()
-    shard_like = tuple(
-        name for name in _SHARD_LIKE if name in names and not (of_experts and name == "expert")
-    )
+    shard_like = tuple(name for name in _SHARD_LIKE if name in names and not (of_experts and name == "expert"))
     if len(shard_like) > 1:
         flat = "_".join(shard_like)
         mesh[shard_like]._flatten(flat)
@@ -40,11 +38,7 @@ def data_mesh(mesh: DeviceMesh, *, of_experts: bool = False) -> DeviceMesh:
 
 def shard_unit(unit: nn.Module, mesh: DeviceMesh, config: Config, *, reshard: bool) -> None:
     """Make `unit` one FSDP unit: its parameters are gathered, and its gradients reduced, together."""
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        if config.parallel.offload
-        else OffloadPolicy()
-    )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.parallel.offload else OffloadPolicy()
     fully_shard(
         unit,
         mesh=mesh,

@@ -44,7 +44,5 @@ def vocabulary_parallel_loss(logits_BTV: Tensor, targets_BT: Tensor, group: dist
 
     Equal on every rank of `group`, as its gradient is each rank's own slice.
     """
-    loss: Tensor = _VocabularyParallelLoss.apply(
-        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), group
-    )
+    loss: Tensor = _VocabularyParallelLoss.apply(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), group)
     return loss

@@ -120,8 +120,7 @@ def build(
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     numbers, count = stage_numbers(schedule, rank, ranks), stage_count(schedule, ranks)
     stages = [
-        PipelineStage(part, number, count, device, group=group)
-        for part, number in zip(parts, numbers, strict=True)
+        PipelineStage(part, number, count, device, group=group) for part, number in zip(parts, numbers, strict=True)
     ]
     made: Any
     if schedule in _ONE_STAGE:

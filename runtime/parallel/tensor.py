@@ -60,9 +60,7 @@ def _arrived(_: nn.Module, __: Any, output: Tensor) -> Tensor:
 def _block_plan(stream: Shard | Replicate, *, sequence: bool) -> dict[str, ParallelStyle]:
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {
-        "attention": PrepareModuleInput(
-            input_layouts=(stream, None, None), desired_input_layouts=(whole, None, None)
-        ),
+        "attention": PrepareModuleInput(input_layouts=(stream, None, None), desired_input_layouts=(whole, None, None)),
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),

@@ -29,9 +29,7 @@ def own_share(named: dict[str, nn.Parameter], group: dist.ProcessGroup) -> dict[
     """The parameters that this rank steps: at least one where there are as many parameters as ranks."""
     owner = owners([parameter.numel() for parameter in named.values()], dist.get_world_size(group))
     here = dist.get_rank(group)
-    return {
-        name: parameter for (name, parameter), rank in zip(named.items(), owner, strict=True) if rank == here
-    }
+    return {name: parameter for (name, parameter), rank in zip(named.items(), owner, strict=True) if rank == here}
 
 
 def exchange_after_step(
@@ -48,10 +46,7 @@ def exchange_after_step(
     @torch.no_grad()
     def exchange(*_: Any) -> None:
         flats = [torch.cat([parameter.flatten() for parameter in share]) for share in shares]
-        sent = [
-            dist.broadcast(flat, group=group, group_src=rank, async_op=True)
-            for rank, flat in enumerate(flats)
-        ]
+        sent = [dist.broadcast(flat, group=group, group_src=rank, async_op=True) for rank, flat in enumerate(flats)]
         for rank, (work, flat, share) in enumerate(zip(sent, flats, shares, strict=True)):
             assert work is not None
             work.wait()

@@ -60,9 +60,7 @@ def _several(rows: list[Row], field: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table of one or several runs of the drill."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", help="what `dtobs drill --json` printed")
     args = parser.parse_args(argv)
     rows = [row for file in args.files for row in json.loads(file.read_text())]

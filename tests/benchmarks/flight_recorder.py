@@ -24,9 +24,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dtobs.flight_recorder.layout import Layout, step_of
-from dtobs.flight_recorder.simulate import Fault
-from dtobs.flight_recorder.synthetic import Job, write_dumps
+from dtobs.testing.layout import Layout, step_of
+from dtobs.testing.simulate import Fault
+from dtobs.testing.synthetic_dumps import Job, write_dumps
 
 _OURS = """
 import sys
@@ -100,15 +100,11 @@ def compare(ranks: int, entries: int, folder: Path, *, peer: bool, pipeline: boo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--entries", type=int, default=2000)
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument(
-        "--pipeline", action="store_true", help="with sends and receives, at which the peer gives up"
-    )
+    parser.add_argument("--pipeline", action="store_true", help="with sends and receives, at which the peer gives up")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.nice(10)
@@ -118,11 +114,7 @@ def main() -> None:
             costs = compare(ranks, args.entries, Path(folder), peer=not args.no_peer, pipeline=args.pipeline)
             prepared = time.monotonic() - begin - sum(c.wall_seconds for c in costs.values())
         if args.json:
-            print(
-                json.dumps(
-                    {"ranks": ranks, "entries": args.entries} | {n: asdict(c) for n, c in costs.items()}
-                )
-            )
+            print(json.dumps({"ranks": ranks, "entries": args.entries} | {n: asdict(c) for n, c in costs.items()}))
             continue
         print(f"{ranks} ranks × {args.entries} entries (written in {prepared:.0f} s)")
         for name, cost in costs.items():

@@ -64,13 +64,9 @@ def run(seed: int, world: int, *, hooked: bool, deadline_seconds: float, tally: 
 
 def main(argv: list[str] | None = None) -> int:
     """Run them all, alternating; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100, help="jobs with the hook, and as many without")
-    parser.add_argument(
-        "--deadline", type=float, default=180.0, metavar="SECONDS", help="after which a job hangs"
-    )
+    parser.add_argument("--deadline", type=float, default=180.0, metavar="SECONDS", help="after which a job hangs")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     tallies = {True: Tally(), False: Tally()}

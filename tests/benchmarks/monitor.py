@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from dtobs.host.process import read_process
 from dtobs.monitor.address import addresses
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import read_process
 from dtobs.recording.rundir import RunDirectory
+from dtobs.testing.fake_run import FakeRun
 
 _TICK = 0.1
 
@@ -30,9 +30,7 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
         run = FakeRun(root, world=ranks, ranks_per_node=ranks)
         run.steps(200)
         begin = time.monotonic()
-        monitor = subprocess.Popen(
-            [sys.executable, "-m", "dtobs.monitor", str(root)], stderr=subprocess.DEVNULL
-        )
+        monitor = subprocess.Popen([sys.executable, "-m", "dtobs.monitor", str(root)], stderr=subprocess.DEVNULL)
         try:
             while 0 not in addresses(RunDirectory(root)):
                 time.sleep(0.01)

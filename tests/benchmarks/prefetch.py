@@ -36,9 +36,7 @@ def measure(rank: int, world: int, folder: str, pairs: int, cold: bool) -> list[
     layout = mesh.resolve(config, world)
     files = prepare(config)
     made = trainer.make(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), files, Path(folder))
-    plain, ahead = (
-        ShardedLoader(files.training, sequence=128, batch=4, seed=1, ahead=depth) for depth in (0, 1)
-    )
+    plain, ahead = (ShardedLoader(files.training, sequence=128, batch=4, seed=1, ahead=depth) for depth in (0, 1))
     results: list[list[tuple[float, float]]] = []
     for pair in range(pairs + 1):
         row = []

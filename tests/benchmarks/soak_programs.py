@@ -93,9 +93,7 @@ OPERATIONS: tuple[Operation, ...] = (
 
 def soak(rank: int, world: int, run_dir: Path, seed: int, hooked: bool) -> int:
     """One short job; returns how many collectives and messages the recording counted (0 without the hook)."""
-    model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
-    )
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     groups = [dist.group.WORLD, dist.new_group(list(range(world)), timeout=_LIMIT)]
     half = dist.new_group(list(range(max(2, world // 2))), timeout=_LIMIT)

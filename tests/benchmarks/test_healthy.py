@@ -6,7 +6,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 from tests.benchmarks.healthy.__main__ import table
 from tests.benchmarks.healthy.layouts import LAYOUTS
 from tests.benchmarks.healthy.observed import missing

@@ -15,10 +15,7 @@ DEBUG = ("--preset", "debug", "--data.sequence", "32", "--data.batch", "2")
 
 def test_sharding_divides_the_state_and_leaves_the_activations() -> None:
     held = {
-        world: [
-            r.value
-            for r in run_ranks(memory.held, world, (*DEBUG, "--parallel.shard", str(world)), timeout=240)
-        ]
+        world: [r.value for r in run_ranks(memory.held, world, (*DEBUG, "--parallel.shard", str(world)), timeout=240)]
         for world in (1, 2)
     }
     elements = held[1][0]["elements"]
@@ -54,7 +51,5 @@ def test_an_all_reduce_sends_what_the_formula_says(ranks: int) -> None:
 def test_a_pipeline_without_messages_idles_as_the_formula_says(tmp_path: Path) -> None:
     found = bubble.calmest(tmp_path / "run", "ScheduleGPipe", 2)
     assert found.ideal == 1 / (found.plan.micro_batches + 1)
-    assert found.replayed == pytest.approx(
-        found.ideal, abs=0.1
-    )  # durations of a busy machine are not all alike
+    assert found.replayed == pytest.approx(found.ideal, abs=0.1)  # durations of a busy machine are not all alike
     assert found.replayed <= found.measured + 1e-9

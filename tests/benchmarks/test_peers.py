@@ -23,9 +23,7 @@ def test_all_contenders_end_with_the_same_weights(group: str) -> None:
     for name, found in weights.items():
         assert set(found) == set(expected), name
         for parameter, values in found.items():
-            torch.testing.assert_close(
-                values, expected[parameter], rtol=1e-3, atol=2e-5, msg=f"{name}: {parameter}"
-            )
+            torch.testing.assert_close(values, expected[parameter], rtol=1e-3, atol=2e-5, msg=f"{name}: {parameter}")
     rows = compare(group, turns, plan, ranks)
     assert {row["over"] for row in rows} == set(plan.names) - {"runtime + dtobs"}
     assert all(row["cpu"]["value"] > 0 and row["wall"]["value"] > 0 for row in rows)

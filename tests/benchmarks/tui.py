@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.app import TopApp
 from dtobs.tui.order import Order
 from tests.unit.tui.scene import FakeSource, settle

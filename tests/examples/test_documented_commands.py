@@ -31,9 +31,7 @@ TIMEOUT_SECONDS = 180
 
 
 def documents() -> list[Path]:
-    found = [
-        p for p in REPOSITORY.rglob("*.md") if not SKIPPED_FOLDERS & set(p.relative_to(REPOSITORY).parts)
-    ]
+    found = [p for p in REPOSITORY.rglob("*.md") if not SKIPPED_FOLDERS & set(p.relative_to(REPOSITORY).parts)]
     return sorted(p for p in found if commands(p))
 
 
@@ -61,9 +59,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_commands_run(document: Path, checkout: Path):
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
     for command in filter(is_run, commands(document)):
-        with launch(
-            ["bash", "-c", command], cwd=checkout, env={"PATH": path}, timeout=TIMEOUT_SECONDS
-        ) as running:
+        with launch(["bash", "-c", command], cwd=checkout, env={"PATH": path}, timeout=TIMEOUT_SECONDS) as running:
             code = running.wait()
             allowed = {0} | (FOUND_SOMETHING if command.startswith("dtobs ") else set())
             assert code in allowed, f"$ {command}\nexited {code}\n{running.stdout}\n{running.stderr}"

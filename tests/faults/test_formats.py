@@ -24,17 +24,13 @@ def observed(rank: int, world: int, folder: str, arguments: tuple[str, ...], out
     config = flags.load((*SMALL, "--steps", "21", *arguments), {})
     layout = mesh.resolve(config, world)
     device_mesh = mesh.build(layout, "cpu")
-    made = trainer.make(
-        config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder) / "checkpoints"
-    )
+    made = trainer.make(config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder) / "checkpoints")
     if outlier:
         with torch.no_grad():
             for name, parameter in made.model.named_parameters.items():
                 if name.startswith("layers.") and parameter.ndim == 2:
                     parameter[0, 0] = outlier
-    with dtobs.attach(
-        *made.model.parts, made.optimizer, run_dir=folder, mesh=device_mesh, monitor=False
-    ) as session:
+    with dtobs.attach(*made.model.parts, made.optimizer, run_dir=folder, mesh=device_mesh, monitor=False) as session:
         integration.observe(session, phases)
         loop.train(made)
 

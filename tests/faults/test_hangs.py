@@ -14,9 +14,9 @@ from dtobs.drills.hangs import FAULTS
 from dtobs.drills.job import Job
 from dtobs.drills.permitted import refused
 from dtobs.findings import CATALOGUE
+from dtobs.host.process import read_process
 from dtobs.monitor.capture import capture_ranks
 from dtobs.recording.journal import Entry, read_journal
-from dtobs.recording.process import read_process
 from dtobs.recording.rundir import RunDirectory
 from tests.faults.programs import meet_and_run_job, run_job, run_job_and_suspend_rank_2
 from tests.harness import RankGroup, start_ranks

@@ -140,25 +140,19 @@ def test_killed_in_a_save_the_next_run_goes_on_exactly(tmp_path: Path) -> None:
         told = len(read_diary(run / "diary"))
         background = ("--checkpoint.background",) if number % 2 else ()
         more = ("--checkpoint.every", "1", "--resume", "auto", *background)
-        with start_ranks(
-            train_until_killed, 2, str(run), (*arguments, *more), place, pg_timeout=_DEADLINE
-        ) as group:
+        with start_ranks(train_until_killed, 2, str(run), (*arguments, *more), place, pg_timeout=_DEADLINE) as group:
             if place.operation is None:
                 wait_for_steps(run / "diary", told + 2)
                 time.sleep(chance.uniform(0, 0.5))
                 group.kill(0)
-            assert wait_until_gone([group.pids[place.rank]], _DEADLINE) == [], (
-                f"{place} never came\n{group.stacks()}"
-            )
+            assert wait_until_gone([group.pids[place.rank]], _DEADLINE) == [], f"{place} never came\n{group.stacks()}"
             kill_all(group.pids)
             assert group.wait(60)
             victim = group.results()[place.rank]
             assert victim.signal == signal.SIGKILL, f"{place}: {victim.exception}"
         unfinished += any(path.name.startswith(".") for path in root.iterdir())
         taken = [step for step, _ in read_diary(run / "diary")[told:]]
-        assert taken[:1] == [newest + 1], (
-            f"round {number}, {place}: took steps {taken} after a checkpoint of {newest}"
-        )
+        assert taken[:1] == [newest + 1], f"round {number}, {place}: took steps {taken} after a checkpoint of {newest}"
         for folder in manifest.complete(root):
             assert manifest.verify(folder).step <= taken[-1]
         newest = max((manifest.read(folder).step for folder in manifest.complete(root)), default=0)
@@ -166,9 +160,7 @@ def test_killed_in_a_save_the_next_run_goes_on_exactly(tmp_path: Path) -> None:
     last = max(step for step, _ in read_diary(run / "diary"))
     (unbroken, _) = curves(2, tmp_path / "unbroken", *FLAGS, "--steps", str(last), timeout=_DEADLINE + last)
     assert all(loss == unbroken["global_loss"][step - 1] for step, loss in read_diary(run / "diary"))
-    print(
-        f"{ROUNDS} kills, {unfinished} left an unfinished folder, {last} steps; {dict(sorted(places.items()))}"
-    )
+    print(f"{ROUNDS} kills, {unfinished} left an unfinished folder, {last} steps; {dict(sorted(places.items()))}")
 
 
 def wait_for_steps(diary: Path, count: int) -> None:

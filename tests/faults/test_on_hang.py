@@ -63,9 +63,7 @@ REPORT = "import json, os, sys; print(json.load(sys.stdin)['code'], os.environ['
 
 def test_a_command_is_run_once_and_the_job_is_left_alone(tmp_path: Path):
     job = Job(tmp_path / "run", "stopped", steps=20)
-    with start_ranks(
-        run_job, 2, job, env={"DTOBS_ON_HANG": f'command:{sys.executable} -c "{REPORT}"'}
-    ) as group:
+    with start_ranks(run_job, 2, job, env={"DTOBS_ON_HANG": f'command:{sys.executable} -c "{REPORT}"'}) as group:
         log = job.run_dir / "nodes/00000/on-hang.log"
         wait_until(lambda: log.exists() and log.read_text())
         group.kill(job.odd, signal.SIGCONT)

@@ -112,9 +112,7 @@ def jsonl_mutator(data: bytes, random: Random) -> bytes:
     return b"\n".join(lines)
 
 
-def _structured(
-    data: bytes, random: Random, parse: Callable[[bytes], Any], write: Callable[[Any], bytes]
-) -> bytes:
+def _structured(data: bytes, random: Random, parse: Callable[[bytes], Any], write: Callable[[Any], bytes]) -> bytes:
     if random.random() < 0.75:
         try:
             return write(mutate_value(parse(data), random))

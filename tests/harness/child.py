@@ -112,9 +112,7 @@ def _prepare_torch(task: RankTask) -> None:
     )
     # Nobody starts before all are connected: a quick rank that leaves would break a slow one's handshake.
     store.set(f"harness/joined/{task.rank}", "1")
-    store.wait(
-        [f"harness/joined/{r}" for r in range(task.world_size)], timedelta(seconds=task.timeout_seconds)
-    )
+    store.wait([f"harness/joined/{r}" for r in range(task.world_size)], timedelta(seconds=task.timeout_seconds))
 
 
 def _pickled(outcome: Outcome) -> bytes:

@@ -130,9 +130,7 @@ def torchrun(
     --standalone takes a free port. torchrun gives every worker a session of its own: `Launched.close` still finds them.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    return launch(
-        [*launcher, "--nproc-per-node", str(nproc), *options, *arguments], env=env, cwd=cwd, timeout=timeout
-    )
+    return launch([*launcher, "--nproc-per-node", str(nproc), *options, *arguments], env=env, cwd=cwd, timeout=timeout)
 
 
 def terminate(command: Launched, timeout: float) -> int:

@@ -47,9 +47,7 @@ def train_tensor_parallel(rank: int, world_size: int, run_dir: Path, nan: bool) 
             "up": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         },
     )
-    parallelize_module(
-        model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Replicate())}
-    )
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Replicate())})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with dtobs.attach(model, optimizer, run_dir=run_dir, mesh=mesh, monitor=False) as session:
         for step in range(24):
@@ -68,9 +66,7 @@ def train_tensor_parallel(rank: int, world_size: int, run_dir: Path, nan: bool) 
     return [(t.name, t.row.replica) for t in model_tensors(model)]
 
 
-def describe_mesh(
-    rank: int, world_size: int, names: tuple[str, ...], shape: tuple[int, ...]
-) -> dict[str, Any]:
+def describe_mesh(rank: int, world_size: int, names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, Any]:
     """The layout of the last rank of a large world that exists in one process only."""
     world = int(torch.tensor(shape).prod())
     dist.init_process_group("fake", rank=world - 1, world_size=world)

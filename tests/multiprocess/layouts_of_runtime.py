@@ -31,9 +31,7 @@ TWO = ("--data.batch", "4")
 EIGHT = ("--data.batch", "8")  # where the ranks share their samples
 PIPELINE = ("--data.batch", "2", "--accumulate", "4", "--parallel.pipeline", "2")
 PIPELINE_4 = ("--data.batch", "1", "--accumulate", "4", "--parallel.pipeline", "2")  # with two data ranks
-SHARD, TENSOR, CONTEXT, EXPERT = (
-    (f"--parallel.{name}", "2") for name in ("shard", "tensor", "context", "expert")
-)
+SHARD, TENSOR, CONTEXT, EXPERT = ((f"--parallel.{name}", "2") for name in ("shard", "tensor", "context", "expert"))
 TIED = ("--model.tie_embeddings",)
 MOE = ("--preset", "debug-moe")
 

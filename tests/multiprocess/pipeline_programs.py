@@ -54,16 +54,12 @@ def stage_numbers(schedule: str, rank: int, ranks: int) -> list[int]:
     return [rank, 2 * ranks - 1 - rank] if schedule in V_SHAPED else [rank, rank + ranks]
 
 
-def build(
-    schedule: str, rank: int, ranks: int, seconds: float, micro_batches: int
-) -> tuple[Any, list[Stage]]:
+def build(schedule: str, rank: int, ranks: int, seconds: float, micro_batches: int) -> tuple[Any, list[Stage]]:
     """The schedule and the parts of this rank."""
     numbers = stage_numbers(schedule, rank, ranks)
     count = ranks * len(numbers)
     parts = [Stage(seconds) for _ in numbers]
-    stages = [
-        PipelineStage(part, n, count, torch.device("cpu")) for part, n in zip(parts, numbers, strict=True)
-    ]
+    stages = [PipelineStage(part, n, count, torch.device("cpu")) for part, n in zip(parts, numbers, strict=True)]
     kind = getattr(torch_schedules, schedule)
     given = stages[0] if schedule in ONE_STAGE else stages
     return kind(given, micro_batches, loss_fn=nn.functional.mse_loss), parts

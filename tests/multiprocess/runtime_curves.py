@@ -76,9 +76,7 @@ def curves(
 ) -> list[dict[str, Any]]:
     """`train` on `world` ranks; one result a rank."""
     cache = folder.parent / "corpora"
-    results = run_ranks(
-        function, world, str(folder), ("--data.cache", str(cache), *arguments), timeout=timeout
-    )
+    results = run_ranks(function, world, str(folder), ("--data.cache", str(cache), *arguments), timeout=timeout)
     return [result.value for result in results]
 
 

@@ -14,12 +14,12 @@ import httpx
 import pytest
 
 from dtobs.diagnose import diagnose, gather, gather_monitors
+from dtobs.nodes.token import read_token, write_token
 from dtobs.recording.contact import read_contacts
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import read_json, write_json
-from dtobs.recording.token import read_token, write_token
 from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
 from tests.harness import Launched, launch
 
 TOKEN = "shared-by-all-nodes"
@@ -52,9 +52,7 @@ class Node:
         deadline = time.monotonic() + seconds
         while not condition():
             said = self.monitor.stderr if self.monitor is not None else ""
-            assert time.monotonic() < deadline, (
-                f"never happened; the monitor of node {self.number} said:\n{said}"
-            )
+            assert time.monotonic() < deadline, f"never happened; the monitor of node {self.number} said:\n{said}"
             time.sleep(0.05)
 
     def found(self) -> list[str]:

@@ -85,11 +85,7 @@ def test_every_plain_collective(tmp_path: Path):
     assert view.page(0)["probe_failures"] == 0
     # Both ranks wrote the same number for the same call, and count alike.
     first, second = (
-        [
-            (int(e["group"]), int(e["seq"]), int(e["op"]))
-            for e in view.events(r)
-            if e["kind"] == Kind.COLLECTIVE
-        ]
+        [(int(e["group"]), int(e["seq"]), int(e["op"])) for e in view.events(r) if e["kind"] == Kind.COLLECTIVE]
         for r in (0, 1)
     )
     assert first == second
@@ -102,11 +98,7 @@ def test_every_plain_collective(tmp_path: Path):
 
 
 def waits(view: RunView, rank: int) -> list[tuple[int, int]]:
-    return [
-        (int(e["kind"]), int(e["seq"]))
-        for e in view.events(rank)
-        if e["kind"] in (Kind.WAIT_BEGIN, Kind.WAIT_END)
-    ]
+    return [(int(e["kind"]), int(e["seq"])) for e in view.events(rank) if e["kind"] in (Kind.WAIT_BEGIN, Kind.WAIT_END)]
 
 
 def one_reduce(rank: int, world: int, folder: Path, level: str) -> None:
@@ -197,9 +189,7 @@ def data_parallel(rank: int, world: int, folder: Path, kind: str) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize(
-    ("kind", "operations"), [("ddp", {"all_reduce"}), ("fsdp2", {"all_gather", "reduce_scatter"})]
-)
+@pytest.mark.parametrize(("kind", "operations"), [("ddp", {"all_reduce"}), ("fsdp2", {"all_gather", "reduce_scatter"})])
 def test_data_parallel_steps(tmp_path: Path, kind: str, operations: set[str]):
     observed = [r.value for r in run_ranks(data_parallel, 2, tmp_path / "run", kind)]
     plain = [r.value for r in run_ranks(data_parallel, 2, tmp_path / "no", kind, env={"DTOBS_DISABLE": "1"})]
@@ -254,9 +244,7 @@ def test_close_and_attach_again(tmp_path: Path):
 
 def init_again(rank: int, world: int, folder: Path, store: Path) -> None:
     for number in range(2):
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{store}-{number}", world), rank=rank, world_size=world
-        )
+        dist.init_process_group("gloo", store=dist.FileStore(f"{store}-{number}", world), rank=rank, world_size=world)
         if number == 0:
             session = attach(folder)
         dist.all_reduce(torch.ones(2))

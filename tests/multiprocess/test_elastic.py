@@ -142,10 +142,7 @@ def test_a_lost_node_and_its_return_leave_the_curve_as_it_was(tmp_path: Path) ->
         assert losses[step] == pytest.approx([expected] * len(losses[step]), rel=1e-4)
     assert {step for step, found in losses.items() if len(found) > 1} == {5, 9}
 
-    assert (
-        "after step 4\nglobal batch of 8 samples kept: micro-batches of 4, 2 a step, on the one data rank"
-        in output
-    )
+    assert "after step 4\nglobal batch of 8 samples kept: micro-batches of 4, 2 a step, on the one data rank" in output
     # Rank 0 had done step 6 before it noticed that it was alone.
     assert "restart 1: 2 steps to do again" in output
     assert "after step 8\nrestart 2: 1 step to do again" in output

@@ -100,9 +100,7 @@ def train_on_cuda(rank: int, world: int, folder: str, arguments: tuple[str, ...]
     """How often each whole step made the host wait, as CUDA says."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device_id=device
-    )
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device_id=device)
     made = make(device, folder, *arguments)
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
@@ -115,9 +113,7 @@ def train_on_cuda(rank: int, world: int, folder: str, arguments: tuple[str, ...]
     return [after - before for before, after in zip(steps.at, steps.at[1:], strict=False)]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU: CUDA itself says where the host waits"
-)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA itself says where the host waits")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_cuda_sees_one_synchronization_a_step(precision: str, tmp_path: Path) -> None:
     cache = ("--data.cache", str(tmp_path / "corpora"))

@@ -41,9 +41,7 @@ def train(rank: int, world: int, folder: Path, arguments: tuple[str, ...]) -> No
         session.policy(equal={"seed": config.run.seed}, generators="differ")
         with phases.phase("startup"):
             tokens = prepare(config)
-            made = trainer.make(
-                config, layout, device_mesh, torch.device("cpu"), tokens, folder / "checkpoints"
-            )
+            made = trainer.make(config, layout, device_mesh, torch.device("cpu"), tokens, folder / "checkpoints")
         watch(session, made)
         loop.train(made)
         dist.barrier()
@@ -87,9 +85,7 @@ CASES = {
 ALWAYS = ("ddp", "ddp-fp16", "fsdp2-zero3", "tensor-sequence", "context", "pipeline-zbv", "hsdp", "expert")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.exhaustive) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.exhaustive) for n in CASES])
 def test_a_healthy_run_is_observed_whole(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     corpora = tmp_path.parent / "corpora"

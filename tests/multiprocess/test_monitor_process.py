@@ -18,10 +18,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from dtobs.nodes.wire import decode_view
 from dtobs.recording.capture import latest_capture
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory, read_json
-from dtobs.recording.wire import decode_view
 from tests.harness import Launched, launch
 
 # A rank without torch: it records, then does what the lines on its stdin say.

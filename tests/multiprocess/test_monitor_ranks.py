@@ -58,9 +58,7 @@ def eventually(condition: Callable[[], Any], root: Path, seconds: float = 90.0) 
     while not (value := condition()):
         if time.monotonic() > deadline:
             log = RunDirectory(root).node(0) / "monitor.log"
-            raise AssertionError(
-                f"never happened; the monitor said:\n{log.read_text() if log.exists() else ''}"
-            )
+            raise AssertionError(f"never happened; the monitor said:\n{log.read_text() if log.exists() else ''}")
         time.sleep(0.05)
     return value
 
@@ -113,9 +111,7 @@ def test_a_stopped_rank_is_seen_and_the_finding_cleared_when_it_goes_on(tmp_path
         assert capture.ranks[1].process.stopped
         assert capture.ranks[0].stacks
         found = eventually(lambda: read_journal(root / "findings.jsonl"), root)
-        assert [(e.event, e.finding.code, e.finding.ranks) for e in found] == [
-            ("found", "rank-stopped", (1,))
-        ]
+        assert [(e.event, e.finding.code, e.finding.ranks) for e in found] == [("found", "rank-stopped", (1,))]
         group.kill(1, signal.SIGCONT)
         assert group.wait(60)
         assert [r.value for r in group.results()] == ["done", "done"]

@@ -44,9 +44,7 @@ def test_every_micro_batch_is_recorded(schedule: str, tmp_path: Path) -> None:
     assert_bubble(steps[1:])
     shares = recent_shares(view)
     measured = [measure(step) for step in steps]
-    assert np.median([m.measured for m in measured if m]) == pytest.approx(
-        np.mean(list(shares.values())), abs=0.1
-    )
+    assert np.median([m.measured for m in measured if m]) == pytest.approx(np.mean(list(shares.values())), abs=0.1)
     assert (view.steps().field("micro_batches") == MICRO_BATCHES).all()
     assert np.isfinite(view.steps().field("local_norm")).all()
     assert_parts_sum(view.steps().records)

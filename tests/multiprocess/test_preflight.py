@@ -92,11 +92,7 @@ def test_a_node_that_never_comes_and_an_environment_that_bites():
     (found,) = [p for p in problems(report) if p["check"] == "rendezvous-incomplete"]
     assert (found["ranks"], found["hosts"]) == ([1], ["gpu07"])
     assert found["summary"] == "1 of 2 ranks are missing: node 1 (gpu07) never came"
-    told = {
-        p["summary"].partition("=")[0]: p["severity"]
-        for p in report["problems"]
-        if p["check"] == "environment"
-    }
+    told = {p["summary"].partition("=")[0]: p["severity"] for p in report["problems"] if p["check"] == "environment"}
     assert told["GLOO_SOCKET_IFNAME"] == "critical"
     assert told["NCCL_DEBUG"] == "warning"
 
@@ -182,9 +178,7 @@ def test_one_of_three_hosts_is_throttled(network: Network, tmp_path: Path):
     found = {host: problem for problem in problems(report) for host in problem["hosts"]}
     assert found["c"]["check"] == "slow-host", report["problems"]
     assert found["c"]["ranks"] == [2]
-    if os.getloadavg()[0] < 4 * (
-        os.cpu_count() or 1
-    ):  # all three hosts are this machine: overloaded, any may be slow
+    if os.getloadavg()[0] < 4 * (os.cpu_count() or 1):  # all three hosts are this machine: overloaded, any may be slow
         assert list(found) == ["c"], report["problems"]
     assert codes == [3, 3, 3]
     assert "slow-host: c sends" in nodes[1].stderr
@@ -212,9 +206,7 @@ def node(network: Network, number: int, folder: Path) -> Launched:
 DISK = "from pathlib import Path; from dtobs.preflight import disk; print(disk.measure(Path({!r})).error)"
 
 
-@pytest.mark.parametrize(
-    ("options", "text"), [("ro", "Read-only file system"), ("size=1m", "No space left on device")]
-)
+@pytest.mark.parametrize(("options", "text"), [("ro", "Read-only file system"), ("size=1m", "No space left on device")])
 def test_a_folder_that_cannot_be_written(options: str, text: str, tmp_path: Path, require_program: Any):
     """A mount of its own, in a mount namespace that ends with the command: root writes past permissions."""
     unshare = require_program("unshare")

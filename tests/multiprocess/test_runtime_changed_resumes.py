@@ -35,9 +35,7 @@ def resume_as(rank: int, world: int, cases: list[tuple[str, tuple[str, ...]]]) -
         config = flags.load((*SMALL, *arguments), {})
         layout = mesh.resolve(config, world)
         device_mesh = mesh.build(layout, "cpu")
-        made = trainer.make(
-            config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder).parent
-        )
+        made = trainer.make(config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder).parent)
         note, scale = resume.load(made, folder), made.loss_scale
         position = made.loader.position
         results.append(
@@ -68,9 +66,7 @@ def test_the_loss_scale_carries_over_from_fp16_to_fp16_only(saved: Path) -> None
 
 def test_another_seed_or_length_of_samples_is_noted_and_begins_the_data_anew(saved: Path) -> None:
     seed, length = ("--seed", "7"), ("--data.sequence", "16")
-    same, other, shorter, both = resumed(
-        saved, ("0", ()), ("0", seed), ("0", length), ("0", (*seed, *length))
-    )
+    same, other, shorter, both = resumed(saved, ("0", ()), ("0", seed), ("0", length), ("0", (*seed, *length)))
     assert (same["position"], same["note"]) == (6, "")
     lost = ": the data position does not carry over; "
     assert other["note"] == f"--seed was 1234 before and is 7{lost}"

@@ -48,9 +48,7 @@ def test_resume_is_bitwise_equal_in_the_same_layout(layout: tuple[str, ...], tmp
         assert after["samples"] == before["samples"][len(before["samples"]) // 2 :]
         assert "after step 4" in after["note"]
     metadata = FileSystemReader(tmp_path / "run" / "checkpoints" / "step-00000004").read_metadata()
-    kinds = Counter(
-        name.rpartition(".")[2] for name in metadata.state_dict_metadata if name.startswith("optimizer")
-    )
+    kinds = Counter(name.rpartition(".")[2] for name in metadata.state_dict_metadata if name.startswith("optimizer"))
     assert kinds["exp_avg"] == kinds["exp_avg_sq"] == kinds["step"] == 4 * 9 + 3
 
 
@@ -117,9 +115,7 @@ def test_a_background_save_is_of_the_step_it_began_at(layout: tuple[str, ...], t
     arguments = (*layout, "--model.dropout", "0.1")
     unbroken = curves(2, tmp_path / "run", *arguments, "--checkpoint.every", "3", "--checkpoint.background")
     assert len(unbroken[0]["checkpoint_bytes"]) == 2
-    resumed = curves(
-        2, tmp_path / "run", *arguments, "--resume", str(tmp_path / "run/checkpoints/step-00000003")
-    )
+    resumed = curves(2, tmp_path / "run", *arguments, "--resume", str(tmp_path / "run/checkpoints/step-00000003"))
     for before, after in zip(unbroken, resumed, strict=True):
         assert after["step"] == [4, 5, 6, 7, 8]
         assert tail(after, 5) == tail(before, 5)

@@ -84,9 +84,7 @@ def test_it_trains_and_leaves_a_run_directory(tmp_path: Path) -> None:
         (("--parallel.shard", "3"), "error: shard 3 needs a multiple of 3 ranks and there are 2; "),
     ],
 )
-def test_a_wrong_request_ends_before_anything_starts(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_a_wrong_request_ends_before_anything_starts(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     with run(tmp_path, *arguments) as command:
         assert command.wait() != 0
         assert command.stderr.count(message) == 1

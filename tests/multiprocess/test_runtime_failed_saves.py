@@ -112,9 +112,7 @@ def test_a_read_only_folder_is_a_warning_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", BACKGROUND.values(), ids=BACKGROUND)
-def test_what_cannot_be_removed_is_told_once_and_costs_no_checkpoint(
-    mode: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_what_cannot_be_removed_is_told_once_and_costs_no_checkpoint(mode: tuple[str, ...], tmp_path: Path) -> None:
     run, cache = tmp_path / "run", ("--data.cache", str(tmp_path / "corpora"))
     saves = ("--checkpoint.every", "2", "--checkpoint.keep", "2", "--checkpoint.strict", *mode)
     left = run / "checkpoints" / ".removing-step-00000001"
@@ -134,9 +132,8 @@ def test_strict_stops_at_the_first_failed_save(mode: tuple[str, ...], tmp_path: 
     (run / "checkpoints").write_text("in the way")
     with pytest.raises(RankFailure) as caught:
         curves(1, run, "--checkpoint.every", "2", "--checkpoint.strict", *mode)
-    assert (
-        f"CheckpointError: checkpoint of step 2 was not saved: rank 0: File exists: {run}/checkpoints"
-        in str(caught.value)
+    assert f"CheckpointError: checkpoint of step 2 was not saved: rank 0: File exists: {run}/checkpoints" in str(
+        caught.value
     )
 
 
@@ -177,9 +174,7 @@ def train_on_a_full_disk(tmp_path: Path, *arguments: str, freed_in: int = 0) -> 
 
 
 LOGS_LOST = "warning: cannot write the logs in {run}/ranks/00000: No space left on device; "
-NOT_SAVED = (
-    "warning: checkpoint of step {step} was not saved: rank 0: No space left on device: {run}/checkpoints"
-)
+NOT_SAVED = "warning: checkpoint of step {step} was not saved: rank 0: No space left on device: {run}/checkpoints"
 
 
 def test_a_full_run_directory_does_not_stop_the_training(tmp_path: Path) -> None:
@@ -217,19 +212,14 @@ def test_a_full_run_directory_stops_a_strict_training_with_its_one_line(tmp_path
             told = command.stderr.splitlines()
     *logs_lost, error = told  # the last page of a log may have room for the traceback
     assert all(line.startswith(LOGS_LOST.format(run=run)) for line in logs_lost)
-    assert (
-        error
-        == f"error: checkpoint of step 5 was not saved: rank 0: No space left on device: {run}/checkpoints"
-    )
+    assert error == f"error: checkpoint of step 5 was not saved: rank 0: No space left on device: {run}/checkpoints"
 
 
 def test_a_run_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     run = tmp_path / "small" / "run"
     with mounted(tmp_path / "small", "size=1m,ro"):
         told = refused(run)
-    assert told == [
-        f"error: cannot make the run directory {run}: Read-only file system; choose another with --run-dir"
-    ]
+    assert told == [f"error: cannot make the run directory {run}: Read-only file system; choose another with --run-dir"]
 
 
 def test_a_folder_of_one_rank_in_the_way_is_one_line(tmp_path: Path) -> None:
@@ -250,8 +240,6 @@ def refused(run: Path) -> list[str]:
         timeout=120,
     ) as command:
         assert command.wait() != 0
-        said = command.stderr.partition("ChildFailedError")[
-            0
-        ]  # after it the launcher shows what each rank left
+        said = command.stderr.partition("ChildFailedError")[0]  # after it the launcher shows what each rank left
         assert "runtime/" not in said, said  # no frame of a traceback of ours
         return [line for line in said.splitlines() if line.startswith("error: ")]

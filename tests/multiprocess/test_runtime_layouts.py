@@ -62,9 +62,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     cases = [item.callspec.params for item in here if hasattr(item, "callspec")]
     wanted = {*REFERENCES, *(case["layout"] for case in cases if "layout" in case)}
     arguments = {
-        name: (layout.world, ("--steps", "20", *layout.arguments))
-        for name, layout in ALL.items()
-        if name in wanted
+        name: (layout.world, ("--steps", "20", *layout.arguments)) for name, layout in ALL.items() if name in wanted
     }
     return Curves(tmp_path_factory.mktemp("curves"), arguments)
 
@@ -83,16 +81,12 @@ def agrees(trained: Curves, layout: str) -> list[dict[str, Any]]:
         if asked.routed:
             early = slice(STEPS_BEFORE_ROUTES_PART)
             assert found[early] == pytest.approx(norms[early], rel=EXACT["norm"])
-            assert result["global_loss"][early] == pytest.approx(
-                expected["global_loss"][early], rel=EXACT["loss"]
-            )
+            assert result["global_loss"][early] == pytest.approx(expected["global_loss"][early], rel=EXACT["loss"])
     return results
 
 
 def marked(names: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive, id=name) for name in names
-    ]
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive, id=name) for name in names]
 
 
 @pytest.mark.timeout(3600)  # the first layout of each world size trains all of them
@@ -143,8 +137,7 @@ def test_compiled_blocks_train_as_in_one_process(arguments: tuple[str, ...], tmp
 def test_the_balance_loss_evens_out_the_experts(tmp_path: Path) -> None:
     """It reaches the gradients: without it they are others."""
     with_it, without = (
-        curves(1, tmp_path / weight, *MOE, "--steps", "6", "--model.balance_loss", weight)[0]
-        for weight in ("0.5", "0")
+        curves(1, tmp_path / weight, *MOE, "--steps", "6", "--model.balance_loss", weight)[0] for weight in ("0.5", "0")
     )
     assert with_it["global_loss"][0] == without["global_loss"][0]
     assert with_it["gradient_norm"][0] != pytest.approx(without["gradient_norm"][0], rel=1e-3)

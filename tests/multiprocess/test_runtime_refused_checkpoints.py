@@ -43,9 +43,7 @@ def ask(
     for target, more in asked:
         config = flags.load((*SMALL, *arguments, *more), {})
         layout = mesh.resolve(config, world)
-        made = trainer.make(
-            config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), prepare(config), Path(root)
-        )
+        made = trainer.make(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), prepare(config), Path(root))
         before = [parameter.detach().clone() for parameter in made.model.parameters]
         generator = torch.get_rng_state()
         try:
@@ -61,9 +59,7 @@ def answers(
     saved: Path, asked: list[tuple[str | Path, tuple[str, ...]]], root: Path | None = None
 ) -> list[tuple[str, bool]]:
     arguments = ("--data.path", str(saved / "text"), "--data.cache", str(saved / "corpora"))
-    (result,) = run_ranks(
-        ask, 1, [(str(t), more) for t, more in asked], arguments, str(root or saved), timeout=120
-    )
+    (result,) = run_ranks(ask, 1, [(str(t), more) for t, more in asked], arguments, str(root or saved), timeout=120)
     return list(result.value)
 
 
@@ -172,9 +168,7 @@ def test_a_bad_checkpoint_is_refused_by_name_and_passed_over_by_auto(saved: Path
     assert said.startswith(f"skipped a bad checkpoint: {folders[0]}/__1_0.distcp cannot be read")
     assert said.endswith(f"from {tmp_path}/0/step-00000002 after step 2")
     ((said, unharmed),) = answers(saved, [("auto", ())], root=tmp_path / "1")
-    assert said == (
-        f"no checkpoint in {tmp_path / '1'} can be trusted; start without --resume or remove them"
-    )
+    assert said == (f"no checkpoint in {tmp_path / '1'} can be trusted; start without --resume or remove them")
     assert unharmed
 
 
@@ -182,9 +176,7 @@ def test_another_corpus_is_noted_and_another_tokenizer_refused(saved: Path, tmp_
     folder = saved / "run/checkpoints/step-00000004"
     tokens = Path(manifest.read(folder).training["tokens"])
     tokenizer = tokens / "tokenizer.json"
-    (tmp_path / "b.txt").write_text(
-        "".join(f"the root of {n * n} is {n}; what follows?\n" for n in range(3000))
-    )
+    (tmp_path / "b.txt").write_text("".join(f"the root of {n * n} is {n}; what follows?\n" for n in range(3000)))
     other = ("--data.path", str(tmp_path / "b.txt"))
     found = answers(saved, [(folder, (*other, "--data.tokenizer", str(tokenizer))), (folder, other)])
     assert found[0][0] == (

@@ -53,9 +53,7 @@ def test_a_chain_of_layouts_is_one_training(
     seen: set[int] = set()
     for number, (name, (world, layout)) in enumerate(chain.items(), start=1):
         before, until = (number - 1) * STEPS_EACH, number * STEPS_EACH
-        found = curves(
-            world, tmp_path / "run", *arguments, *layout, "--steps", str(until), "--resume", "auto"
-        )
+        found = curves(world, tmp_path / "run", *arguments, *layout, "--steps", str(until), "--resume", "auto")
         assert ("into another layout" in found[0]["note"]) == (number > 1), name
         for rank in found:
             part = {key: unbroken[key][before:until] for key in ("global_loss", "gradient_norm")}
@@ -65,9 +63,7 @@ def test_a_chain_of_layouts_is_one_training(
         assert not samples & seen
         seen |= samples
     assert seen == set(unbroken["samples"])
-    ours, theirs = (
-        everything(tmp_path / run / f"checkpoints/step-{last:08d}") for run in ("run", "unbroken")
-    )
+    ours, theirs = (everything(tmp_path / run / f"checkpoints/step-{last:08d}") for run in ("run", "unbroken"))
     assert ours.keys() == theirs.keys()
     for kind in ("model.", ".exp_avg", ".exp_avg_sq", ".step"):
         names = [name for name in ours if name.startswith(kind) or name.endswith(kind)]

@@ -71,9 +71,7 @@ def loaded(exported: dict[str, tuple[Path, float]], tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_they_load_into_every_layout(
-    name: str, loaded: Curves, exported: dict[str, tuple[Path, float]]
-) -> None:
+def test_they_load_into_every_layout(name: str, loaded: Curves, exported: dict[str, tuple[Path, float]]) -> None:
     kind = name.split()[0]
     folder, first_loss = exported[kind]
     (alone,) = loaded(f"{kind} alone")
@@ -96,15 +94,11 @@ def test_the_same_weights_and_losses_come_back_bitwise(
     after = load_file(again)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    (second,) = curves(
-        1, tmp_path / "next", *KINDS[kind], *kept, "--checkpoint.init", str(tmp_path / "again")
-    )
+    (second,) = curves(1, tmp_path / "next", *KINDS[kind], *kept, "--checkpoint.init", str(tmp_path / "again"))
     assert second["global_loss"] == first["global_loss"]
 
 
-def test_a_checkpoint_of_the_run_wins_over_the_weights(
-    exported: dict[str, tuple[Path, float]], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_the_run_wins_over_the_weights(exported: dict[str, tuple[Path, float]], tmp_path: Path) -> None:
     arguments = (*DENSE, "--checkpoint.init", str(exported["dense"][0]), "--resume", "auto")
     (first,) = curves(1, tmp_path / "run", *arguments, "--steps", "2", "--checkpoint.every", "2")
     assert "starting from the beginning; weights from" in first["note"]
@@ -179,9 +173,7 @@ def test_hugging_faces_formulas_give_our_logits(kind: str) -> None:
     tokens_BT = torch.arange(2 * 16).view(2, 16) * 7 % config.model.vocabulary
     model.eval()
     with torch.no_grad():
-        assert torch.allclose(
-            model(tokens_BT), hugging_face_llama(weights, table, tokens_BT), rtol=1e-3, atol=1e-3
-        )
+        assert torch.allclose(model(tokens_BT), hugging_face_llama(weights, table, tokens_BT), rtol=1e-3, atol=1e-3)
     settings = huggingface.settings_of(table, 16)
     assert settings == {name: getattr(config.model, name) for name in settings}
     assert (settings.keys() == huggingface.SETTINGS.keys()) == (kind == "experts")

@@ -24,9 +24,7 @@ def test_the_monitor_outlives_its_rank_by_a_little(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("import time, pathlib\n" + SCRIPT.replace("sys.stdin.read(1)", _WAIT))
     (tmp_path / "logging.py").write_text("raise SystemExit('a file of the user, not the standard library')")
-    with launch(
-        [sys.executable, "-P", script, tmp_path / "run", tmp_path / "go"], cwd=tmp_path, timeout=240
-    ) as job:
+    with launch([sys.executable, "-P", script, tmp_path / "run", tmp_path / "go"], cwd=tmp_path, timeout=240) as job:
         monitor = _until(lambda: [p for p in processes_with_token(job.token) if p != job.pid])
         assert "dtobs.monitor" in Path(f"/proc/{monitor[0]}/cmdline").read_text()
         assert Path(f"/proc/{monitor[0]}/stat").read_text().split()[5] == str(monitor[0])  # its own session

@@ -95,11 +95,7 @@ def test_a_rank_that_waits_in_the_reducer_is_seen_waiting(tmp_path: Path):
     gate = Gate(tmp_path / "gate")
     with start_ranks(hang_in_backward, 2, tmp_path / "run", gate) as group:
         view = until(
-            lambda: (
-                load_run(tmp_path / "run")
-                if (tmp_path / "run/run.json").exists()
-                else RunView.__new__(RunView)
-            ),
+            lambda: load_run(tmp_path / "run") if (tmp_path / "run/run.json").exists() else RunView.__new__(RunView),
             lambda v: (
                 hasattr(v, "pages")
                 and len(v.pages) == 2
@@ -134,17 +130,13 @@ def stuck(rank: int, world: int, folder: Path, gate: Gate) -> None:
 
 
 def test_stacks_and_flight_recorder_of_a_waiting_rank(tmp_path: Path):
+    from dtobs.host.stacks import parse_stacks
     from dtobs.probes.worker_server import answers
-    from dtobs.recording.stacks import parse_stacks
 
     gate = Gate(tmp_path / "gate")
     with start_ranks(stuck, 2, tmp_path / "run", gate) as group:
         until(
-            lambda: (
-                load_run(tmp_path / "run")
-                if (tmp_path / "run/run.json").exists()
-                else RunView.__new__(RunView)
-            ),
+            lambda: load_run(tmp_path / "run") if (tmp_path / "run/run.json").exists() else RunView.__new__(RunView),
             lambda v: hasattr(v, "pages") and len(v.pages) == 2 and v.page(0)["collective_seq"] == 2,
         )
         process = load_run(tmp_path / "run").meta(0).process

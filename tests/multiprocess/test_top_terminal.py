@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.events import RankState
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 from tests.harness.terminal import readable
 
 SCREEN_ON, SCREEN_OFF = b"\x1b[?1049h", b"\x1b[?1049l"

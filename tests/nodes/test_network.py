@@ -127,9 +127,7 @@ def _permitted(require_program: Callable[[str], str]) -> None:
 def test_health_a_bad_link_a_suspended_rank_and_a_cut_cable(tmp_path: Path):
     with job(2, tmp_path, "static") as running:
         lead = running.network.run_dir(0)
-        running.until(
-            lambda: {n: c.state for n, c in read_contacts(RunDirectory(lead)).items()} == {1: "answers"}
-        )
+        running.until(lambda: {n: c.state for n, c in read_contacts(RunDirectory(lead)).items()} == {1: "answers"})
 
         # Loss and delay slow a job down, they do not hang it.
         kind = running.network.degrade(1)

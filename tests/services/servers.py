@@ -56,9 +56,7 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(
-    program: str, folder: Path, targets: list[str], alertmanager: str | None = None
-) -> Iterator[Prometheus]:
+def prometheus(program: str, folder: Path, targets: list[str], alertmanager: str | None = None) -> Iterator[Prometheus]:
     """Scrapes `targets` every second with our rules, evaluated every second."""
     config: dict[str, Any] = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

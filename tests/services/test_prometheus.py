@@ -17,8 +17,8 @@ from dtobs.exporters.alerts import alerts
 from dtobs.exporters.grafana import expressions, run_overview
 from dtobs.exporters.metrics import TABLE
 from dtobs.monitor.address import addresses
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.rundir import RunDirectory
+from dtobs.testing.fake_run import FakeRun
 from tests.harness import Launched, launch
 from tests.services.servers import alertmanager, prometheus, wait_for
 from tests.unit.exporters.looks import full_run, pipeline_step
@@ -48,9 +48,7 @@ def training(run: FakeRun) -> Iterator[None]:
                 rank.clock_ns = now - 110_000_000
                 values = {"nonfinite": 1, "nonfinite_param": 0} if rank.number == 1 else {}
                 values |= pipeline_step(rank, rank.clock_ns)
-                rank.step(
-                    local_norm=2.0, reduced_norm=1.5, sync_ns=now, sync_seq=number, checkpoint=0.01, **values
-                )
+                rank.step(local_norm=2.0, reduced_norm=1.5, sync_ns=now, sync_seq=number, checkpoint=0.01, **values)
                 rank.page(
                     tokens=1024 * number,
                     collective_bytes=4e6 * number,
@@ -67,9 +65,7 @@ def training(run: FakeRun) -> Iterator[None]:
         thread.join()
 
 
-def test_every_panel_has_data_and_every_rule_is_evaluated(
-    tmp_path: Path, require_program: Callable[[str], str]
-):
+def test_every_panel_has_data_and_every_rule_is_evaluated(tmp_path: Path, require_program: Callable[[str], str]):
     program = require_program("prometheus")
     root = tmp_path / "run"
     with (
@@ -88,9 +84,7 @@ def test_every_panel_has_data_and_every_rule_is_evaluated(
         for alert in alerts():
             server.query(alert.expr)
         rules = wait_for(
-            lambda: [
-                r for g in server.get("rules")["groups"] for r in g["rules"] if r["lastEvaluation"] > "0002"
-            ],
+            lambda: [r for g in server.get("rules")["groups"] for r in g["rules"] if r["lastEvaluation"] > "0002"],
             "the evaluation of the rules",
         )
         assert {r["health"] for r in rules if r["health"] != "unknown"} == {"ok"}
@@ -122,9 +116,7 @@ def test_an_alert_arrives(tmp_path: Path, require_program: Callable[[str], str])
             with (
                 training(full_run(root)),
                 watched(root) as (_, address),
-                alertmanager(
-                    programs[1], tmp_path / "am", f"http://127.0.0.1:{hook.server_port}/"
-                ) as manager,
+                alertmanager(programs[1], tmp_path / "am", f"http://127.0.0.1:{hook.server_port}/") as manager,
                 prometheus(programs[0], tmp_path / "prometheus", [address], manager),
             ):
                 wait_for(lambda: received, "the alert")

@@ -48,9 +48,7 @@ def test_a_real_run_and_the_death_of_a_rank(tmp_path: Path, require_program: Cal
         wait_for(lambda: 0 in addresses(RunDirectory(root)), "the monitor's address")
         address = addresses(RunDirectory(root))[0].removeprefix("http://")
         with prometheus(program, tmp_path / "prometheus", [address]) as server:
-            wait_for(
-                lambda: len(server.query(f"dtobs_steps_total == {STEPS}")) == 2, "the steps of both ranks"
-            )
+            wait_for(lambda: len(server.query(f"dtobs_steps_total == {STEPS}")) == 2, "the steps of both ranks")
             for positive in (
                 "busy_seconds",
                 "collectives_total",

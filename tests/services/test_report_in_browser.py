@@ -10,23 +10,19 @@ import pytest
 
 from dtobs.diagnose.dumps import diagnosis_of
 from dtobs.flight_recorder import dumps_from_objects
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import Fault
-from dtobs.flight_recorder.synthetic import Job, dumps_of
 from dtobs.reports import html
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import Fault
+from dtobs.testing.synthetic_dumps import Job, dumps_of
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(
-    "layout", [Layout(2, 1, 1), Layout(32, 8, 4, layers=1, micro_batches=1)], ids=["2", "1024"]
-)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(32, 8, 4, layers=1, micro_batches=1)], ids=["2", "1024"])
 def test_it_opens(require_program: Callable[[str], str], tmp_path: Path, layout: Layout):
     browser = require_program("chromium")
     job = Job(layout, Fault("rank-not-joined", 1, "dp"), entries=40, steps=5)
     page = tmp_path / "report.html"
-    page.write_text(
-        html.render(diagnosis_of("dumps", dumps_from_objects(dict(dumps_of(job))))), encoding="utf-8"
-    )
+    page.write_text(html.render(diagnosis_of("dumps", dumps_from_objects(dict(dumps_of(job))))), encoding="utf-8")
     command = [
         browser,
         "--headless",

@@ -19,25 +19,28 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LINES = 500
 
 VOCABULARY = {"errors", "events", "findings"}
-ANALYSIS = VOCABULARY | {"recording", "flight_recorder", "timeline", "detectors"}
-EVERYTHING_READ = ANALYSIS | {"diagnose", "exporters"}
+ANALYSIS = VOCABULARY | {"host", "recording", "flight_recorder", "timeline", "detectors"}
+EVERYTHING_READ = ANALYSIS | {"nodes", "diagnose", "exporters"}
 
 # Part of dtobs → the other parts it may import. `__init__` resolves its public names lazily and is checked apart.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": {"errors"},
     "findings": {"errors", "events"},
-    "recording": VOCABULARY,
+    "host": VOCABULARY,
+    "recording": VOCABULARY | {"host"},
+    "nodes": VOCABULARY | {"recording", "host"},
+    "testing": VOCABULARY | {"recording", "host"},
     "flight_recorder": VOCABULARY,
     "timeline": VOCABULARY | {"recording"},
-    "detectors": VOCABULARY | {"recording", "flight_recorder", "timeline"},
-    "diagnose": ANALYSIS,
+    "detectors": VOCABULARY | {"host", "recording", "flight_recorder", "timeline"},
+    "diagnose": ANALYSIS | {"nodes"},
     "reports": ANALYSIS | {"diagnose"},
-    "tui": ANALYSIS | {"diagnose"},
+    "tui": ANALYSIS | {"nodes", "diagnose"},
     "exporters": ANALYSIS,
     "monitor": EVERYTHING_READ,
-    "probes": VOCABULARY | {"recording"},
-    "session": VOCABULARY | {"recording", "probes"},
+    "probes": VOCABULARY | {"recording", "host"},
+    "session": VOCABULARY | {"recording", "host", "nodes", "probes"},
     "integrations": VOCABULARY | {"session"},
     "drills": EVERYTHING_READ | {"session", "integrations"},
     "preflight": VOCABULARY,
@@ -125,11 +128,7 @@ def test_arrows_between_the_parts():
 
 
 def test_torch_only_where_it_is_allowed():
-    wrong = [
-        str(i)
-        for i in DTOBS_IMPORTS
-        if i.name.split(".")[0] == "torch" and part_of(i.path) not in TORCH_ALLOWED
-    ]
+    wrong = [str(i) for i in DTOBS_IMPORTS if i.name.split(".")[0] == "torch" and part_of(i.path) not in TORCH_ALLOWED]
     assert wrong == []
 
 
@@ -153,16 +152,12 @@ def test_importing_is_light(module: str):
     """No torch and no optional package, in a fresh interpreter: the session asks for torch when it is attached."""
     heavy = ["torch", *OPTIONAL]
     code = f"import sys, {module}; print(*[m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
 def test_files_are_short():
-    lengths = {
-        p: len(p.read_text().splitlines()) for p in python_files("dtobs", "runtime", "tests", "examples")
-    }
+    lengths = {p: len(p.read_text().splitlines()) for p in python_files("dtobs", "runtime", "tests", "examples")}
     assert {str(p.relative_to(REPOSITORY)): n for p, n in lengths.items() if n > MAX_LINES} == {}
 
 

@@ -30,9 +30,7 @@ NEEDS_TORCH = {"drill", "preflight", "run"}  # they run training processes
 def subcommands() -> list[str]:
     """One file a subcommand: the files of dtobs/cli that are not private."""
     folder = REPOSITORY / "dtobs" / "cli"
-    return sorted(
-        p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem not in NEEDS_TORCH
-    )
+    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem not in NEEDS_TORCH)
 
 
 @pytest.fixture(scope="module")

@@ -34,11 +34,7 @@ def absent(situation: Situation) -> dict[int, tuple[str, Absence]]:
             found[rank] = ("rank-stopped", absence)
         elif _gil_held(situation, rank):
             found[rank] = ("gil-held", absence)
-        elif (
-            rank in explained
-            or rank in situation.blocked
-            or (rank not in missing and not _still(situation, rank))
-        ):
+        elif rank in explained or rank in situation.blocked or (rank not in missing and not _still(situation, rank)):
             continue
         elif _in_loader(situation, rank):
             found[rank] = ("stuck-in-dataloader", absence)

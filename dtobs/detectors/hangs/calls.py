@@ -51,12 +51,8 @@ class Calls:
     def __init__(self, view: RunView) -> None:
         self._view = view
         self.open_waits: dict[int, Blocked] = {}  #: ranks whose last wait event is a begin
-        self._exchanged: dict[
-            tuple[int, int, str, int], int
-        ] = {}  # rank, peer, "send" or "recv", group → how many
-        self._last_message: dict[
-            int, tuple[int, int]
-        ] = {}  # rank → when it issued its last one, from which line
+        self._exchanged: dict[tuple[int, int, str, int], int] = {}  # rank, peer, "send" or "recv", group → how many
+        self._last_message: dict[int, tuple[int, int]] = {}  # rank → when it issued its last one, from which line
         self._restarts: dict[int, dict[int, int]] = {}  # group → rank → how often its counting began anew
         #: ranks whose recording of collectives switched itself off: their frontier means nothing
         self.unreliable = {rank for rank in view.ranks if _switched_off(view, rank)}
@@ -162,9 +158,7 @@ class Calls:
         ordered = self.rows[order]
         if not len(ordered):
             return ordered
-        changes = (ordered["group"][1:] != ordered["group"][:-1]) | (
-            ordered["rank"][1:] != ordered["rank"][:-1]
-        )
+        changes = (ordered["group"][1:] != ordered["group"][:-1]) | (ordered["rank"][1:] != ordered["rank"][:-1])
         last: npt.NDArray[np.void] = ordered[np.append(changes, True)]
         return last
 
@@ -219,26 +213,19 @@ class Calls:
         begin = events[waits[-1]]
         before = events[: waits[-1]]
         sent = before[
-            (before["kind"] == Kind.P2P)
-            & (before["group"] == begin["group"])
-            & (before["seq"] == begin["seq"])
+            (before["kind"] == Kind.P2P) & (before["group"] == begin["group"]) & (before["seq"] == begin["seq"])
         ]
         made = before[
-            (before["kind"] == Kind.COLLECTIVE)
-            & (before["group"] == begin["group"])
-            & (before["seq"] == begin["seq"])
+            (before["kind"] == Kind.COLLECTIVE) & (before["group"] == begin["group"]) & (before["seq"] == begin["seq"])
         ]
         group, seq = int(begin["group"]), int(begin["seq"])
         self.open_waits[rank] = Blocked(group, seq)
         if len(sent) and (not len(made) or sent["stamp"][-1] > made["stamp"][-1]):
             last = sent[-1]
-            self.open_waits[rank] = Blocked(
-                group, seq, int(last["value"]), int(last["op"]), int(last["site"])
-            )
+            self.open_waits[rank] = Blocked(group, seq, int(last["value"]), int(last["op"]), int(last["site"]))
 
 
 def _switched_off(view: RunView, rank: int) -> bool:
     return any(
-        "collective" in name and probe.get("state") == "failed"
-        for name, probe in view.meta(rank).probes.items()
+        "collective" in name and probe.get("state") == "failed" for name, probe in view.meta(rank).probes.items()
     )

@@ -7,7 +7,7 @@ from typing import Any
 from dtobs.detectors.base import named
 from dtobs.detectors.hangs.situation import Absence, Situation
 from dtobs.events import FIRST_CUSTOM_PHASE, Phase
-from dtobs.recording.stacks import Frame, ThreadStack
+from dtobs.host.stacks import Frame, ThreadStack
 
 _MAX_RANKS_SHOWN = 8
 _MAX_FRAMES = 12
@@ -98,10 +98,7 @@ def user_frame(situation: Situation, rank: int) -> Frame | None:
 def where(situation: Situation, rank: int) -> str:
     """ "in forward at train.py:30 in step", as far as it is known."""
     phase, line = phase_name(situation, rank), line_of(situation, rank)
-    return (
-        " ".join(part for part in (f"in {phase}" if phase else "", line) if part)
-        or "at a place nobody recorded"
-    )
+    return " ".join(part for part in (f"in {phase}" if phase else "", line) if part) or "at a place nobody recorded"
 
 
 def waiting_evidence(situation: Situation, absence: Absence) -> list[Evidence]:

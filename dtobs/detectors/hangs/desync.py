@@ -58,8 +58,7 @@ def _differing(calls: Calls) -> Iterator[npt.NDArray[np.void]]:
     other_site = np.concatenate(([False], same & (rows["site"][1:] != rows["site"][:-1])))
     other_op = np.concatenate(([False], same & (rows["op"][1:] != rows["op"][:-1])))
     places = np.flatnonzero(
-        np.add.reduceat(other_site.astype(np.int64), starts)
-        * (np.add.reduceat(other_op.astype(np.int64), starts) == 0)
+        np.add.reduceat(other_site.astype(np.int64), starts) * (np.add.reduceat(other_op.astype(np.int64), starts) == 0)
     )
     tries: Counter[int] = Counter()
     for place in places:

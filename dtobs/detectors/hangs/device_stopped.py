@@ -19,8 +19,8 @@ from dtobs.detectors.hangs.situation import Situation
 from dtobs.errors import DumpError
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
+from dtobs.host.kernel_log import XID_NOTE
 from dtobs.recording.capture import RankCapture
-from dtobs.recording.kernel_log import XID_NOTE
 
 _ON_DEVICES = ("nccl", "xccl", "hccl", "mccl")
 
@@ -55,11 +55,7 @@ def _behind(situation: Situation, captured: dict[int, RankCapture]) -> list[Find
         return []
     found = [f for f in analysis.findings if f.code == "device-stopped"]
     since = situation.stall.since_ns if situation.stall else 0
-    return [
-        replace(f, since_ns=since, step=int(situation.view.page(f.ranks[0])["step"]))
-        for f in found
-        if f.ranks
-    ]
+    return [replace(f, since_ns=since, step=int(situation.view.page(f.ranks[0])["step"])) for f in found if f.ranks]
 
 
 def _with_errors(finding: Finding, captured: dict[int, RankCapture]) -> Finding:

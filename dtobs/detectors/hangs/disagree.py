@@ -47,7 +47,5 @@ def _calls(situation: Situation, found: Mismatch) -> list[Evidence]:
     for operation, ranks in found.versions:
         for rank in ranks[:_MAX_CALLS_SHOWN]:
             where = _site(situation, found, rank).removeprefix(" at ")
-            shown.append(
-                {"what": "call", "rank": rank, "seq": found.seq, "operation": operation, "site": where}
-            )
+            shown.append({"what": "call", "rank": rank, "seq": found.seq, "operation": operation, "site": where})
     return shown

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from dtobs.events import RankState
-from dtobs.recording.process import ProcessState
+from dtobs.host.process import ProcessState
 from dtobs.recording.view import RunView
 
 
@@ -94,9 +94,7 @@ def _ending(view: RunView, rank: int) -> Ending:
     process = view.process(rank)
     state = int(page["state"])
     offset = int(page["clock_offset_ns"])
-    gone_ns = offset + (
-        process.ended_ns if process and process.ended_ns else _last_sign_of_life_ns(view, rank)
-    )
+    gone_ns = offset + (process.ended_ns if process and process.ended_ns else _last_sign_of_life_ns(view, rank))
     if state == RankState.CLOSED:
         # Whatever happens after close() is not the training's: Gloo aborts about one exit in ten there.
         return Ending(rank, End.CLOSED, offset + int(page["heartbeat_ns"]), None, process)

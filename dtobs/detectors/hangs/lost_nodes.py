@@ -30,9 +30,7 @@ _LINK = (
     "From another host, ping {host} and look at its console: if it runs, its network or a switch is the cause; "
     "if not, its power or its kernel."
 )
-_MACHINE = (
-    "Look at the uptime and the kernel log of {host}, and at the scheduler for who ended its processes."
-)
+_MACHINE = "Look at the uptime and the kernel log of {host}, and at the scheduler for who ended its processes."
 _MONITOR = "Look at {host}: run `dtobs diagnose` on its run directory, and see why its monitor ended."
 
 
@@ -77,11 +75,7 @@ def _judge(situation: Situation, contact: Contact, whole: RunView) -> Finding | 
     if situation.stall is None and not gave_up and not (broke and contact.state == "silent"):
         return None
     if contact.state == "silent":
-        other = (
-            "; no other node answers either, so it may as well be this node's own network"
-            if contact.alone
-            else ""
-        )
+        other = "; no other node answers either, so it may as well be this node's own network" if contact.alone else ""
         return _finding(
             whole,
             contact,

@@ -36,9 +36,7 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
     ranks = tuple(a.rank for a in gone)
     first = gone[0]
     done, others = (int(view.page(r)["steps_done"]) for r in (first.rank, first.waiting[0]))
-    steps = (
-        f" after {done} steps, of which its peers did {others}" if done != others else f" after {done} steps"
-    )
+    steps = f" after {done} steps, of which its peers did {others}" if done != others else f" after {done} steps"
     return Finding(
         "rank-exited-early",
         f"{named(ranks)} ended normally{steps}, while {waiters(situation, first)}",

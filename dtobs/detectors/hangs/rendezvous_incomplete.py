@@ -30,9 +30,7 @@ def find(view: RunView) -> list[Finding]:
     waiting = {r: w for r, a in arrivals.items() if (w := seconds_waited(a)) is not None}
     world = max((arrivals[rank].world_size for rank in waiting), default=0)
     missing = tuple(sorted(set(range(world)) - set(waiting)))
-    if not missing or any(
-        arrivals[r].state == "met" for r in missing if r in arrivals and _of_now(arrivals, r)
-    ):
+    if not missing or any(arrivals[r].state == "met" for r in missing if r in arrivals and _of_now(arrivals, r)):
         return []
     longest = max(waiting.values())
     patience = max(arrivals[rank].patience for rank in waiting) or DEFAULT_FLOOR_SECONDS

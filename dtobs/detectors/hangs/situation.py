@@ -10,7 +10,7 @@ from dtobs.detectors.hangs.endings import End, Ending, causes, endings
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
 from dtobs.detectors.hangs.stall import Stall, stall
 from dtobs.events import Phase
-from dtobs.recording.stacks import ThreadStack, main_thread
+from dtobs.host.stacks import ThreadStack, main_thread
 from dtobs.recording.view import RunView
 
 _GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
@@ -103,9 +103,7 @@ def interpret(view: RunView) -> Situation:
     return situation
 
 
-def _blocked(
-    view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Stall | None
-) -> dict[int, Blocked]:
+def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Stall | None) -> dict[int, Blocked]:
     found: dict[int, Blocked] = {}
     for rank in view.ranks:
         page = view.page(rank)
@@ -180,6 +178,4 @@ def _in_communication(stack: ThreadStack | None) -> bool:
     if stack is None or not stack.frames:
         return False
     file = stack.frames[0].file
-    return any(part in file for part in _COMMUNICATION) and not any(
-        part in file for part in _NOT_COMMUNICATION
-    )
+    return any(part in file for part in _COMMUNICATION) and not any(part in file for part in _NOT_COMMUNICATION)

@@ -15,6 +15,4 @@ from dtobs.findings import Finding
 
 def find(situation: Situation) -> list[Finding]:
     """One finding for each collective that ranks are missing in because of their data."""
-    return stuck_in(
-        situation, "stuck-in-dataloader", "data", lambda has, taken: f"{has} waited {taken} for data"
-    )
+    return stuck_in(situation, "stuck-in-dataloader", "data", lambda has, taken: f"{has} waited {taken} for data")

@@ -33,11 +33,7 @@ def data_starved(view: RunView) -> list[Finding]:
         data, wall = times.parts["data"][0], times.wall[0]
         share = float(data.sum() / max(float(wall.sum()), 1e-9))
         typical = float(np.median(data))
-        if (
-            share >= SHARE
-            and float(np.median(data / np.maximum(wall, 1e-9))) >= SHARE
-            and typical >= LEAST_SECONDS
-        ):
+        if share >= SHARE and float(np.median(data / np.maximum(wall, 1e-9))) >= SHARE and typical >= LEAST_SECONDS:
             starved[rank] = (share, typical, int(times.steps[0]), int(times.end_ns[0, 0]))
     if not starved:
         return []

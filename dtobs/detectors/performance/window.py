@@ -49,9 +49,7 @@ def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None
         return None
     parts = {part: records[f"{part}_ns"].astype(np.float64) / 1e9 for part in STEP_PARTS}
     # A step with a validation or a checkpoint in it is one of rank 0's usual extras: only the rest is compared.
-    wall = sum(
-        (parts[p] for p in STEP_PARTS if p not in ("validation", "checkpoint")), np.zeros(records.shape)
-    )
+    wall = sum((parts[p] for p in STEP_PARTS if p not in ("validation", "checkpoint")), np.zeros(records.shape))
     busy = wall - parts["exposed"]
     # A rank is also kept from its core when a wait is over, so that the delay may exceed what is left without waits.
     delayed = np.minimum(records["run_delay_ns"].astype(np.float64) / 1e9, busy)

@@ -56,9 +56,7 @@ def data_overlap(view: RunView) -> list[Finding]:
     return found
 
 
-def _sets(
-    digests: npt.NDArray[np.uint64], varied: list[bool]
-) -> list[tuple[list[int], npt.NDArray[np.bool_], int]]:
+def _sets(digests: npt.NDArray[np.uint64], varied: list[bool]) -> list[tuple[list[int], npt.NDArray[np.bool_], int]]:
     """Rows that overlap with the first of their set: (rows, bool[steps] equal in all of them, steps compared)."""
     found = []
     taken: set[int] = set()

@@ -52,9 +52,7 @@ def _lasting(steps: npt.NDArray[np.void], field: str, limit: float) -> npt.NDArr
     return last
 
 
-def _describe(
-    role: str, way: str, verb: str, share: float, ranks: dict[int, npt.NDArray[np.void]]
-) -> Finding:
+def _describe(role: str, way: str, verb: str, share: float, ranks: dict[int, npt.NDArray[np.void]]) -> Finding:
     evidence = [
         {
             "what": f"FP8 {role}",

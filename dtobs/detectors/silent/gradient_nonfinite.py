@@ -53,9 +53,7 @@ def _bad_steps(view: RunView) -> dict[int, dict[int, tuple[int, int, int]]]:
         last = int(steps["step"].max()) if len(steps) else -1
         marks = view.events(rank)
         marks = marks[
-            (marks["kind"] == Kind.MARK)
-            & (marks["op"] == NONFINITE_MARK)
-            & (marks["step"].astype(int) > last)
+            (marks["kind"] == Kind.MARK) & (marks["op"] == NONFINITE_MARK) & (marks["step"].astype(int) > last)
         ]
         if len(marks) and not np.isfinite(steps["loss_scale"]).any():
             # The step was never finished: an exception ended it, or it goes on at this moment.

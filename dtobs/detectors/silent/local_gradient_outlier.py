@@ -84,13 +84,9 @@ class _Track:
     def take(self, value: Floats) -> None:
         off, z = self.deviation(value)
         known = np.isfinite(off)
-        kept = np.where(known, off, 0.0) * np.minimum(
-            1.0, CLIP / np.maximum(np.abs(np.where(known, z, 1.0)), 1e-9)
-        )
+        kept = np.where(known, off, 0.0) * np.minimum(1.0, CLIP / np.maximum(np.abs(np.where(known, z, 1.0)), 1e-9))
         fresh = known & ~np.isfinite(self.mean)
-        self.mean = np.where(
-            np.isfinite(value) & ~np.isfinite(self.mean), value, self.mean + self.pace * kept
-        )
+        self.mean = np.where(np.isfinite(value) & ~np.isfinite(self.mean), value, self.mean + self.pace * kept)
         moved = (1 - _SLOW) * (self.variance + _SLOW * kept**2)
         self.variance = np.where(known & ~fresh, moved, self.variance)
 

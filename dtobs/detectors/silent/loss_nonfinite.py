@@ -40,9 +40,7 @@ def loss_nonfinite(view: RunView) -> list[Finding]:
             tuple(ranks),
             Confidence.CERTAIN,
             step=step,
-            evidence=tuple(
-                {"what": "loss", "rank": r, "step": step, "loss": str(first[r][1])} for r in ranks[:16]
-            ),
+            evidence=tuple({"what": "loss", "rank": r, "step": step, "loss": str(first[r][1])} for r in ranks[:16]),
             since_ns=min(first[r][2] for r in ranks),
         )
     ]

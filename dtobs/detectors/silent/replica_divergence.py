@@ -57,9 +57,7 @@ def _describe(view: RunView, copies: ReplicaSet) -> Finding:
         verb = "differs" if len(odd) == 1 else "differ"
         summary = f"{named(odd)} {verb} from {named(others)} in {name}{more}, first seen {since}"
     else:
-        summary = (
-            f"{named(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
-        )
+        summary = f"{named(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
     return Finding(
         "replica-divergence",
         summary,

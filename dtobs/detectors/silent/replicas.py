@@ -93,15 +93,11 @@ def _bring_together(
     digests, times = [], []
     for rank, place in ranks:
         history = histories[rank]
-        newest = {
-            int(step): row for row, step in enumerate(history["step"])
-        }  # a step done again: the later one
+        newest = {int(step): row for row, step in enumerate(history["step"])}  # a step done again: the later one
         rows = [newest[int(step)] for step in common]
         columns = [rows_by_class[place] for _, rows_by_class in named]
         if max(columns) >= history["digest"].shape[1]:
             return None  # the table was written anew since
         digests.append(history["digest"][rows][:, columns])
         times.append(history["t_ns"][rows])
-    return ReplicaSet(
-        [rank for rank, _ in ranks], [n for n, _ in named], common, np.stack(digests), np.stack(times)
-    )
+    return ReplicaSet([rank for rank, _ in ranks], [n for n, _ in named], common, np.stack(digests), np.stack(times))

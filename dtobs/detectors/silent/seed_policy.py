@@ -133,9 +133,7 @@ def _generators(view: RunView) -> list[Finding]:
 def _states(window: StepWindow, rows: list[int]) -> npt.NDArray[np.uint64]:
     """u64[ranks, steps]: torch's generators, host and device, as one number; 0 where not known."""
     records = window.records[rows]
-    both: npt.NDArray[np.uint64] = (
-        records["rng_torch"] * np.uint64(0x9E3779B97F4A7C15) + records["rng_device"]
-    )
+    both: npt.NDArray[np.uint64] = records["rng_torch"] * np.uint64(0x9E3779B97F4A7C15) + records["rng_device"]
     both[(records["rng_torch"] == 0) | ~window.valid[rows]] = 0
     return both
 
@@ -170,9 +168,7 @@ def _must_be_equal(window: StepWindow, group: list[int], states: npt.NDArray[np.
             Confidence.CERTAIN,
             step=first,
             group="generators",
-            evidence=(
-                {"what": "generator digests", "steps_unequal": int(unequal.sum()), "steps": int(known.sum())},
-            ),
+            evidence=({"what": "generator digests", "steps_unequal": int(unequal.sum()), "steps": int(known.sum())},),
         )
     ]
 

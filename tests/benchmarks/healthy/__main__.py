@@ -77,9 +77,7 @@ def table(outcomes: Iterable[Outcome], pilots: Iterable[Outcome]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--runs", type=int, default=len(LAYOUTS), help="over the layouts in turn (default: one each)"
-    )
+    parser.add_argument("--runs", type=int, default=len(LAYOUTS), help="over the layouts in turn (default: one each)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training in each run")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
@@ -96,9 +94,7 @@ def main() -> int:
         options.json.write_text(json.dumps([asdict(o) for o in (*outcomes, *pilots)], indent=1) + "\n")
     print(f"\n{table(outcomes, pilots)}")
     unclean = sum(not o.clean for o in (*outcomes, *pilots))
-    print(
-        f"\n{len(outcomes)} runs of about {options.seconds:g} s and {len(pilots)} pilots: {unclean} not clean"
-    )
+    print(f"\n{len(outcomes)} runs of about {options.seconds:g} s and {len(pilots)} pilots: {unclean} not clean")
     return 1 if unclean else 0
 
 

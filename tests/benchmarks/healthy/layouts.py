@@ -47,9 +47,7 @@ LAYOUTS: dict[str, Layout] = {
     "zero2": Layout(2, (*_parallel(shard=2), "--parallel.reshard", "false")),
     "zero3": Layout(2, _parallel(shard=2)),
     "zero3-bf16-accumulate": Layout(2, (*_parallel(shard=2), "--precision", "bf16", "--accumulate", "2")),
-    "zero3-reduce-bf16": Layout(
-        2, (*_parallel(shard=2), "--precision", "bf16", "--precision.reduce", "bf16")
-    ),
+    "zero3-reduce-bf16": Layout(2, (*_parallel(shard=2), "--precision", "bf16", "--precision.reduce", "bf16")),
     "zero3-fp16": Layout(2, (*_parallel(shard=2), "--precision", "fp16")),
     "zero3-offload": Layout(2, (*_parallel(shard=2), "--parallel.offload")),
     "hsdp": Layout(4, _parallel(replicate=2, shard=2)),

@@ -62,9 +62,7 @@ def train(name: str, layout: Layout, steps: int, folder: Path, cache: Path, time
             if code:
                 outcome.problems.append(f"exit code {code}: {tail(command.stderr_path)}")
                 return outcome
-            outcome.leftovers += len(
-                wait_until_gone(processes_with_token(command.token), timeout=LEFTOVER_SECONDS)
-            )
+            outcome.leftovers += len(wait_until_gone(processes_with_token(command.token), timeout=LEFTOVER_SECONDS))
     judge(outcome, layout)
     if outcome.clean:
         shutil.rmtree(folder)

@@ -25,17 +25,12 @@ def memory_rows(ranks: Sequence[int] = (1, 2, 4), model: tuple[str, ...] = MODEL
         yield f"{world}", _mb(state), _mb(law), _mb(found[0]["activations"]), _mb(found[0]["gathered"])
 
 
-def recompute_rows(
-    rounds: int = 6, steps: int = 2, model: tuple[str, ...] = MODEL
-) -> Iterable[Sequence[str]]:
+def recompute_rows(rounds: int = 6, steps: int = 2, model: tuple[str, ...] = MODEL) -> Iterable[Sequence[str]]:
     """Saved activations (MB) and the time of a step beside those without recomputation."""
     yield "recompute", "activations, MB", "saved", "CPU of a step, ratio (5–95 %)"
     flags = {kind: (*model, "--memory.recompute", kind) for kind in RECOMPUTE}
     times = run_ranks(speed.turns, 1, flags, rounds, steps, timeout=1800)[0].value
-    held = {
-        kind: run_ranks(memory.held, 1, own, timeout=600)[0].value["activations"]
-        for kind, own in flags.items()
-    }
+    held = {kind: run_ranks(memory.held, 1, own, timeout=600)[0].value["activations"] for kind, own in flags.items()}
     for kind in RECOMPUTE:
         slower = ratio(seconds(times, kind, "cpu"), seconds(times, "none", "cpu"))
         yield kind, _mb(held[kind]), f"{1 - held[kind] / held['none']:.0%}", _ratio(slower)

@@ -81,7 +81,5 @@ def held(rank: int, ranks: int, arguments: tuple[str, ...]) -> dict[str, int]:
 
 
 def _sizes(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
-    by_name = {
-        getattr(kind, "value", str(kind)): size for kind, size in snapshot[torch.device("cpu")].items()
-    }
+    by_name = {getattr(kind, "value", str(kind)): size for kind, size in snapshot[torch.device("cpu")].items()}
     return {kind: sum(by_name.get(name, 0) for name in names) for kind, names in KINDS.items()}

@@ -36,9 +36,7 @@ def ratios(blocks: list[Measured], steps: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--pairs", type=int, default=8, help="pairs of blocks, one with and one without dtobs"
-    )
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks, one with and one without dtobs")
     parser.add_argument("--steps", type=int, default=20, help="steps a block")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256, help="tokens a sample")
@@ -51,9 +49,7 @@ def main() -> int:
         costs = run_ranks(measure_hooks, 1, timeout=600)[0].value
         print(json.dumps({name: round(value, 2) for name, value in costs.items()}, indent=1))
         return 0
-    plan = Plan(
-        options.pairs, options.steps, options.batch, options.length, dict.fromkeys(options.off, "off")
-    )
+    plan = Plan(options.pairs, options.steps, options.batch, options.length, dict.fromkeys(options.off, "off"))
     found: dict[str, Any] = {"steps": options.steps, "pairs": options.pairs, "off": options.off}
     for world in options.worlds:
         results = run_ranks(measure, world, plan, timeout=3600, init_pg=world > 1)

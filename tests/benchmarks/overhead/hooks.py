@@ -46,16 +46,12 @@ def measure_hooks(rank: int, world_size: int) -> dict[str, float]:
     off = ("gradients", "reduced", "parameters", "generators", "inputs")
     for level in ("full", "cheap", "off"):
         levels = {"collectives": level, **dict.fromkeys(off, "off")}
-        with dtobs.attach(
-            model, optimizer, run_dir=Path(tempfile.mkdtemp()), monitor=False, probes=levels
-        ) as session:
+        with dtobs.attach(model, optimizer, run_dir=Path(tempfile.mkdtemp()), monitor=False, probes=levels) as session:
             found[f"all_reduce_{level}"] = microseconds(reduce) - found["all_reduce_plain"]
             if level != "full":
                 continue
             found["step_without_the_number_probes"] = microseconds(step, 200) - found["tiny_step_plain"]
-            found["named_phase"] = microseconds(
-                lambda: session.phase("data").__enter__() or session.end_phase("data")
-            )
+            found["named_phase"] = microseconds(lambda: session.phase("data").__enter__() or session.end_phase("data"))
             found["report"] = microseconds(lambda: session.report(loss=1.0, tokens=1))
     with dtobs.attach(model, optimizer, run_dir=Path(tempfile.mkdtemp()), monitor=False):
         found["step_with_all_probes_on_3_parameters"] = microseconds(step, 200) - found["tiny_step_plain"]

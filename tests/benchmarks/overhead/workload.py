@@ -30,8 +30,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x_BTD.shape
         q, k, v = (
-            t.view(batch, length, HEADS, -1).transpose(1, 2)
-            for t in self.qkv(self.norms[0](x_BTD)).chunk(3, -1)
+            t.view(batch, length, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norms[0](x_BTD)).chunk(3, -1)
         )
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.out(attended.transpose(1, 2).reshape(batch, length, WIDTH))

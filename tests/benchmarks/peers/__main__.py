@@ -29,9 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     if not options.json:
-        print(
-            "| ranks | ours | over | CPU, ratio (5–95 %) | wall, ratio (5–95 %) | its CPU ms a step and rank |"
-        )
+        print("| ranks | ours | over | CPU, ratio (5–95 %) | wall, ratio (5–95 %) | its CPU ms a step and rank |")
         print("| --- | --- | --- | --- | --- | --- |")
     for group in options.groups:
         ranks, peers, layout = GROUPS[group]

@@ -44,9 +44,7 @@ class Batches:
             yield list(range(first, first + self.batch_size))
 
 
-def loader(
-    tokens: Tokens, config: Config, rank: int = 0, ranks: int = 1
-) -> DataLoader[tuple[Tensor, Tensor]]:
+def loader(tokens: Tokens, config: Config, rank: int = 0, ranks: int = 1) -> DataLoader[tuple[Tensor, Tensor]]:
     """Batches of one rank: inputs and targets, each LongTensor [B, T]."""
     windows = Windows(tokens, config)
     return DataLoader(windows, batch_sampler=Batches(len(windows), config.data.batch, rank, ranks))

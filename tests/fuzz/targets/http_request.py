@@ -9,7 +9,7 @@ from typing import Any
 
 from dtobs.monitor.access import Access
 from dtobs.monitor.http import MonitorServer, Pages, _Handler
-from dtobs.recording.token import write_token
+from dtobs.nodes.token import write_token
 from tests.fuzz.mutate import mutate_bytes
 from tests.fuzz.scratch import scratch
 

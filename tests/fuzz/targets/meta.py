@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from dtobs.host.stacks import main_thread, parse_stacks
 from dtobs.recording.journal import open_entries, read_journal
 from dtobs.recording.meta import read_meta
-from dtobs.recording.stacks import main_thread, parse_stacks
 from tests.fuzz.mutate import jsonl_mutator
 from tests.fuzz.scratch import scratch
 

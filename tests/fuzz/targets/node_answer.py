@@ -11,12 +11,12 @@ from random import Random
 
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DtobsError, ServiceError
-from dtobs.monitor.peer import Peer
-from dtobs.recording.bundle import MAGIC, encode_bundle
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
-from dtobs.recording.sharing import collect
+from dtobs.host.process import ProcessState
+from dtobs.nodes.bundle import MAGIC, encode_bundle
+from dtobs.nodes.peer import Peer
+from dtobs.nodes.sharing import collect
 from dtobs.reports import json, text
+from dtobs.testing.fake_run import FakeRun
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import json_mutator, mutate_bytes
 from tests.fuzz.scratch import scratch

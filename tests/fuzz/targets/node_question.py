@@ -9,12 +9,12 @@ import json
 from random import Random
 
 from dtobs.errors import ServiceError, UsageError
-from dtobs.monitor.cluster import Cluster, LocalNode
+from dtobs.host.process import ProcessState
 from dtobs.monitor.cluster_capture import decode_ranks, encode_ranks
-from dtobs.recording.bundle import decode_bundle
+from dtobs.nodes.bundle import decode_bundle
+from dtobs.nodes.cluster import Cluster, LocalNode
 from dtobs.recording.capture import Capture, RankCapture
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
+from dtobs.testing.fake_run import FakeRun
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import json_mutator
 from tests.fuzz.scratch import scratch
@@ -32,9 +32,7 @@ def _question(**changes: object) -> bytes:
     return b"\0" + json.dumps({**asked, **changes}).encode()
 
 
-_CAPTURED = RankCapture(
-    1, ProcessState(5, alive=True, state="S"), "free", "Thread 0x1", {"entries": []}, ("note",)
-)
+_CAPTURED = RankCapture(1, ProcessState(5, alive=True, state="S"), "free", "Thread 0x1", {"entries": []}, ("note",))
 SEEDS = [
     _question(),
     _question(have={}, detail=False),

@@ -9,10 +9,10 @@ from dtobs.diagnose.dumps import diagnosis_of
 from dtobs.errors import DumpError
 from dtobs.flight_recorder import dumps_from_objects
 from dtobs.flight_recorder.decode import decode
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import Fault
-from dtobs.flight_recorder.synthetic import Job, dumps_of
 from dtobs.reports import html, json, text
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import Fault
+from dtobs.testing.synthetic_dumps import Job, dumps_of
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import mutate_bytes, mutate_value
 

@@ -10,11 +10,11 @@ from dtobs.diagnose.analyse import diagnose
 from dtobs.diagnose.monitors import evidence_of
 from dtobs.errors import DtobsError
 from dtobs.findings import Finding
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
-from dtobs.recording.remote import read_answer
-from dtobs.recording.wire import encode_view
+from dtobs.host.process import ProcessState
+from dtobs.nodes.remote import read_answer
+from dtobs.nodes.wire import encode_view
 from dtobs.reports import html, json, text
+from dtobs.testing.fake_run import FakeRun
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import json_mutator
 

@@ -16,17 +16,17 @@ import numpy as np
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DtobsError
 from dtobs.findings import Finding
+from dtobs.host.process import ProcessState, boot_id
 from dtobs.recording.arrivals import Arrival, write_arrival
 from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.contact import Contact, write_contact
 from dtobs.recording.excused import Excused, write_excused
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.journal import Entry
 from dtobs.recording.page import HALF_BYTES, HEADER_BYTES, PAGE_DTYPE
 from dtobs.recording.plan import Plan
-from dtobs.recording.process import ProcessState, boot_id
 from dtobs.recording.ring import RingWriter, read_ring
 from dtobs.reports import html, json, text
+from dtobs.testing.fake_run import FakeRun
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import json_mutator, jsonl_mutator, mutate_bytes
 from tests.fuzz.scratch import scratch
@@ -44,23 +44,15 @@ def _make(root: Path) -> None:
     run.rank(1).phase("data")
     run.rank(1).meta("exception", type="ValueError", message="bad sample", t_ns=run.rank(1).clock_ns)
     seen = {
-        rank: RankCapture(
-            rank, ProcessState(5_000_000 + rank, alive=True, state="S"), "free", _STACK, {"entries": []}
-        )
+        rank: RankCapture(rank, ProcessState(5_000_000 + rank, alive=True, state="S"), "free", _STACK, {"entries": []})
         for rank in (0, 1)
     }
-    Capture(run.rank(0).clock_ns, "20261121T000000Z", "stall", seen).save(
-        root / "captures" / "20261121T000000Z"
-    )
-    run.directory.exits(0).write_text(
-        json_text(ProcessState(5_000_001, alive=False, exit_code=-9).to_json()) + "\n"
-    )
+    Capture(run.rank(0).clock_ns, "20261121T000000Z", "stall", seen).save(root / "captures" / "20261121T000000Z")
+    run.directory.exits(0).write_text(json_text(ProcessState(5_000_001, alive=False, exit_code=-9).to_json()) + "\n")
     run.rank(0).meta("pipeline", **Plan("Schedule1F1B", 4, (0,), 2, (0, 1)).to_json())
     write_contact(run.directory, Contact(1, "http://127.0.0.1:1", "silent", ranks=(1,), why="no route"))
     for rank in (0, 1):
-        write_arrival(
-            run.directory, Arrival(rank, 2, state="waiting", pid=5_000_000 + rank, site="train.py:3")
-        )
+        write_arrival(run.directory, Arrival(rank, 2, state="waiting", pid=5_000_000 + rank, site="train.py:3"))
     write_excused(run.directory.excused(0), boot_id(), [Excused(START_NS, START_NS + 10**9, 0.5)])
     slow = Entry("found", "2026", 5, 0, Finding("straggler", "rank 1 is slow", (1,), step=3))
     run.directory.findings.write_text(json_text(slow.to_json()) + "\n")
@@ -132,8 +124,6 @@ def mutate(data: bytes, random: Random) -> bytes:
     if name == "pages.bin" and len(body) > HEADER_BYTES and random.random() < 0.8:
         # a whole field of a page, as a number that is not plausible
         at = HEADER_BYTES + 8 * random.randrange((len(body) - HEADER_BYTES) // 8)
-        value = random.choice(
-            (0, 1, 2**31, 2**63 - 1, 2**64 - 1, random.getrandbits(64), random.getrandbits(8))
-        )
+        value = random.choice((0, 1, 2**31, 2**63 - 1, 2**64 - 1, random.getrandbits(64), random.getrandbits(8)))
         return data[:1] + body[:at] + value.to_bytes(8, "little") + body[at + 8 :]
     return data[:1] + mutate_bytes(body, random)

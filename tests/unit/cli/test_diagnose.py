@@ -8,7 +8,7 @@ import pytest
 
 from dtobs.cli import main
 from dtobs.events import RankState
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 
 
 @pytest.fixture

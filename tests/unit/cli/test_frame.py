@@ -96,9 +96,7 @@ def test_version(tmp_path, capsys):
 
 def test_a_closed_pipe_is_quiet(tmp_path):
     code = f"import sys; from dtobs import cli; cli.__path__ = [{str(tmp_path)!r}]; sys.exit(cli.main(['do-it']))"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as command:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         assert command.stdout is not None
         command.stdout.close()
         assert command.stderr is not None

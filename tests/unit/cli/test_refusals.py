@@ -15,8 +15,8 @@ import pytest
 from dtobs.cli import main
 from dtobs.diagnose import gather
 from dtobs.errors import TargetError
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.synthetic import Job, write_dumps
+from dtobs.testing.layout import Layout
+from dtobs.testing.synthetic_dumps import Job, write_dumps
 
 LONG = "x" * 5000
 LOOKS = (["diagnose"], ["top", "--once"], ["timeline"])
@@ -93,9 +93,7 @@ def test_addresses_in_brackets_that_are_none(command: list[str], address: str, r
 def test_ports_that_are_none(port: int, refused: Any):
     pytest.importorskip("torch")
     words = ("--nnodes", 2, "--master-addr", "127.0.0.2", f"--master-port={port}")
-    assert (
-        refused(2, "preflight", *words) == f"dtobs: --master-port {port}: give a port between 1 and 65535\n"
-    )
+    assert refused(2, "preflight", *words) == f"dtobs: --master-port {port}: give a port between 1 and 65535\n"
 
 
 def test_keep_below_a_file(tmp_path: Path, refused: Any):
@@ -122,9 +120,7 @@ def test_folders_of_something_else(names: list[str], holds: str, tmp_path: Path,
         else:
             (folder / name).touch()
     said = refused(1, "diagnose", folder)
-    assert (
-        "neither a run directory of dtobs (with run.json or nodes/) nor a folder of Flight Recorder" in said
-    )
+    assert "neither a run directory of dtobs (with run.json or nodes/) nor a folder of Flight Recorder" in said
     assert holds in said
     assert "dumps lie in one folder, and the name of each ends in its rank, as nccl_trace_rank_3" in said
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.meta import Parameter
+from dtobs.testing.fake_run import FakeRun
 
 PARAMETERS = tuple(
     Parameter(n, (8, 8), "float32", "copies:n:1") for n in ("embed.weight", "block.weight", "head.weight")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dtobs.events import STEP_PARTS, Phase
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.meta import Parameter
 from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
 
 
 def test_steps_are_partitions_of_their_wall_time(tmp_path: Path):

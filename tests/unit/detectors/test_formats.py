@@ -10,7 +10,7 @@ import pytest
 
 from dtobs.detectors import run_detectors
 from dtobs.findings import Finding
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import noisy_run
 
 NAN = math.nan

@@ -8,7 +8,7 @@ import pytest
 
 from dtobs.detectors import run_detectors
 from dtobs.findings import Finding
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import noisy_run
 
 
@@ -41,13 +41,9 @@ def test_a_slow_rank_is_found_with_the_part_that_is_longer(tmp_path: Path, world
         lambda rank, step: {"validation": 3.0} if rank == 0 and step % 5 == 0 else {},
         lambda rank, step: {"checkpoint": 3.0} if rank == 0 else {},
         lambda rank, step: {"other": 0.2} if rank == step % 3 else {},  # each in turn
-        lambda rank, step: (
-            {"other": 0.4} if rank == 0 and step % 3 == 0 else {}
-        ),  # one that logs now and then
+        lambda rank, step: {"other": 0.4} if rank == 0 and step % 3 == 0 else {},  # one that logs now and then
         lambda rank, step: {"other": 5.0} if rank == 0 and step < 2 else {},  # start-up
-        lambda rank, step: (
-            {"other": 0.2, "exposed": 0.0} if rank == 0 else {"exposed": 0.0}
-        ),  # nobody waits for it
+        lambda rank, step: {"other": 0.2, "exposed": 0.0} if rank == 0 else {"exposed": 0.0},  # nobody waits for it
         lambda rank, step: {"forward": 0.2, "exposed": 0.01},  # all alike
     ],
 )
@@ -89,9 +85,7 @@ def test_who_gets_a_core_on_an_overloaded_machine_is_chance(tmp_path: Path):
     [(0.1, 0.1), (0.25, 0.01), (0.0, 0.0)],
     ids=["more work, too", "only its core is taken", "more work"],
 )
-def test_a_straggler_is_found_among_ranks_that_wait_for_a_core(
-    tmp_path: Path, own_delay: float, peers_delay: float
-):
+def test_a_straggler_is_found_among_ranks_that_wait_for_a_core(tmp_path: Path, own_delay: float, peers_delay: float):
     (found,) = findings(noisy_run(tmp_path, 4, 40, overloaded(0.45, own_delay, peers_delay)))
     assert (found.code, found.ranks) == ("straggler", (1,))
 

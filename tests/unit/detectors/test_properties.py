@@ -87,9 +87,9 @@ def test_every_detector_names_a_code_and_says_what_why_and_what_next():
         text = __import__(detector.__module__, fromlist=["x"]).__doc__
         assert text.startswith(f"{code}: ")
         assert all(part in text for part in ("What it does:", "Why it hurts:", "What to do next:"))
-    assert {
-        CATALOGUE[d.__name__.replace("_", "-")].family for d in detectors(("silent", "performance"))
-    } < set(FAMILIES)
+    assert {CATALOGUE[d.__name__.replace("_", "-")].family for d in detectors(("silent", "performance"))} < set(
+        FAMILIES
+    )
 
 
 def test_ranks_in_words():

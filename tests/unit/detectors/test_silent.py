@@ -10,8 +10,8 @@ import pytest
 from dtobs.detectors import run_detectors
 from dtobs.events import NONFINITE_MARK, Kind
 from dtobs.findings import Confidence, Finding
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.meta import Parameter
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import PARAMETERS, noisy_run
 
 NAN, INF = math.nan, math.inf
@@ -126,10 +126,7 @@ def test_declared_values_that_must_differ(tmp_path: Path):
         rank.meta("policy", equal={"seed": 7}, differ={"dropout seed": min(number, 1)})
     found = only(run)
     assert found.ranks == (1, 2)
-    assert (
-        found.summary
-        == "dropout seed must differ between ranks that read different data: ranks 1 and 2 have 1"
-    )
+    assert found.summary == "dropout seed must differ between ranks that read different data: ranks 1 and 2 have 1"
 
 
 DROPOUT = {"kind": "ddp", "data_ranks": [0, 1, 2], "stage": 0, "coordinates": {}, "dropout": 4}
@@ -162,9 +159,7 @@ def test_declared_generators(tmp_path: Path, rule: str, odd: tuple[int, ...]):
 
 
 def test_ranks_that_read_the_same(tmp_path: Path):
-    run = noisy_run(
-        tmp_path, 4, change=lambda rank, step: {"input_digest": 50 + step} if rank in (1, 3) else {}
-    )
+    run = noisy_run(tmp_path, 4, change=lambda rank, step: {"input_digest": 50 + step} if rank in (1, 3) else {})
     found = only(run)
     assert (found.code, found.ranks, found.step) == ("data-overlap", (1, 3), 0)
     assert found.summary == "ranks 1 and 3 read the same data in 40 of 40 steps"
@@ -175,9 +170,7 @@ def test_ranks_that_read_the_same(tmp_path: Path):
     [
         lambda rank, step: {"input_digest": 7},  # a constant batch
         lambda rank, step: {"input_digest": 50} if step == 5 else {},  # once by chance
-        lambda rank, step: (
-            {"input_digest": 50 + step} if step % 4 == 0 else {}
-        ),  # few samples, drawn at random
+        lambda rank, step: {"input_digest": 50 + step} if step % 4 == 0 else {},  # few samples, drawn at random
         lambda rank, step: {"input_digest": 0},  # not measured
         lambda rank, step: {"input_digest": 50 + step + rank},  # the same data, a step apart
     ],

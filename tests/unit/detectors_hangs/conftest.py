@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dtobs.findings import Confidence
-from dtobs.recording.fake import FakeRank, FakeRun
 from dtobs.recording.meta import Op, Site
+from dtobs.testing.fake_run import FakeRank, FakeRun
 from tests.unit.detectors_hangs.trouble import found
 
 GRADIENTS, LOSS, EXTRA = Site("t.py", 10, "train"), Site("t.py", 20, "log"), Site("t.py", 30, "evaluate")

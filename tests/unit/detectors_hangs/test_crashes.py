@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dtobs.events import RankState
-from dtobs.recording.fake import FakeRank
-from dtobs.recording.process import ProcessState
+from dtobs.host.process import ProcessState
+from dtobs.testing.fake_run import FakeRank
 from tests.unit.detectors_hangs.trouble import found
 
-GLOO_CLOSED = (
-    "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
-)
-GLOO_TIMEOUT = (
-    "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv"
-)
+GLOO_CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
+GLOO_TIMEOUT = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv"
 GLOO_SIZE = "[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8192 vs 4096"
 
 

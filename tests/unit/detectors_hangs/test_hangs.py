@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dtobs.host.process import ProcessState
 from dtobs.recording.meta import Site
-from dtobs.recording.process import ProcessState
 from tests.unit.detectors_hangs.trouble import captured, found, stack
 
 
@@ -24,9 +24,7 @@ def test_rank_not_joined_names_the_line(training):
     for rank in (0, 2):
         run.rank(rank).phase("backward").collective(wait=True)
     run.rank(1).phase("forward")
-    view = captured(
-        run.view(later=75), rank_1=stack("/home/me/model.py:33 forward", "/home/me/train.py:9 main")
-    )
+    view = captured(run.view(later=75), rank_1=stack("/home/me/model.py:33 forward", "/home/me/train.py:9 main"))
     (finding,) = found(view).values()
     assert (finding.code, finding.ranks, finding.confidence) == ("rank-not-joined", (1,), "certain")
     assert finding.summary.startswith(
@@ -61,9 +59,7 @@ def test_data_loader_by_phase(training):
     run.rank(1).phase("data")
     (finding,) = found(run.view(later=70)).values()
     assert (finding.code, finding.ranks) == ("stuck-in-dataloader", (1,))
-    assert (
-        "rank 1 has waited 70 s for data somewhere after train.py:20 in train_step, while" in finding.summary
-    )
+    assert "rank 1 has waited 70 s for data somewhere after train.py:20 in train_step, while" in finding.summary
     assert "while rank 0 has waited 70 s in all_reduce" in finding.summary
 
 
@@ -191,9 +187,7 @@ def test_rank_blocked_unseen_by_the_hooks_is_seen_in_its_stack(training):
     run.rank(0).collective(wait=True)
     run.rank(1).collective()
     run.rank(2).phase("forward")
-    in_wait = stack(
-        "/x/site-packages/torch/distributed/distributed_c10d.py:90 barrier", "/me/train.py:4 main"
-    )
+    in_wait = stack("/x/site-packages/torch/distributed/distributed_c10d.py:90 barrier", "/me/train.py:4 main")
     view = captured(run.view(later=61), rank_1=in_wait, rank_2=stack("/me/train.py:7 main"))
     (finding,) = found(view).values()
     assert finding.ranks == (2,)
@@ -245,9 +239,7 @@ def test_waits_of_a_device_that_no_host_sees(training):
     for rank in (0, 2):
         run.rank(rank).phase("backward").collective()
     run.rank(1).phase("forward")
-    view = captured(
-        run.view(later=61), rank_0=stack("/me/train.py:50 log_loss"), rank_1=stack("/me/model.py:3 f")
-    )
+    view = captured(run.view(later=61), rank_0=stack("/me/train.py:50 log_loss"), rank_1=stack("/me/model.py:3 f"))
     (finding,) = found(view).values()
     assert (finding.code, finding.ranks) == ("rank-not-joined", (1,))
     assert "ranks 0 and 2 have waited 61 s" in finding.summary

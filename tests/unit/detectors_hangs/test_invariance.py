@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dtobs.detectors.hangs import detect
 from dtobs.events import UNUSED_MARK, Kind
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.meta import Op
+from dtobs.testing.fake_run import FakeRun
 
 FAULTS = ("missing", "data", "shape", "unused", "one-way-link", "none")
 
@@ -42,12 +42,8 @@ def faulty_run(root: Path, world: int, odd: int, fault: str) -> FakeRun:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(world=st.integers(3, 6), odd=st.integers(0, 2), fault=st.sampled_from(FAULTS), seed=st.integers(0, 99))
 def test_findings_do_not_depend_on_the_order_of_ranks(tmp_path_factory, world, odd, fault, seed):
-    view = faulty_run(tmp_path_factory.mktemp("run"), world, odd, fault).view(
-        later=0 if fault == "none" else 400
-    )
-    shuffled = faulty_run(tmp_path_factory.mktemp("run"), world, odd, fault).view(
-        later=0 if fault == "none" else 400
-    )
+    view = faulty_run(tmp_path_factory.mktemp("run"), world, odd, fault).view(later=0 if fault == "none" else 400)
+    shuffled = faulty_run(tmp_path_factory.mktemp("run"), world, odd, fault).view(later=0 if fault == "none" else 400)
     shuffled.pages = np.random.default_rng(seed).permutation(shuffled.pages)
     del shuffled.ranks  # cached, in the order of the pages
     before, after = detect(view), detect(shuffled)

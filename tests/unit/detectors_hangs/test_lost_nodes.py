@@ -13,10 +13,10 @@ from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
 from dtobs.events import RankState
 from dtobs.findings import Confidence, Finding
+from dtobs.host.process import ProcessState
+from dtobs.nodes.wire import decode_view, encode_view
 from dtobs.recording.contact import Contact, read_contacts, write_contact
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
-from dtobs.recording.wire import decode_view, encode_view
+from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.rows import rank_rows
 
 LATER = 75.0

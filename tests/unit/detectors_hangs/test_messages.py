@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from dtobs.events import Kind, identify
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import Fault
-from dtobs.flight_recorder.synthetic import Job, dumps_of
-from dtobs.recording.fake import FakeRank, FakeRun
-from dtobs.recording.kernel_log import XID_NOTE
+from dtobs.host.kernel_log import XID_NOTE
 from dtobs.recording.meta import Op
 from dtobs.recording.view import RunView
+from dtobs.testing.fake_run import FakeRank, FakeRun
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import Fault
+from dtobs.testing.synthetic_dumps import Job, dumps_of
 from tests.unit.detectors_hangs.trouble import captured, found
 
 
@@ -86,18 +86,14 @@ def stalled_on_devices(training, notes: dict[int, str]) -> RunView:
 
 
 def test_a_device_error_in_the_kernel_log_explains_a_stall(training):
-    view = stalled_on_devices(
-        training, {1: f"{XID_NOTE}Xid 79 of device 0000:3b:00: GPU has fallen off the bus."}
-    )
+    view = stalled_on_devices(training, {1: f"{XID_NOTE}Xid 79 of device 0000:3b:00: GPU has fallen off the bus."})
     (finding,) = found(view).values()
     assert (finding.code, finding.ranks) == ("device-stopped", (1,))
     assert "the kernel logged Xid 79 of device 0000:3b:00: GPU has fallen off the bus." in finding.summary
 
 
 def test_other_notes_of_a_capture_are_no_device_errors(training):
-    assert list(found(stalled_on_devices(training, {1: "fr_trace_json: no answer in time"}))) == [
-        "network-stalled"
-    ]
+    assert list(found(stalled_on_devices(training, {1: "fr_trace_json: no answer in time"}))) == ["network-stalled"]
 
 
 @pytest.mark.parametrize(("backend", "codes"), [("nccl", ["device-stopped"]), ("gloo", ["network-stalled"])])

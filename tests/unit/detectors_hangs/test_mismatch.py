@@ -10,9 +10,7 @@ from tests.unit.detectors_hangs.trouble import found
 SUM = Op("all_reduce", "sum", ((4, 8),), ("float32",))
 
 
-def op(
-    name: str = "all_reduce", reduce_op: str = "sum", shape: tuple[int, ...] = (4, 8), dtype: str = "float32"
-):
+def op(name: str = "all_reduce", reduce_op: str = "sum", shape: tuple[int, ...] = (4, 8), dtype: str = "float32"):
     return Op(name, reduce_op, (shape,), (dtype,))
 
 
@@ -101,7 +99,7 @@ def test_uneven_gather_counts_where_the_run_stopped(training):
 
 def test_only_what_both_still_hold_is_compared(tmp_path):
     """Rank 1's ring has wrapped: what it lost is not held against it."""
-    from dtobs.recording.fake import FakeRun
+    from dtobs.testing.fake_run import FakeRun
 
     run = FakeRun(tmp_path, 2)
     for rank in run.ranks:

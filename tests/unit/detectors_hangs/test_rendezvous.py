@@ -67,15 +67,12 @@ def test_diagnose_says_so_of_a_directory_without_any_recording(run):
 
 
 def test_a_store_that_timed_out_is_remembered_after_its_process_ended(run):
-    waited = replace(
-        become(waits(0, 9), "failed", error="DistStoreError: timed out", waited=90.0), pid=dead_pid()
-    )
+    waited = replace(become(waits(0, 9), "failed", error="DistStoreError: timed out", waited=90.0), pid=dead_pid())
     write_arrival(run, waited)
     (finding,) = found(load_run(run.root)).values()
     assert finding.ranks == (1, 2, 3)
-    assert (
-        "rank 0 has waited 90 s in init_process_group at /me/train.py:8 in main and gave up (DistStoreError"
-        in (finding.summary)
+    assert "rank 0 has waited 90 s in init_process_group at /me/train.py:8 in main and gave up (DistStoreError" in (
+        finding.summary
     )
 
 
@@ -106,7 +103,7 @@ def test_a_run_that_trains_is_not_looked_at_again(training):
 
 def test_a_crash_before_the_group_was_there_is_the_cause(tmp_path):
     from dtobs.events import RankState
-    from dtobs.recording.fake import FakeRun
+    from dtobs.testing.fake_run import FakeRun
 
     fake = FakeRun(tmp_path / "run", 2)
     fake.rank(0)

@@ -8,9 +8,9 @@ import pytest
 
 from dtobs.detectors.hangs.stall import silence, stall
 from dtobs.events import RankState
+from dtobs.host.process import ProcessState
 from dtobs.recording.capture import Capture, RankCapture
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
+from dtobs.testing.fake_run import FakeRun
 
 
 def test_a_run_that_moves_is_not_stalled(tmp_path: Path):

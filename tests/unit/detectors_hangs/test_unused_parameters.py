@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dtobs.events import UNUSED_MARK, Kind, RankState
-from dtobs.recording.fake import FakeRank
 from dtobs.recording.meta import Parameter
+from dtobs.testing.fake_run import FakeRank
 from tests.unit.detectors_hangs.trouble import found
 
 REFUSED = (

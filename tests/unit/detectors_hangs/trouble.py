@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dtobs.detectors.hangs import detect
 from dtobs.findings import Finding
+from dtobs.host.process import ProcessState
 from dtobs.recording.capture import Capture, RankCapture
-from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
 
 

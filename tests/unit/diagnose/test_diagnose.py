@@ -13,13 +13,13 @@ from dtobs.diagnose.analyse import merge, rank_causes
 from dtobs.diagnose.gather import Evidence
 from dtobs.errors import TargetError
 from dtobs.findings import Confidence, Finding
+from dtobs.host.process import ProcessState
 from dtobs.monitor.journal import Journal
 from dtobs.recording.capture import Capture, RankCapture
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.journal import Entry
-from dtobs.recording.process import ProcessState
 from dtobs.recording.rundir import read_json
 from dtobs.reports import json as json_report
+from dtobs.testing.fake_run import FakeRun
 
 
 @pytest.fixture
@@ -122,9 +122,7 @@ def test_ranks_that_nobody_saw_end_died_after_the_capture_that_saw_them_alive(hu
     alive = {r: RankCapture(r, ProcessState(1, alive=True, state="S")) for r in range(3)}
     view.capture = Capture(view.now_ns, "20261120T120000.000Z", "stalled", alive)
     view.processes = {
-        r: ProcessState(1, alive=False, state="Z", exit_code=-9)
-        if r in killed
-        else ProcessState(1, alive=False)
+        r: ProcessState(1, alive=False, state="Z", exit_code=-9) if r in killed else ProcessState(1, alive=False)
         for r in range(3)
     }
     found = {f.code: f.ranks for f in diagnose(Evidence("x", view, known)).findings}
@@ -207,9 +205,7 @@ def test_merge_drops_what_was_outgrown_or_only_guessed():
 
 def test_a_rank_that_stood_still_before_the_kernel_killed_it_for_memory_is_one_matter():
     still = Finding("rank-not-joined", "rank 1 never joined", (1,), since_ns=5)
-    killed = Finding(
-        "rank-oom-killed", "rank 1 was killed by the kernel", (1,), Confidence.CERTAIN, since_ns=9
-    )
+    killed = Finding("rank-oom-killed", "rank 1 was killed by the kernel", (1,), Confidence.CERTAIN, since_ns=9)
     assert merge([killed], [entry(still)]) == [killed]
     other = replace(still, ranks=(2,))
     assert merge([killed], [entry(other)]) == [killed, other]
@@ -240,9 +236,7 @@ def test_what_stops_the_run_comes_before_wrong_numbers_and_slowness():
 
 
 def test_an_exception_about_nan_is_the_consequence_of_the_nan():
-    raised = Finding(
-        "uncaught-exception", "rank 0 raised RuntimeError: loss is NaN for 3 steps", (0,), since_ns=9
-    )
+    raised = Finding("uncaught-exception", "rank 0 raised RuntimeError: loss is NaN for 3 steps", (0,), since_ns=9)
     source = Finding("gradient-nonfinite", "rank 1, layers.3.weight", (1,), Confidence.CERTAIN, step=4)
     assert [f.code for f in rank_causes([raised, source])] == ["gradient-nonfinite", "uncaught-exception"]
     other = Finding("uncaught-exception", "rank 0 raised KeyError: 'banana'", (0,), since_ns=9)

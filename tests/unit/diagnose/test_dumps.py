@@ -13,10 +13,10 @@ import pytest
 import dtobs.reports
 from dtobs.cli import main
 from dtobs.diagnose import holds_dumps
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import Fault
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES
-from dtobs.flight_recorder.synthetic import Job, write_dumps
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import Fault
+from dtobs.testing.synthetic_dumps import Job, write_dumps
 from tests.unit.flight_recorder.builders import BASE_NS, call, dump
 
 SCHEMA = json.loads((Path(dtobs.reports.__file__).parent / "diagnosis.schema.json").read_text())

@@ -18,11 +18,11 @@ from dtobs.diagnose import diagnose, gather_monitors
 from dtobs.errors import ServiceError, UsageError
 from dtobs.findings import Confidence, Finding
 from dtobs.monitor.http import MonitorServer, Pages
-from dtobs.recording import remote
+from dtobs.nodes import remote
+from dtobs.nodes.wire import encode_view
 from dtobs.recording.clocks import shift
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.view import RunView
-from dtobs.recording.wire import encode_view
+from dtobs.testing.fake_run import FakeRun
 
 STUCK = Finding("stuck-in-dataloader", "rank 1 waits for its data", (1,), step=4, since_ns=1)
 GUESS = Finding("stuck-in-dataloader", "rank 1 may wait", (1,), confidence=Confidence.POSSIBLE, since_ns=9)
@@ -90,9 +90,7 @@ def test_several_monitors_make_one_run(tmp_path, serve):
 
 def test_monitors_of_different_runs_are_refused(tmp_path, serve):
     addresses = [serve(run_of(tmp_path / name).view()) for name in ("a", "b")]
-    with pytest.raises(
-        UsageError, match=r"^these are monitors of different runs: a, b; give those of one run$"
-    ):
+    with pytest.raises(UsageError, match=r"^these are monitors of different runs: a, b; give those of one run$"):
         gather_monitors(addresses)
 
 

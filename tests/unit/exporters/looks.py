@@ -9,9 +9,9 @@ from dtobs.events import FP8_ROLES, PipelineOp
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
-from dtobs.recording.fake import FakeRank, FakeRun
+from dtobs.host.process import ProcessState
 from dtobs.recording.plan import Plan
-from dtobs.recording.process import ProcessState
+from dtobs.testing.fake_run import FakeRank, FakeRun
 
 
 @dataclass
@@ -36,9 +36,7 @@ def full_run(root: Path, world: int = 2) -> FakeRun:
             late = 1_000_000 * rank.number
             sync = rank.clock_ns + 50_000_000 + late
             pipeline = pipeline_step(rank, rank.clock_ns)
-            rank.step(
-                local_norm=2.0, reduced_norm=1.5, sync_ns=sync, sync_seq=step + 1, checkpoint=0.01, **pipeline
-            )
+            rank.step(local_norm=2.0, reduced_norm=1.5, sync_ns=sync, sync_seq=step + 1, checkpoint=0.01, **pipeline)
     plan = Plan("ScheduleGPipe", 1, (0,), world, tuple(range(world)))
     for rank in run.ranks:
         rank.meta("pipeline", **plan.to_json())

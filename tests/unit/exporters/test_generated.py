@@ -82,9 +82,7 @@ class TestAlerts:
         self.promtool(require_program("promtool"), "test", "rules", "alerts/tests/dtobs.test.yml")
 
     def promtool(self, program: str, *arguments: str) -> None:
-        done = subprocess.run(
-            [program, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([program, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

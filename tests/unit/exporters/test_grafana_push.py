@@ -99,9 +99,7 @@ def test_push_twice_makes_everything_once(grafana: FakeGrafana, capsys: pytest.C
     command = ["grafana", "push", "--url", grafana.url, "--prometheus", "http://127.0.0.1:9090", "--alerts"]
     for _ in range(2):
         assert main(command) == 0
-        assert capsys.readouterr().out == (
-            f"dashboard at {grafana.url}/d/{UID}/run-overview, {len(alerts())} alerts\n"
-        )
+        assert capsys.readouterr().out == (f"dashboard at {grafana.url}/d/{UID}/run-overview, {len(alerts())} alerts\n")
     assert grafana.requests.count(("POST", "/api/folders")) == 1
     assert grafana.requests.count(("POST", "/api/datasources")) == 1
     assert grafana.requests.count(("PUT", "/api/datasources/uid/dtobs-prometheus")) == 1
@@ -153,9 +151,7 @@ def test_refusals_and_silence_are_said(
     assert "no Grafana answers" in capsys.readouterr().err
 
 
-def test_without_the_package(
-    grafana: FakeGrafana, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_without_the_package(grafana: FakeGrafana, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "grafana_api.grafana_face", None)
     assert main(["grafana", "push", "--url", grafana.url]) == 1
     assert "pip install 'dtobs[grafana]'" in capsys.readouterr().err

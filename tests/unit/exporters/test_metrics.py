@@ -18,8 +18,8 @@ from dtobs.exporters.metrics import BY_NAME, TABLE
 from dtobs.exporters.prometheus import exposition
 from dtobs.exporters.totals import BUCKETS, StepTotals
 from dtobs.findings import CATALOGUE
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
+from dtobs.host.process import ProcessState
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.exporters.looks import full_look
 
 GOLDEN = Path(__file__).with_name("exposition.golden.txt")
@@ -97,11 +97,7 @@ def test_values(tmp_path: Path):
 def test_time_is_partitioned_into_goodput_and_badput(tmp_path: Path):
     look = full_look(tmp_path / "run")
     found = samples(exposition(look))
-    bad = {
-        dict(labels)["reason"]: v
-        for (name, labels), v in found.items()
-        if name == "dtobs_badput_seconds_total"
-    }
+    bad = {dict(labels)["reason"]: v for (name, labels), v in found.items() if name == "dtobs_badput_seconds_total"}
     assert bad["data"] == pytest.approx(0.02)
     assert bad["communication"] == pytest.approx(0.1)
     assert bad["checkpoint"] == pytest.approx(0.2)

@@ -76,9 +76,7 @@ def test_pushed_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         OtlpPush(lambda: look, StepTotals(), "run").close()  # the last push comes with the end
         server.shutdown()
         thread.join()
-    names = {
-        m.name for r in received for rm in r.resource_metrics for sm in rm.scope_metrics for m in sm.metrics
-    }
+    names = {m.name for r in received for rm in r.resource_metrics for sm in rm.scope_metrics for m in sm.metrics}
     assert {"dtobs_steps", "dtobs_findings", "dtobs_loss"} <= names
 
 

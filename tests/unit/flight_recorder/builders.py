@@ -51,9 +51,7 @@ def gloo(seq: int, name: str = "all_reduce", *, done: bool = True, **more: Any) 
     return call(seq, f"gloo:{name}", state="scheduled", retired=done, **more)
 
 
-def dump(
-    entries: list[dict[str, Any]], groups: dict[str, list[int]] | None = None, **more: Any
-) -> dict[str, Any]:
+def dump(entries: list[dict[str, Any]], groups: dict[str, list[int]] | None = None, **more: Any) -> dict[str, Any]:
     """A dump of these entries; `groups` None is Gloo's empty group table."""
     config = (
         {"": {"name": "", "desc": "", "ranks": "[]"}}

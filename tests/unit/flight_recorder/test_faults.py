@@ -8,9 +8,9 @@ import pytest
 
 from dtobs.findings import Confidence
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import IN_ANY_GROUP, Fault
-from dtobs.flight_recorder.synthetic import Job, dumps_of
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import IN_ANY_GROUP, Fault
+from dtobs.testing.synthetic_dumps import Job, dumps_of
 
 CUBE = Layout(dp=4, tp=4, pp=4)
 FAULTS = [
@@ -71,9 +71,7 @@ def test_fault_without_stacks(fault: Fault):
         assert [(f.code, f.ranks) for f in findings] == [job.expected]
 
 
-@pytest.mark.parametrize(
-    "layout", [CUBE, Layout(8, 1, 1), Layout(1, 8, 1), Layout(1, 1, 8), Layout(1, 1, 2)], ids=str
-)
+@pytest.mark.parametrize("layout", [CUBE, Layout(8, 1, 1), Layout(1, 8, 1), Layout(1, 1, 8), Layout(1, 1, 2)], ids=str)
 @pytest.mark.parametrize(("entries", "steps"), [(10_000, 12), (300, 40), (37, 40)])
 def test_healthy_job_has_no_finding(layout: Layout, entries: int, steps: int):
     """The rings of a pipeline's stages wrap at different steps, as their steps have different numbers of calls."""

@@ -19,9 +19,9 @@ from dtobs.errors import DumpError, TargetError
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects, load_dumps
 from dtobs.flight_recorder.columns import RankColumns, columns_of
 from dtobs.flight_recorder.decode import decode, read_dump
-from dtobs.flight_recorder.layout import Layout
 from dtobs.flight_recorder.reader import DumpReader
-from dtobs.flight_recorder.synthetic import Job, dumps_of
+from dtobs.testing.layout import Layout
+from dtobs.testing.synthetic_dumps import Job, dumps_of
 
 GOOD = dict(dumps_of(Job(Layout(dp=2, tp=1, pp=1), None, entries=12, steps=4)))
 PICKLE = pickle.dumps(GOOD[0], protocol=2)
@@ -148,9 +148,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize(("bomb", "message"), BOMBS.values(), ids=BOMBS)
-def test_bombs_cost_one_error_and_the_reader_goes_on(
-    tmp_path: Path, reader: DumpReader, bomb: bytes, message: str
-):
+def test_bombs_cost_one_error_and_the_reader_goes_on(tmp_path: Path, reader: DumpReader, bomb: bytes, message: str):
     (tmp_path / "rank0").write_bytes(bomb)
     (tmp_path / "rank1").write_bytes(PICKLE)
     if not message:  # nothing in it is asked for: read, and what cannot be believed is left out
@@ -269,17 +267,12 @@ def test_others_are_used_when_one_is_damaged(tmp_path: Path):
     dumps = load_dumps(tmp_path)
     assert [d.rank for d in dumps.ranks] == [0, 1]
     (problem,) = dumps.problems
-    assert (
-        str(problem)
-        == f"{tmp_path}/nccl_trace_rank_2: it is cut off: the process died while it wrote the dump"
-    )
+    assert str(problem) == f"{tmp_path}/nccl_trace_rank_2: it is cut off: the process died while it wrote the dump"
     assert analyse_dumps(dumps).missing_ranks == (2,)
 
 
 def test_none_usable_is_an_error_that_shows_the_first(tmp_path: Path):
     for rank in (0, 1):
         (tmp_path / f"dump_{rank}.json").write_text("{")
-    with pytest.raises(
-        TargetError, match=r"none of the 2 dumps in .* The first: .*dump_0\.json: its JSON is cut off"
-    ):
+    with pytest.raises(TargetError, match=r"none of the 2 dumps in .* The first: .*dump_0\.json: its JSON is cut off"):
         load_dumps(tmp_path)

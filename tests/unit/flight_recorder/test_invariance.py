@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dtobs.findings import Confidence
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import IN_ANY_GROUP, Fault
-from dtobs.flight_recorder.synthetic import Job, dumps_of
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import IN_ANY_GROUP, Fault
+from dtobs.testing.synthetic_dumps import Job, dumps_of
 
 LAYOUT = Layout(dp=2, tp=2, pp=2)
 FAULTS: list[Fault | None] = [
@@ -22,21 +22,15 @@ FAULTS: list[Fault | None] = [
     Fault("group-deadlock", 1),
     Fault("p2p-unmatched", 1),
 ]
-CASES = {
-    fault: dict(dumps_of(Job(LAYOUT, fault, entries=120, steps=8, simulated_steps=3))) for fault in FAULTS
-}
+CASES = {fault: dict(dumps_of(Job(LAYOUT, fault, entries=120, steps=8, simulated_steps=3))) for fault in FAULTS}
 _faults = st.sampled_from(FAULTS)
 
 
 def verdicts(dumps):
-    return [
-        (f.code, f.ranks, f.confidence, f.summary) for f in analyse_dumps(dumps_from_objects(dumps)).findings
-    ]
+    return [(f.code, f.ranks, f.confidence, f.summary) for f in analyse_dumps(dumps_from_objects(dumps)).findings]
 
 
-def accuses_no_innocent(
-    fault: Fault, code: str, ranks: tuple[int, ...], confidence: Confidence, summary: str
-) -> bool:
+def accuses_no_innocent(fault: Fault, code: str, ranks: tuple[int, ...], confidence: Confidence, summary: str) -> bool:
     """Two ranks that disagree between themselves are both named, and the summary says so."""
     guilty = set(fault.expected(LAYOUT)[1])
     tie = len(ranks) == 2 and fault.rank in ranks and ("disagree" in summary or "each other" in summary)
@@ -79,9 +73,7 @@ def test_names_of_groups(fault: Fault | None, rng: random.Random):
 @settings(deadline=None, max_examples=40)
 @given(_faults, st.lists(st.integers(-7200, 7200), min_size=8, max_size=8))
 def test_clock_skew(fault: Fault | None, seconds: list[int]):
-    job = Job(
-        LAYOUT, fault, entries=120, steps=8, clock_skew_ns={r: s * 10**9 for r, s in enumerate(seconds)}
-    )
+    job = Job(LAYOUT, fault, entries=120, steps=8, clock_skew_ns={r: s * 10**9 for r, s in enumerate(seconds)})
     assert verdicts(dict(dumps_of(job))) == verdicts(CASES[fault])
 
 
@@ -122,9 +114,7 @@ def test_a_missing_dump_alone_accuses_nobody(fault: Fault):
 @given(_faults, st.dictionaries(st.integers(0, 7), st.integers(1, 119), min_size=1))
 def test_wrapped_rings(fault: Fault | None, lost: dict[int, int]):
     """Rings that hold less of the past accuse nobody else."""
-    cut = {
-        rank: {**dump, "entries": dump["entries"][lost.get(rank, 0) :]} for rank, dump in CASES[fault].items()
-    }
+    cut = {rank: {**dump, "entries": dump["entries"][lost.get(rank, 0) :]} for rank, dump in CASES[fault].items()}
     for finding in verdicts(cut):
         assert fault is not None, finding
         assert accuses_no_innocent(fault, *finding), finding

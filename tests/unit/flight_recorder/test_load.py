@@ -15,10 +15,10 @@ import pytest
 
 from dtobs.errors import DumpError, TargetError
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects, load_dumps, reader
-from dtobs.flight_recorder.layout import Layout
 from dtobs.flight_recorder.names import find_dumps, rank_of
-from dtobs.flight_recorder.simulate import Fault
-from dtobs.flight_recorder.synthetic import Job, dumps_of, write_dumps
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import Fault
+from dtobs.testing.synthetic_dumps import Job, dumps_of, write_dumps
 
 JOB = Job(Layout(dp=3, tp=1, pp=1), Fault("rank-not-joined", 1, "dp"), entries=30, steps=8)
 
@@ -139,9 +139,7 @@ def test_several_children_give_the_same_dumps(tmp_path: Path):
 
 
 def test_folders_that_are_none(tmp_path: Path):
-    with pytest.raises(
-        TargetError, match="holds no Flight Recorder dump: dumps lie in one folder, and the name"
-    ):
+    with pytest.raises(TargetError, match="holds no Flight Recorder dump: dumps lie in one folder, and the name"):
         load_dumps(tmp_path)
     with pytest.raises(TargetError, match="cannot be listed"):
         load_dumps(tmp_path / "absent")

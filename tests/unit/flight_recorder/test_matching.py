@@ -81,9 +81,7 @@ def test_gloo_last_rank_without_a_dump_is_not_taken_for_a_stalled_network():
 def test_gloo_that_is_late_to_note_an_end_has_no_stopped_device():
     late = dump([gloo(1), gloo(2, "barrier", done=False, sizes=[]), gloo(3, done=False)])
     others = dump([gloo(1), gloo(2, "barrier", sizes=[]), gloo(3, done=False)])
-    assert codes(late, others, others, dump([gloo(1), gloo(2, "barrier", sizes=[])])) == [
-        ("rank-not-joined", (3,))
-    ]
+    assert codes(late, others, others, dump([gloo(1), gloo(2, "barrier", sizes=[])])) == [("rank-not-joined", (3,))]
 
 
 def test_gloo_sends_that_are_only_counted_make_an_accusation_possible_only():
@@ -137,9 +135,7 @@ def test_both_sides_send_first():
 def test_group_whose_ranks_are_not_in_order():
     """`new_group([2, 0], sort_ranks=False)`: its rank 0 is rank 2 of the job, which never sends."""
     idle = dump([call(1)], THREE)
-    waits = dump(
-        [call(1), call(0, "nccl:recv 1<-0", group="s", state="started", p2p=True)], {"s": [2, 0]} | THREE
-    )
+    waits = dump([call(1), call(0, "nccl:recv 1<-0", group="s", state="started", p2p=True)], {"s": [2, 0]} | THREE)
     peer = dump([call(1)], {"s": [2, 0]} | THREE)
     (finding,) = findings(waits, idle, peer)
     assert (finding.code, finding.ranks) == ("rank-not-joined", (2,))
@@ -191,9 +187,7 @@ def test_batch_that_one_rank_completed_before_its_peers(lost: int):
     """Dumps of a moment: no half is without the other."""
     dumps = [_forgotten_send(rank, forgets=-1, done=rank == 0) for rank in range(3)]
     cut = [d | {"entries": d["entries"][lost:]} for d in dumps]
-    assert {(f.code, f.ranks, f.confidence) for f in findings(*cut)} == {
-        ("network-stalled", (), Confidence.POSSIBLE)
-    }
+    assert {(f.code, f.ranks, f.confidence) for f in findings(*cut)} == {("network-stalled", (), Confidence.POSSIBLE)}
 
 
 def test_same_name_for_groups_of_different_ranks():

@@ -9,9 +9,9 @@ import pytest
 
 from dtobs.findings import Confidence
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import IN_ANY_GROUP, Fault, simulate
-from dtobs.flight_recorder.synthetic import Job, dumps_of
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import IN_ANY_GROUP, Fault, simulate
+from dtobs.testing.synthetic_dumps import Job, dumps_of
 from tests.unit.flight_recorder.builders import call, dump
 
 RANK = 13
@@ -90,9 +90,7 @@ def test_the_wait_begins_in_the_call_that_nobody_queues_for():
     a, b, c, d = {"a": [0, 1]}, {"b": [2, 3]}, {"c": [0, 2]}, {"d": [1, 3]}
     world = {"w": [0, 1, 2, 3]}
     made = {
-        0: dump(
-            done((1, "a"), (1, "c"), (1, "w"), (2, "a")) + queued((2, "c"), (2, "w"), (3, "a")), a | c | world
-        ),
+        0: dump(done((1, "a"), (1, "c"), (1, "w"), (2, "a")) + queued((2, "c"), (2, "w"), (3, "a")), a | c | world),
         1: dump(
             done((1, "a"), (1, "d"), (1, "w"), (2, "a"), (2, "d")) + queued((2, "w"), (3, "a"), (3, "d")),
             a | d | world,
@@ -105,15 +103,11 @@ def test_the_wait_begins_in_the_call_that_nobody_queues_for():
     }
     (found,) = findings(made)
     assert (found.code, found.ranks, found.confidence) == ("rank-not-joined", (2,), Confidence.CERTAIN)
-    assert found.summary.startswith(
-        "rank 2 has not issued all_reduce [4] Float #2 of group c, in which rank 0 waits"
-    )
+    assert found.summary.startswith("rank 2 has not issued all_reduce [4] Float #2 of group c, in which rank 0 waits")
     del made[2]
     (found,) = findings(made)
     assert (found.code, found.confidence) == ("dumps-missing", Confidence.CERTAIN)
-    assert found.summary.endswith(
-        "the dumps of rank 2 are missing; rank 0 waits in all_reduce [4] Float #2 of group c"
-    )
+    assert found.summary.endswith("the dumps of rank 2 are missing; rank 0 waits in all_reduce [4] Float #2 of group c")
 
 
 def test_groups_called_in_different_orders():
@@ -159,9 +153,7 @@ def test_a_device_that_does_not_say_what_it_started():
     stuck = dump(done((1, "0")) + queued((2, "0"), (3, "0")), PAIR)
     (found,) = findings({0: stuck, 1: stuck})
     assert (found.code, found.ranks, found.confidence) == ("network-stalled", (), Confidence.POSSIBLE)
-    assert (
-        "all 2 ranks of group 0 issued all_reduce [4] Float #2 of group 0 and none completes" in found.summary
-    )
+    assert "all 2 ranks of group 0 issued all_reduce [4] Float #2 of group 0 and none completes" in found.summary
     assert "a device that never started it" in found.summary
 
 

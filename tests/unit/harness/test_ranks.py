@@ -87,9 +87,7 @@ def test_values_in_rank_order():
 
 def test_environment_is_that_of_a_torchrun_worker():
     results = run_ranks(environment, 2, env={"EXTRA": "x", "HOME": None}, init_pg=False)
-    assert [r.value for r in results] == [
-        (str(n), str(n), "2", "2", "0", "x", "1", "False") for n in range(2)
-    ]
+    assert [r.value for r in results] == [(str(n), str(n), "2", "2", "0", "x", "1", "False") for n in range(2)]
     assert results[1].stdout.read_text() == "hello from 1\n"
 
 
@@ -143,9 +141,7 @@ def test_kill_one_rank(tmp_path):
 
 
 def test_stopped_rank_is_shown_as_such(tmp_path):
-    with start_ranks(
-        wait_at_gate, 1, FileBarrier(tmp_path, 2), Gate(tmp_path / "gate"), init_pg=False
-    ) as group:
+    with start_ranks(wait_at_gate, 1, FileBarrier(tmp_path, 2), Gate(tmp_path / "gate"), init_pg=False) as group:
         FileBarrier(tmp_path, 2).wait(1)
         group.kill(0, signal.SIGSTOP)
         assert not group.wait(timeout=0.2)

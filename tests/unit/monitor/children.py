@@ -12,9 +12,7 @@ PRELUDE = "import sys, os, time, signal\n"
 
 
 @contextlib.contextmanager
-def child(
-    code: str, *arguments: object, interpreter: str = sys.executable
-) -> Iterator[subprocess.Popen[bytes]]:
+def child(code: str, *arguments: object, interpreter: str = sys.executable) -> Iterator[subprocess.Popen[bytes]]:
     """A Python process that has printed a line, with a pipe to its stdin; killed on leaving."""
     process = subprocess.Popen(
         [interpreter, "-c", PRELUDE + code, *map(str, arguments)],

@@ -13,8 +13,8 @@ import pytest
 from dtobs.errors import ServiceError
 from dtobs.monitor.access import Access
 from dtobs.monitor.http import MonitorServer, Pages
-from dtobs.recording.remote import fetch_view
-from dtobs.recording.token import ensure_token, read_token, write_token
+from dtobs.nodes.remote import fetch_view
+from dtobs.nodes.token import ensure_token, read_token, write_token
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 
@@ -125,9 +125,7 @@ class TestServed:
         server.close()
 
     @staticmethod
-    def ask(
-        port: int, method: str, path: str, body: bytes | None = None, **headers: str
-    ) -> tuple[int, bytes]:
+    def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         try:
             connection.request(method, path, body, headers)

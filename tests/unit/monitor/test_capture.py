@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from dtobs.events import Phase
+from dtobs.host.process import ProcessState, start_ticks
 from dtobs.monitor import rank_stacks, worker_server
 from dtobs.monitor.capture import capture_ranks, make_room
 from dtobs.recording.capture import Capture, load_capture
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState, start_ticks
 from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.monitor.children import WAIT, child
 
 NUMBER = int(signal.SIGRTMIN) + 12
@@ -133,9 +133,7 @@ def test_a_rank_that_does_not_handle_the_signal_survives(tmp_path: Path, monkeyp
         run = one_rank(tmp_path, process.pid, monkeypatch, stacks_signal=NUMBER)
         capture = capture_ranks(load_run(run.directory.root), "a test")
         assert process.poll() is None
-        assert (
-            f"does not handle signal {NUMBER}" in " ".join(capture.ranks[0].notes) or capture.ranks[0].stacks
-        )
+        assert f"does not handle signal {NUMBER}" in " ".join(capture.ranks[0].notes) or capture.ranks[0].stacks
         with pytest.raises(rank_stacks.NoStacks, match="does not handle"):
             rank_stacks.by_signal(process.pid, 0, NUMBER, tmp_path / "none", 1.0)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dtobs.detectors.hangs.stall import last_movement_ns, stall
+from dtobs.host.process import ProcessState, boot_id
 from dtobs.monitor.excuses import Excuses, run_delay
 from dtobs.recording.excused import Excused, excused_ns, read_excused, write_excused
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState, boot_id
+from dtobs.testing.fake_run import FakeRun
 
 SECOND = 10**9
 RUNS = {0: ProcessState(1, alive=True, state="S"), 1: ProcessState(2, alive=True, state="S")}
@@ -86,9 +86,7 @@ def test_a_rank_that_gets_no_processor():
     world = World()
     assert world.starve([2], 100, share=0.9)[-1] > 85
     world = World()
-    assert world.starve([1, 2], 100, share=3.0)[-1] > 95, (
-        "many threads wait at once: never more than the time itself"
-    )
+    assert world.starve([1, 2], 100, share=3.0)[-1] > 95, "many threads wait at once: never more than the time itself"
 
 
 def test_a_thread_that_polls_on_a_busy_machine_is_no_excuse():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.host.process import start_ticks
 from dtobs.monitor.exits import ProcessWatch, append_lines, parent_of
 from dtobs.monitor.oom import OomWatch
-from dtobs.recording.process import start_ticks
 from tests.unit.monitor.children import WAIT, child
 
 

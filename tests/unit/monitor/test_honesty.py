@@ -12,12 +12,12 @@ import pytest
 
 from dtobs.detectors.hangs import detect
 from dtobs.detectors.hangs.stall import last_movement_ns
+from dtobs.host.process import ProcessState
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.excused import Excused
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
+from dtobs.testing.fake_run import FakeRun
 
 STACK = """Thread 0x00007f0000000001 (most recent call first):
   File "{file}", line 10 in run
@@ -45,9 +45,7 @@ class Story:
         seen = RankCapture(1, ProcessState(1, alive=True, state="R"), stacks_text=STACK.format(file=self.at))
         return Capture(view.now_ns, "20260101", reason, {1: seen})
 
-    def look(
-        self, later: float, excused: float = 0.0, processes: dict[int, ProcessState] | None = None
-    ) -> None:
+    def look(self, later: float, excused: float = 0.0, processes: dict[int, ProcessState] | None = None) -> None:
         view = self.run.view(later=later, processes=processes)
         # The fake writes with its own clock; what the real clock stamped is of no meaning here.
         view.pages["heartbeat_ns"] = view.pages["attach_ns"] = 0

@@ -14,8 +14,8 @@ import pytest
 from dtobs.errors import DependencyMissing, ServiceError, TargetError, UsageError
 from dtobs.findings import Finding
 from dtobs.monitor.http import MonitorServer, Pages, parse_address
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.wire import decode_view, encode_view
+from dtobs.nodes.wire import decode_view, encode_view
+from dtobs.testing.fake_run import FakeRun
 
 
 class Served:

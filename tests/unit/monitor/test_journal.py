@@ -59,9 +59,7 @@ def test_written_again_when_it_is_surer_but_not_for_every_bit_of_evidence(path: 
     growing = replace(SLOW, confidence=Confidence.CERTAIN)
     lines = 0
     for count in range(1, 65):
-        lines += len(
-            journal.update([replace(growing, evidence=({"what": "step"},) * count)], 9, may_clear=True)
-        )
+        lines += len(journal.update([replace(growing, evidence=({"what": "step"},) * count)], 9, may_clear=True))
     assert lines <= 8
 
 

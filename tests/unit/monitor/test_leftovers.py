@@ -14,7 +14,7 @@ import pytest
 
 from dtobs.monitor.leftovers import remove_socket_folder
 from dtobs.monitor.loop import Monitor
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.monitor.children import WAIT, child
 
 

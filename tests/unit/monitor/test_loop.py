@@ -14,10 +14,10 @@ from dtobs.monitor.address import addresses, announce, withdraw
 from dtobs.monitor.lock import NodeLock
 from dtobs.monitor.loop import Monitor, Timing
 from dtobs.recording.capture import Capture
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
+from dtobs.testing.fake_run import FakeRun
 
 DEAD = Finding("rank-dead", "rank 1 is gone", (1,))
 
@@ -61,9 +61,7 @@ def test_a_stall_that_is_older_than_the_monitor_is_looked_into_before_it_is_judg
     while stall(load_run(run.directory.root)) is None:
         time.sleep(0.01)
     monitor = Monitor(run.directory, 0, detect=detect)
-    monitor.watchdog.take = lambda view, reason, previous: Capture(
-        view.now_ns, "20261120T120000.000Z", reason
-    )
+    monitor.watchdog.take = lambda view, reason, previous: Capture(view.now_ns, "20261120T120000.000Z", reason)
     assert monitor.tick() > 0
     assert (captured, monitor.stats.captures) == ([True], 1)
 
@@ -98,9 +96,7 @@ def test_passes_keep_their_budget(run: FakeRun):
             pass
         return []
 
-    monitor = Monitor(
-        run.directory, 0, detect=expensive, timing=Timing(pass_min=0, pass_max=1000, budget=0.001)
-    )
+    monitor = Monitor(run.directory, 0, detect=expensive, timing=Timing(pass_min=0, pass_max=1000, budget=0.001))
     for _ in range(5):
         monitor.tick()
     assert monitor.stats.passes == 1  # 0.05 s of work at a thousandth of a core: the next is a minute away

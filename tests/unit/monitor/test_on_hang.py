@@ -14,12 +14,12 @@ import pytest
 from dtobs.detectors.hangs.stall import Stall
 from dtobs.errors import UsageError
 from dtobs.findings import Confidence, Finding
+from dtobs.host.process import ProcessState, read_process, start_ticks
 from dtobs.monitor import on_hang
 from dtobs.monitor.exits import Watched
 from dtobs.monitor.on_hang import Hang, OnHang, worst
 from dtobs.recording.capture import Capture
 from dtobs.recording.policy import Policy
-from dtobs.recording.process import ProcessState, read_process, start_ticks
 from dtobs.recording.rundir import RunDirectory
 
 STOPPED = Finding("rank-stopped", "rank 1 is suspended", (1,), Confidence.CERTAIN)
@@ -57,9 +57,7 @@ def start() -> Iterator[Start]:
         process.stdout.close()
 
 
-def hang(
-    run: RunDirectory, *processes: subprocess.Popen[bytes], ticks: int | None = None, since: int = 1000
-) -> Hang:
+def hang(run: RunDirectory, *processes: subprocess.Popen[bytes], ticks: int | None = None, since: int = 1000) -> Hang:
     ranks = []
     for rank, process in enumerate(processes):
         watched = Watched(rank, 0, process.pid, start_ticks(process.pid) if ticks is None else ticks)
@@ -138,9 +136,7 @@ def test_the_next_hang_is_another(run: RunDirectory, start: Start):
     assert len(told(run)) == 2
 
 
-def test_a_rank_that_ignores_sigabrt_is_killed(
-    run: RunDirectory, start: Start, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rank_that_ignores_sigabrt_is_killed(run: RunDirectory, start: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(on_hang, "GRACE_SECONDS", 0.2)
     policy, _ = acting(run, "abort")
     rank = start("signal.signal(signal.SIGABRT, signal.SIG_IGN)")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from dtobs.host.process import ProcessState
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.recording.capture import Capture, latest_capture
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
+from dtobs.testing.fake_run import FakeRun
 
 
 class Camera:

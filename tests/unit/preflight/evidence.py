@@ -44,9 +44,7 @@ def healthy(nodes: int = 3, local_world: int = 1) -> Evidence:
     for rank in range(world):
         node = rank // local_world
         port = 40_000 if rank % local_world == 0 else 0
-        seen.hellos[rank] = Hello(
-            rank, rank % local_world, node, names[node], 100 + rank, f"10.0.0.{node + 1}", port
-        )
+        seen.hellos[rank] = Hello(rank, rank % local_world, node, names[node], 100 + rank, f"10.0.0.{node + 1}", port)
         seen.facts[rank] = facts(local_world=local_world, **({} if port else {"disk": None}))
         seen.stages[rank], seen.silent[rank] = "end", 0.0
     leaders = range(0, world, local_world)

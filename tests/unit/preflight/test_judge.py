@@ -92,8 +92,7 @@ def test_a_host_that_nobody_reaches():
     seen = healthy()
     seen.done, seen.links = set(), []
     seen.reached = [
-        replace(r, error="10.0.0.3:40000: no answer") if 2 in (r.source, r.target) else r
-        for r in seen.reached
+        replace(r, error="10.0.0.3:40000: no answer") if 2 in (r.source, r.target) else r for r in seen.reached
     ]
     found = one(seen)
     assert (found.check, found.ranks, found.hosts) == ("unreachable", (2,), ("c",))
@@ -109,8 +108,7 @@ def test_one_blocked_link():
     seen = healthy()
     seen.done = set()
     seen.reached = [
-        replace(r, error="10.0.0.2:40000: no answer") if (r.source, r.target) == (0, 1) else r
-        for r in seen.reached
+        replace(r, error="10.0.0.2:40000: no answer") if (r.source, r.target) == (0, 1) else r for r in seen.reached
     ]
     assert one(seen).summary == "a does not reach b (10.0.0.2:40000: no answer)"
     assert one(seen).links == (("a", "b"),)
@@ -131,9 +129,7 @@ def test_a_clock_is_not_accused_within_what_is_uncertain():
 
 def test_a_host_that_sends_slowly_and_not_its_links():
     seen = healthy()
-    seen.links = [
-        link(x.source, x.target, bytes_per_second=5e6 if x.source == 2 else 1e9) for x in seen.links
-    ]
+    seen.links = [link(x.source, x.target, bytes_per_second=5e6 if x.source == 2 else 1e9) for x in seen.links]
     found = one(seen)
     assert (found.check, found.hosts) == ("slow-host", ("c",))
     assert found.summary == "c sends 4.8 MiB/s, the others 954 MiB/s"
@@ -142,8 +138,7 @@ def test_a_host_that_sends_slowly_and_not_its_links():
 def test_one_slow_link_between_good_hosts():
     seen = healthy(4)
     seen.links = [
-        link(x.source, x.target, bytes_per_second=5e6 if (x.source, x.target) == (1, 3) else 1e9)
-        for x in seen.links
+        link(x.source, x.target, bytes_per_second=5e6 if (x.source, x.target) == (1, 3) else 1e9) for x in seen.links
     ]
     found = one(seen)
     assert (found.check, found.links) == ("slow-link", (("b", "d"),))
@@ -152,8 +147,7 @@ def test_one_slow_link_between_good_hosts():
 def test_a_distant_host():
     seen = healthy(4)
     seen.links = [
-        link(x.source, x.target, latency_seconds=0.03 if 3 in (x.source, x.target) else 5e-5)
-        for x in seen.links
+        link(x.source, x.target, latency_seconds=0.03 if 3 in (x.source, x.target) else 5e-5) for x in seen.links
     ]
     assert one(seen).summary == "d answers in 30.0 ms, the others in 50 µs"
 
@@ -189,9 +183,7 @@ def test_variables_that_differ():
     seen.facts[2] = facts({"NCCL_IB_HCA": "mlx5_0"}, local_world=1)
     found = one(seen)
     assert (found.check, found.ranks) == ("environment-differs", (2,))
-    assert (
-        found.summary == "NCCL_IB_HCA is not the same everywhere: 'unset' on ranks 0, 1; 'mlx5_0' on rank 2"
-    )
+    assert found.summary == "NCCL_IB_HCA is not the same everywhere: 'unset' on ranks 0, 1; 'mlx5_0' on rank 2"
 
 
 @pytest.mark.parametrize(

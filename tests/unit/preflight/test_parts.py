@@ -137,8 +137,7 @@ def wrong(rank: int, *sources: int, members: tuple[int, ...] = ()) -> Wrong:
         ([wrong(1)], [], (1,)),
         ([wrong(0, 2), wrong(1, 2)], [], (2,)),
         (
-            [wrong(r) for r in range(4)]
-            + [wrong(r, members=pair) for pair in ((1, 2), (2, 3)) for r in pair],
+            [wrong(r) for r in range(4)] + [wrong(r, members=pair) for pair in ((1, 2), (2, 3)) for r in pair],
             [(0, 1), (1, 2), (2, 3), (0, 3)],
             (2,),
         ),

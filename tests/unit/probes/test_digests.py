@@ -63,6 +63,4 @@ def test_equal_values_are_equal(digest, dtype: torch.dtype, shape: tuple[int, ..
 
 def test_parameters_and_complex_numbers_are_fine():
     assert host_digest(torch.nn.Parameter(torch.ones(3))) == host_digest(torch.ones(3))
-    assert host_digest(torch.ones(2, dtype=torch.complex64)) == host_digest(
-        torch.tensor([1.0, 0.0, 1.0, 0.0])
-    )
+    assert host_digest(torch.ones(2, dtype=torch.complex64)) == host_digest(torch.tensor([1.0, 0.0, 1.0, 0.0]))

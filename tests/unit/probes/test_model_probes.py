@@ -19,9 +19,7 @@ from dtobs.probes.registry import default_probes
 from dtobs.recording.view import StepWindow, load_run
 
 
-def train(
-    model: nn.Module, run_dir: Path, steps: int = 3, spoil=lambda step, loss: loss, **options
-) -> StepWindow:
+def train(model: nn.Module, run_dir: Path, steps: int = 3, spoil=lambda step, loss: loss, **options) -> StepWindow:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with dtobs.attach(model, optimizer, run_dir=run_dir, monitor=False, **options) as session:
         for step in range(steps):

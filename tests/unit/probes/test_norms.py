@@ -49,9 +49,7 @@ def test_reduced_gradients_are_read_with_whole_local_ones(whole: int) -> None:
     assert LEAST_REDUCED_PERIOD <= reduced_period(whole) < LEAST_REDUCED_PERIOD + whole
 
 
-def test_between_whole_steps_only_the_sample_is_hooked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_between_whole_steps_only_the_sample_is_hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "WHOLE_BYTES_A_STEP", 40_000)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -11,8 +11,8 @@ from dtobs.detectors.hangs.stall import silence, stall
 from dtobs.diagnose import diagnose, gather
 from dtobs.events import RankState
 from dtobs.recording.clocks import shift
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.view import RunView
+from dtobs.testing.fake_run import FakeRun
 
 HOUR = 3_600_000_000_000
 

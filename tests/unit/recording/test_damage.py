@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from dtobs.errors import RecordingError, TargetError
 from dtobs.events import EVENT_DTYPE, STEP_DTYPE
 from dtobs.findings import Finding
+from dtobs.host.process import ProcessState
+from dtobs.host.stacks import parse_stacks
 from dtobs.recording.capture import Capture, RankCapture, load_capture
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.journal import Entry, read_journal
 from dtobs.recording.meta import Parameter, read_meta
 from dtobs.recording.page import HEADER_BYTES as PAGE_HEADER
 from dtobs.recording.page import MAGIC as PAGE_MAGIC
 from dtobs.recording.page import PAGE_DTYPE, SLOT_BYTES, PageReader
-from dtobs.recording.process import ProcessState
 from dtobs.recording.ring import HEADER_BYTES, MAGIC, EventWriter, RingWriter, describe, read_ring
 from dtobs.recording.rundir import read_json
-from dtobs.recording.stacks import parse_stacks
 from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
     """A small run with one of everything."""
     root = tmp_path_factory.mktemp("damage") / "run"
     made = FakeRun(root, 2, live=False).steps(3)
-    made.rank(0).parameters(Parameter("w", (2,), "float32", "r")).digests(7).phase("my phase").collective(
-        wait=True
-    )
+    made.rank(0).parameters(Parameter("w", (2,), "float32", "r")).digests(7).phase("my phase").collective(wait=True)
     stacks = 'Thread 0x1 (most recent call first):\n  File "a.py", line 3 in f\n'
     seen = RankCapture(0, ProcessState(1, alive=True, state="S"), "free", stacks, {"entries": [1]})
-    Capture(made.start_ns, "20260101T000000Z", "stall", {0: seen}).save(
-        made.directory.captures / "20260101T000000Z"
-    )
+    Capture(made.start_ns, "20260101T000000Z", "stall", {0: seen}).save(made.directory.captures / "20260101T000000Z")
     exit_line = json.dumps(ProcessState(made.pid_of(0), alive=False, exit_code=-9).to_json())
     made.directory.exits(0).write_text(exit_line + "\n")
     entry = Entry("found", "2026-01-01T00:00:00Z", 1, 0, Finding("straggler", "slow", (1,)))
@@ -184,9 +180,7 @@ def test_hostile_ring(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("bounded_memory")
-@pytest.mark.parametrize(
-    "header", [b"[" * 4000, b"[]", b"{}", b'{"schema": Infinity, "fields": []}', b"\xff", b""]
-)
+@pytest.mark.parametrize("header", [b"[" * 4000, b"[]", b"{}", b'{"schema": Infinity, "fields": []}', b"\xff", b""])
 def test_hostile_page_header(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "pages.bin"
     path.write_bytes(_head(PAGE_MAGIC, header))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.recording.kernel_log import Xid, parse_xids, read_xids
+from dtobs.host.kernel_log import Xid, parse_xids, read_xids
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtobs.errors import ServiceError
-from dtobs.recording.bundle import Part, decode_bundle, encode_bundle
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.mirror import NodeMirror
+from dtobs.nodes.bundle import Part, decode_bundle, encode_bundle
+from dtobs.nodes.mirror import NodeMirror
+from dtobs.nodes.sharing import collect
 from dtobs.recording.page import PAGE_DTYPE
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.sharing import collect
 from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
 
 
 @pytest.fixture
@@ -131,9 +131,7 @@ class TestHostile:
         pages = np.frombuffer(first.data, PAGE_DTYPE).copy()
         pages[field][0] = value
         with pytest.raises(ServiceError, match="not its own"):
-            NodeMirror(RunDirectory(tmp_path / "here"), 1).apply(
-                [replace(first, data=pages.tobytes()), *rest]
-            )
+            NodeMirror(RunDirectory(tmp_path / "here"), 1).apply([replace(first, data=pages.tobytes()), *rest])
         assert not (tmp_path / "here").exists()
 
     def test_ranks_that_run_here(self, source: FakeRun, tmp_path: Path):
@@ -160,9 +158,7 @@ class TestHostile:
 
     @given(place=st.integers(0, 20_000), value=st.integers(0, 255))
     def test_a_changed_byte_is_an_error_or_makes_no_difference(self, place: int, value: int):
-        body = bytearray(
-            encode_bundle({"node": 1}, [Part("exits", b"x" * 300), Part("meta", b"y" * 900, rank=2)])
-        )
+        body = bytearray(encode_bundle({"node": 1}, [Part("exits", b"x" * 300), Part("meta", b"y" * 900, rank=2)]))
         body[place % len(body)] = value
         with contextlib.suppress(ServiceError):
             _, parts = decode_bundle(bytes(body))

@@ -34,9 +34,7 @@ def test_same_as_the_end(tmp_path_factory: pytest.TempPathFactory, count: int, l
 @given(
     count=st.integers(1, 3 * CAPACITY),
     last=st.integers(1, 60),
-    damage=st.lists(
-        st.tuples(st.integers(0, CAPACITY - 1), st.integers(0, 55), st.integers(1, 255)), max_size=3
-    ),
+    damage=st.lists(st.tuples(st.integers(0, CAPACITY - 1), st.integers(0, 55), st.integers(1, 255)), max_size=3),
 )
 def test_damage_is_left_out(
     tmp_path_factory: pytest.TempPathFactory, count: int, last: int, damage: list[tuple[int, int, int]]

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from dtobs.errors import RecordingDisabled, RecordingError, TargetError
 from dtobs.events import EVENT_DTYPE, EVENT_FORMAT, STEP_DTYPE, Kind, RankState, digest_dtype
+from dtobs.host.process import ProcessState
 from dtobs.recording.capture import Capture, RankCapture, latest_capture, load_capture
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.meta import MetaWriter, Parameter, read_meta
 from dtobs.recording.page import INDEX, PAGE_DTYPE, PAGE_FLOATS, PAGE_INTS, PageReader, PageWriter
-from dtobs.recording.process import ProcessState
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.ring import EventWriter, RingWriter, describe, read_ring
 from dtobs.recording.rundir import RunDirectory, new_run_path, read_json, write_json
 from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
 
 INT = st.integers(-(2**63), 2**63 - 1)
 FLOAT = st.floats(width=64)
@@ -31,9 +31,7 @@ FLOAT = st.floats(width=64)
     ints=st.dictionaries(st.sampled_from(PAGE_INTS), INT),
     floats=st.dictionaries(st.sampled_from(PAGE_FLOATS), FLOAT),
 )
-def test_page(
-    tmp_path_factory: pytest.TempPathFactory, ints: dict[str, int], floats: dict[str, float]
-) -> None:
+def test_page(tmp_path_factory: pytest.TempPathFactory, ints: dict[str, int], floats: dict[str, float]) -> None:
     ints.pop("heartbeat_ns", None)
     path = tmp_path_factory.mktemp("page") / "pages.bin"
     writer = PageWriter(path, 0)
@@ -131,9 +129,7 @@ def test_meta_define_writes_once(tmp_path: Path) -> None:
 
 
 def test_capture(tmp_path: Path) -> None:
-    seen = RankCapture(
-        1, ProcessState(12, alive=True, state="D"), "held", "Thread 0x1\n", {"entries": []}, ("n",)
-    )
+    seen = RankCapture(1, ProcessState(12, alive=True, state="D"), "held", "Thread 0x1\n", {"entries": []}, ("n",))
     capture = Capture(5, "20261120T120000Z", "stall", {1: seen})
     capture.save(tmp_path / "captures" / "20261120T120000Z")
     (tmp_path / "captures" / "20261121T000000Z").mkdir()  # begun, never finished

@@ -14,15 +14,15 @@ import pytest
 
 from dtobs.errors import RecordingDisabled
 from dtobs.events import STEP_DTYPE, Kind
+from dtobs.host.process import ProcessState
 from dtobs.recording.capture import Capture, RankCapture
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.meta import MetaWriter, read_meta
 from dtobs.recording.page import INDEX, PageReader, PageWriter
-from dtobs.recording.process import ProcessState
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.ring import EventWriter, RingWriter, read_ring
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
 
 
 @pytest.fixture
@@ -125,9 +125,7 @@ def test_restart_in_the_same_directory(tmp_path: Path) -> None:
     assert len(view.rank_steps(0)) == 1
     again.rank(1).step()
     assert load_run(tmp_path).ranks == [0, 1]
-    run.rank(0).page(
-        step=77
-    )  # an old rank that still lives writes to its slot: the newer attempt stays in sight
+    run.rank(0).page(step=77)  # an old rank that still lives writes to its slot: the newer attempt stays in sight
     assert load_run(tmp_path).attempt == 1
 
 

@@ -16,11 +16,11 @@ from dtobs.diagnose.dumps import diagnosis_of
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.pictures import Cell, RankWait, call_table, wait_picture
 from dtobs.flight_recorder import dumps_from_objects
-from dtobs.flight_recorder.layout import Layout
-from dtobs.flight_recorder.simulate import Fault
-from dtobs.flight_recorder.synthetic import Job, dumps_of
-from dtobs.recording.fake import FakeRun
 from dtobs.reports import html, json, text
+from dtobs.testing.fake_run import FakeRun
+from dtobs.testing.layout import Layout
+from dtobs.testing.simulate import Fault
+from dtobs.testing.synthetic_dumps import Job, dumps_of
 
 LAYOUTS = {2: Layout(2, 1, 1), 64: Layout(4, 4, 4), 1024: Layout(32, 8, 4, layers=1, micro_batches=1)}
 FAULTS = [
@@ -43,9 +43,7 @@ def of_dumps(world: int, fault: Fault | None) -> Diagnosis:
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     """Four ranks of which one stays in its data while the others wait."""
-    run = FakeRun(
-        tmp_path_factory.mktemp("run"), 4, info={"versions": {"torch": "2.13.0"}, "config": {"lr": 0.1}}
-    )
+    run = FakeRun(tmp_path_factory.mktemp("run"), 4, info={"versions": {"torch": "2.13.0"}, "config": {"lr": 0.1}})
     run.steps(8)
     for rank in run.ranks:
         if rank.number == 2:

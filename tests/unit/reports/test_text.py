@@ -30,9 +30,7 @@ def status(rank: int, **fields: object) -> RankStatus:
 
 
 def diagnosis(world: int = 2, verdict: Finding | None = VERDICT, **fields: object) -> Diagnosis:
-    ranks = {
-        r: status(r, stack=LONG, last_collective="all_reduce(sum, float32[1024]) #21") for r in range(world)
-    }
+    ranks = {r: status(r, stack=LONG, last_collective="all_reduce(sum, float32[1024]) #21") for r in range(world)}
     if world > 1:
         ranks[1] = status(1, state="loading", phase="data", stack=("/me.py:3 in f",), waited_seconds=None)
     findings = (verdict,) if verdict else ()
@@ -88,9 +86,7 @@ def test_colours_only_when_asked():
 
 def test_other_findings_and_missing_ranks_and_notes():
     slow = Finding("straggler", "rank 0 takes 1.4 times as long", (0,), Confidence.LIKELY)
-    shown = text.render(
-        diagnosis(findings=(VERDICT, slow), missing_ranks=(5, 6, 7, 9), notes=("x is damaged",))
-    )
+    shown = text.render(diagnosis(findings=(VERDICT, slow), missing_ranks=(5, 6, 7, 9), notes=("x is damaged",)))
     assert "also found\n  straggler (likely): rank 0 takes 1.4 times as long" in shown
     assert "never recorded: ranks 5-7, 9" in shown
     assert shown.endswith("note: x is damaged\n")

@@ -27,9 +27,7 @@ def settings(*arguments: str) -> Config:
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
-def test_every_number_of_ranks_that_divides_keeps_the_global_batch(
-    samples: int, batch: int, ranks: int
-) -> None:
+def test_every_number_of_ranks_that_divides_keeps_the_global_batch(samples: int, batch: int, ranks: int) -> None:
     asked, layout = settings("--data.batch", str(batch)), Layout(replicate=ranks)
     if samples % ranks:
         with pytest.raises(LayoutError, match=f"{ranks} data ranks cannot share"):
@@ -121,9 +119,7 @@ def test_a_restart_does_not_resume_the_run_that_was_left(tmp_path: Path) -> None
     assert elastic._find(back, own, restarted=True) == ("auto", 5)
 
 
-def test_the_first_start_tells_the_restart_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_start_tells_the_restart_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda found, src: None)
     own, base = tmp_path / "checkpoints", save(tmp_path / "base", 20)
@@ -192,9 +188,7 @@ class Nodes:
         return [found[number] for number in range(self.size)]
 
 
-def test_a_restart_finds_its_directory_whichever_node_is_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_finds_its_directory_whichever_node_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, config = Nodes(monkeypatch), settings("--run.root", str(tmp_path))
     (first, same) = nodes.start(config, "a", "b")
     assert first.path == same.path

@@ -31,12 +31,8 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     found = SimpleNamespace(config=config.as_dict(), training={"tokens": str(tmp_path)})
     monkeypatch.setattr(manifest, "verify", lambda _: found)
-    monkeypatch.setattr(
-        export, "parameter_bytes", lambda _: {name: value.nbytes for name, value in parameters.items()}
-    )
-    monkeypatch.setattr(
-        export, "read_parameters", lambda _, names: {name: parameters[name] for name in names}
-    )
+    monkeypatch.setattr(export, "parameter_bytes", lambda _: {name: value.nbytes for name, value in parameters.items()})
+    monkeypatch.setattr(export, "read_parameters", lambda _, names: {name: parameters[name] for name in names})
     return tmp_path / "checkpoint"
 
 

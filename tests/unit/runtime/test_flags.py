@@ -125,9 +125,7 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, part: str) ->
 
 
 def test_an_unknown_variable_is_an_error() -> None:
-    with pytest.raises(
-        UsageError, match=r"unknown setting DTOBS_TRAIN_DATA__BACH \(did you mean data.batch\?\)"
-    ):
+    with pytest.raises(UsageError, match=r"unknown setting DTOBS_TRAIN_DATA__BACH \(did you mean data.batch\?\)"):
         flags.load([], {"DTOBS_TRAIN_DATA__BACH": "1"})
 
 

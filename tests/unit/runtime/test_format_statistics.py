@@ -57,15 +57,11 @@ def test_fp8_layers_are_looked_at_in_every_tenth_step() -> None:
             block["gate"](torch.randn(16, 32)).square().sum().backward()
         found = {name: float(value) for name, value in statistics.collect({}).items()}
         ways = {
-            f"fp8_{way}_{role}"
-            for way in ("amax", "saturated", "flushed")
-            for role in ("input", "weight", "gradient")
+            f"fp8_{way}_{role}" for way in ("amax", "saturated", "flushed") for role in ("input", "weight", "gradient")
         }
         assert set(found) == (ways if step in (1, 11) else set())
         if found:
-            assert found["fp8_amax_weight"] == pytest.approx(
-                float(block["gate"].weight.detach().abs().max()), rel=1e-2
-            )
+            assert found["fp8_amax_weight"] == pytest.approx(float(block["gate"].weight.detach().abs().max()), rel=1e-2)
             assert found["fp8_amax_input"] > 1.5
             assert found["fp8_saturated_gradient"] == 0.0
 
@@ -91,18 +87,14 @@ def test_recomputation_is_not_looked_at_again() -> None:
 
 
 def test_zeros_are_counted_in_matrices_of_blocks_in_fp16_only() -> None:
-    named = {
-        name: nn.Parameter(torch.zeros(2, 2)) for name in ("embedding.weight", "layers.0.up", "layers.1.up")
-    }
+    named = {name: nn.Parameter(torch.zeros(2, 2)) for name in ("embedding.weight", "layers.0.up", "layers.1.up")}
     named["layers.0.experts.up"] = nn.Parameter(torch.zeros(2, 2, 2))
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     named["layers.0.up"].grad = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     statistics = FormatStatistics([], config("--precision", "fp16"))
     statistics.begin(1)
-    assert {name: float(value) for name, value in statistics.collect(named).items()} == {
-        "gradient_zeros": 5 / 8
-    }
+    assert {name: float(value) for name, value in statistics.collect(named).items()} == {"gradient_zeros": 5 / 8}
     statistics.begin(2)
     assert statistics.collect(named) == {}
     other = FormatStatistics([], config("--precision", "bf16"))

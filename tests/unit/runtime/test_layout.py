@@ -299,9 +299,7 @@ def test_every_stage_lies_on_one_rank(schedule: str) -> None:
 
 def test_fp8_without_torchao_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh.float8, "available", lambda: False)
-    with pytest.raises(
-        LayoutError, match="--precision fp8 needs torchao, which is not installed: pip install torchao"
-    ):
+    with pytest.raises(LayoutError, match="--precision fp8 needs torchao, which is not installed: pip install torchao"):
         resolve(1, "--precision", "fp8")
 
 
@@ -322,7 +320,4 @@ def test_fp8_says_which_layers_stay_as_they_are_and_why() -> None:
         " 1 x attention.key stays in bf16: 128 x 6 on a rank, not multiples of 16;"
         " 1 x feed_forward.router stays in bf16: its numbers decide where tokens go"
     )
-    assert (
-        float8.obstacle("attention.key", layers["attention.query"], 256)
-        == "128 x 128 on a rank, a side below 256"
-    )
+    assert float8.obstacle("attention.key", layers["attention.query"], 256) == "128 x 128 on a rank, a side below 256"

@@ -48,9 +48,7 @@ def test_it_comes_back(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-def test_any_changed_or_missing_byte_is_noticed(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_any_changed_or_missing_byte_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     content = bytes(range(64))
     folder = write(tmp_path_factory.mktemp("root"), 1, content)
     shard = folder / "__0_0.distcp"
@@ -99,9 +97,7 @@ def test_the_newest_good_one_is_taken_and_bad_ones_are_named(tmp_path: Path) -> 
     assert found is not None
     folder, good, complaints = found
     assert (folder.name, good.step) == ("step-00000020", 20)
-    assert complaints == [
-        f"{tmp_path}/step-00000030/__0_0.distcp is corrupt: its checksum is not the manifest's"
-    ]
+    assert complaints == [f"{tmp_path}/step-00000030/__0_0.distcp is corrupt: its checksum is not the manifest's"]
     assert checkpoint.newest_good(tmp_path / "absent") is None
 
 
@@ -198,9 +194,7 @@ def test_one_without_a_readable_manifest_is_looked_at_first_and_removed_first(tm
     assert names(tmp_path) == ["step-00000003", "step-00000001"]
 
 
-def test_what_cannot_be_removed_is_told_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_removed_is_told_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove = manifest.shutil.rmtree
 
     def busy(path: Path, ignore_errors: bool = False) -> None:

@@ -52,9 +52,7 @@ def test_positions_matter() -> None:
 
 
 def test_experts_give_each_token_the_weighted_sum_of_its_choice() -> None:
-    config = ModelConfig(
-        dim=32, layers=1, heads=4, kv_heads=2, ffn=48, vocabulary=300, experts=4, balance_loss=0.0
-    )
+    config = ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn=48, vocabulary=300, experts=4, balance_loss=0.0)
     layer = make(config).layers["0"].feed_forward
     assert isinstance(layer, MixtureOfExperts)
     x_BTD = torch.randn(2, 5, 32)

@@ -44,9 +44,7 @@ def test_a_second_attempt_appends(tmp_path: Path) -> None:
     assert (tmp_path / "stdout.log").read_text() == "one\ntwo\n"
 
 
-def test_a_full_disk_is_said_once_and_printing_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_said_once_and_printing_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("stdout.log", "stderr.log"):
         (tmp_path / name).symlink_to("/dev/full")
     output = RankOutput(tmp_path, console=True)

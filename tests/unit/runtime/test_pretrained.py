@@ -88,9 +88,7 @@ def test_what_old_exports_carry_besides_is_passed_over(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_another_model_is_told_by_numbers_and_flags(
-    asked: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+def test_another_model_is_told_by_numbers_and_flags(asked: tuple[str, ...], message: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "weights", *SMALL)
     with pytest.raises(UsageError) as caught:
         pretrained.check(settings(*SMALL, *asked, folder=folder))
@@ -176,15 +174,11 @@ def cut_short(folder: Path) -> None:
 def with_a_missing_shard(folder: Path) -> None:
     shard = "model-00002-of-00002.safetensors"
     names = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(names, shard)})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
 
 
 def with_an_index_that_leads_out(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {NAME: "../model.safetensors"}})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {NAME: "../model.safetensors"}}))
 
 
 def without_config(folder: Path) -> None:
@@ -224,14 +218,10 @@ def test_the_command_stops_before_it_starts_anything(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     folder = write(tmp_path / "weights", *SMALL)
-    code = train.main(
-        ["--preset", "debug", "--checkpoint.init", str(folder), "--run-dir", str(tmp_path / "run")]
-    )
+    code = train.main(["--preset", "debug", "--checkpoint.init", str(folder), "--run-dir", str(tmp_path / "run")])
     assert code == 2
     line = capsys.readouterr().err
-    assert line.startswith(
-        f"error: --checkpoint.init {folder}: another model: --model.dim is 16 there and 128"
-    )
+    assert line.startswith(f"error: --checkpoint.init {folder}: another model: --model.dim is 16 there and 128")
     assert line.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

@@ -31,9 +31,7 @@ def settings(path: Path, cache: Path, *more: str) -> Config:
 
 
 @pytest.mark.parametrize("file", ["training.bin", "tokenizer.json", "index.json"])
-def test_a_full_cache_is_one_line_and_nothing_stays(
-    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_cache_is_one_line_and_nothing_stays(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     cache = tmp_path / "cache"
     make = tempfile.mkdtemp
@@ -82,9 +80,7 @@ def test_formats_of_one_folder(tmp_path: Path) -> None:
     assert "".join(texts[:-3]) == TEXT
 
 
-@pytest.mark.parametrize(
-    "kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary("int32", "string")]
-)
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary("int32", "string")])
 def test_parquet_is_read_row_by_row(tmp_path: Path, kind: pyarrow.DataType) -> None:
     texts = [f"row {n} says {n * n}" for n in range(2000)] + [None]
     table = pyarrow.table({"number": range(2001), "text": pyarrow.array(texts, pyarrow.string()).cast(kind)})
@@ -106,9 +102,7 @@ def test_token_numbers_of_another_tool(tmp_path: Path, kind: str, written: str) 
     assert [*files.training.tolist(), *files.validation.tolist()] == numbers.tolist()
     assert (len(files.validation), files.vocabulary) == (150, int(numbers.max()) + 1)
     assert tokens.prepare(config).folder == files.folder
-    with pytest.raises(
-        DataError, match=r"a\.npy go up to \d+ and --model\.vocabulary is 300; it must be at least"
-    ):
+    with pytest.raises(DataError, match=r"a\.npy go up to \d+ and --model\.vocabulary is 300; it must be at least"):
         tokens.prepare(settings(tmp_path / "a.npy", tmp_path / "cache", "--model.vocabulary", "300"))
 
 
@@ -174,9 +168,7 @@ def test_a_changed_corpus_is_built_again(tmp_path: Path) -> None:
 def test_an_own_tokenizer_must_fit_the_model(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     own = tokens.prepare(settings(tmp_path / "a.txt", tmp_path / "cache")).folder / "tokenizer.json"
-    with pytest.raises(
-        DataError, match=r"go up to \d+ and --model\.vocabulary is 257; it must be at least \d+"
-    ):
+    with pytest.raises(DataError, match=r"go up to \d+ and --model\.vocabulary is 257; it must be at least \d+"):
         tokens.prepare(
             settings(
                 *(tmp_path / "a.txt", tmp_path / "cache", "--data.tokenizer", str(own)),
@@ -262,9 +254,7 @@ def test_a_bad_tokenizer_is_one_line(tmp_path: Path) -> None:
         tokens.prepare(settings(tmp_path / "a.txt", tmp_path / "cache", "--data.tokenizer", str(tmp_path)))
 
 
-def test_parquet_without_pyarrow_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "a.parquet", text=["x"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"a\.parquet needs pyarrow: pip install 'dtobs\[parquet\]'"):

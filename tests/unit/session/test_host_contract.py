@@ -31,17 +31,13 @@ Attach = Callable[..., Session]
 
 def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Everything in this process that a session may touch."""
-    names = [
-        n for n in torch._C._dispatch_get_all_op_names() if n.startswith(("c10d::", "_c10d_functional::"))
-    ]
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(("c10d::", "_c10d_functional::"))]
     return {
         "modules": [
-            {k: len(v) for k, v in vars(m).items() if k.endswith("_hooks") and v is not None}
-            for m in model.modules()
+            {k: len(v) for k, v in vars(m).items() if k.endswith("_hooks") and v is not None} for m in model.modules()
         ],
         "parameters": [
-            (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
-            for p in model.parameters()
+            (len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ())) for p in model.parameters()
         ],
         "optimizer": [len(v) for k, v in vars(optimizer).items() if k.endswith("_hooks")],
         "call": [vars(type(m)).get("__call__") for m in model.modules()],
@@ -50,9 +46,7 @@ def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, objec
         "loader": vars(dataloader._BaseDataLoaderIter)["__next__"],
         "coalesced": torch.distributed._broadcast_coalesced,
         "excepthooks": (sys.excepthook, threading.excepthook),
-        "dispatcher": [
-            n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "BackendSelect")
-        ],
+        "dispatcher": [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "BackendSelect")],
     }
 
 
@@ -232,9 +226,7 @@ def test_a_place_that_cannot_be_written_costs_one_line(
     session = attach(model, optimizer, run_dir=tmp_path / "file" / "run")
     train(model, optimizer, 1)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        f"dtobs: not recording this run: cannot make the run directory {session.run_dir}: Not a directory"
-    ]
+    assert lines == [f"dtobs: not recording this run: cannot make the run directory {session.run_dir}: Not a directory"]
     assert hooks(model, optimizer) == before
 
 

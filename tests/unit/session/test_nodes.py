@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dtobs.nodes.token import read_token
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
-from dtobs.recording.token import read_token
 from dtobs.session import nodes
 from dtobs.session.identity import Identity
 from dtobs.session.monitor_process import MonitorProcess
@@ -83,11 +83,7 @@ def test_rank_0_tells_the_others_where_its_monitor_listens(tmp_path: Path, store
     port = first.socket.getsockname()[1]
     assert first.argument == f"127.0.0.1:{port}"
     assert (second.argument, second.socket) == ("127.0.0.2:0", None)
-    assert (
-        read_json(here.lead(0))
-        == read_json(there.lead(1))
-        == {"node": 0, "address": f"http://127.0.0.1:{port}"}
-    )
+    assert read_json(here.lead(0)) == read_json(there.lead(1)) == {"node": 0, "address": f"http://127.0.0.1:{port}"}
     assert read_token(here.token) == read_token(there.token) != ""
     assert stat.S_IMODE(there.token.stat().st_mode) == stat.S_IMODE(there.lead(1).stat().st_mode) == 0o600
     first.socket.close()

@@ -17,7 +17,6 @@ from dtobs.probes import backward as backward_module
 from dtobs.probes.c10d_ops import canonical_name, discover
 from dtobs.probes.call_site import CallSites
 from dtobs.probes.patches import Patches
-from dtobs.recording.fake import FakeRun
 from dtobs.recording.meta import MetaWriter, read_meta
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
@@ -26,6 +25,7 @@ from dtobs.session import Session, identity
 from dtobs.session.identity import Identity, agree
 from dtobs.session.restart import describe_setback
 from dtobs.session.run_info import git_revision, hide_arguments, without_secrets
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.session.conftest import make_model, train
 
 

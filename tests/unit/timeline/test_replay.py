@@ -39,9 +39,7 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> list[str]:
     return lines
 
 
-def chunks_of(
-    lines: list[str] | tuple[str, ...], lengths: dict[Op, int] = LENGTHS
-) -> dict[int, tuple[Chunk, ...]]:
+def chunks_of(lines: list[str] | tuple[str, ...], lengths: dict[Op, int] = LENGTHS) -> dict[int, tuple[Chunk, ...]]:
     found = {}
     for rank, line in enumerate(lines):
         row, at = [], 0

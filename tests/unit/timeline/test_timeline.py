@@ -14,11 +14,11 @@ import pytest
 from dtobs.cli import main
 from dtobs.errors import RecordingDisabled, TargetError
 from dtobs.events import PipelineOp as Op
-from dtobs.recording.fake import FakeRun
+from dtobs.nodes.wire import decode_view, encode_view
 from dtobs.recording.pipeline_ring import PipelineWriter
 from dtobs.recording.plan import Plan
 from dtobs.recording.ring import read_ring
-from dtobs.recording.wire import decode_view, encode_view
+from dtobs.testing.fake_run import FakeRun
 from dtobs.timeline.bubble import latest, recent_shares
 from dtobs.timeline.chrome import chrome_trace
 from dtobs.timeline.pipeline import pipelines, read_steps
@@ -140,9 +140,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ElementTree.fromstring((tmp_path / "t.svg").read_text())
 
 
-def test_the_command_draws_phases_without_a_pipeline(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_draws_phases_without_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FakeRun(tmp_path, 2).steps(4)
     assert main(["timeline", str(tmp_path)]) == 0
     assert "f forward, b backward" in capsys.readouterr().out
@@ -156,9 +154,7 @@ def test_the_command_draws_phases_without_a_pipeline(
         (["-o", "t.png"], "give a name that ends in .json, .json.gz, .svg"),
     ],
 )
-def test_usage_errors(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage_errors(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
 

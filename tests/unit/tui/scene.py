@@ -15,10 +15,10 @@ from pathlib import Path
 from textual.worker import WorkerCancelled
 
 from dtobs.findings import Finding
-from dtobs.recording.fake import FakeRun
+from dtobs.host.process import ProcessState
 from dtobs.recording.journal import Entry, open_entries, read_journal
-from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
+from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.app import TopApp
 from dtobs.tui.detail import RankDetail, rank_detail
 from dtobs.tui.model import Frame, build_frame
@@ -80,9 +80,7 @@ def findings(run: FakeRun) -> list[Finding]:
             "Rank 2 works 118 ms longer than its peers in every step (21%): the job goes at its pace",
             (SLOW,),
             step=1174,
-            evidence=(
-                {"what": "own time, median of 64 steps", "rank": SLOW, "seconds": 0.64, "peers": 0.52},
-            ),
+            evidence=({"what": "own time, median of 64 steps", "rank": SLOW, "seconds": 0.64, "peers": 0.52},),
             since_ns=stuck_since - 60_000_000_000,
         ),
         Finding(

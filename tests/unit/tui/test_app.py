@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 
 from dtobs.errors import TargetError
 from dtobs.events import RankState
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.app import TopApp
 from dtobs.tui.findings_panel import FindingsPanel
 from dtobs.tui.model import Frame

@@ -10,8 +10,8 @@ import pytest
 
 from dtobs.events import RankState
 from dtobs.findings import Severity
-from dtobs.recording.fake import FakeRun
-from dtobs.recording.process import ProcessState
+from dtobs.host.process import ProcessState
+from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.detail import rank_detail
 from dtobs.tui.model import Frame, build_frame
 from dtobs.tui.order import KEYS, Order, arrange

@@ -11,8 +11,8 @@ import pytest
 from dtobs.cli import main
 from dtobs.errors import ServiceError, UsageError
 from dtobs.monitor.http import MonitorServer, Pages
-from dtobs.recording.remote import fetch_view
-from dtobs.recording.wire import encode_view
+from dtobs.nodes.remote import fetch_view
+from dtobs.nodes.wire import encode_view
 from dtobs.tui.source import MonitorSource, open_source
 from tests.unit.tui.scene import STUCK, FakeSource, findings, stalled_run
 

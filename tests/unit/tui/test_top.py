@@ -12,7 +12,7 @@ import pytest
 
 from dtobs.cli import main
 from dtobs.errors import TargetError
-from dtobs.recording.fake import FakeRun
+from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.columns import fitting
 from dtobs.tui.plain import render
 from dtobs.tui.source import DirectorySource, newest_run

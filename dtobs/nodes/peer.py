@@ -11,14 +11,14 @@ import numpy as np
 
 from dtobs.errors import ServiceError, TargetError, brief
 from dtobs.events import RankState
-from dtobs.monitor.peer_client import Unanswered, ask
-from dtobs.recording.bundle import decode_bundle
+from dtobs.host.process import ProcessState
+from dtobs.nodes.bundle import decode_bundle
+from dtobs.nodes.mirror import NodeMirror
+from dtobs.nodes.peer_client import Unanswered, ask
+from dtobs.nodes.token import read_token
 from dtobs.recording.clocks import ONE_CLOCK_NS
 from dtobs.recording.contact import Contact, State, read_contacts, write_contact
-from dtobs.recording.mirror import NodeMirror
-from dtobs.recording.process import ProcessState
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.token import read_token
 
 LOST_SECONDS = 5.0
 """Without an answer for so long, and after two questions, a node counts as lost."""
@@ -100,9 +100,7 @@ class Peer:
                 self.mirror.apply(parts, local_ranks, self._skew_ns)
             self._understood(head, asked_s, by_ns)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise ServiceError(
-                f"the answer of the monitor at {self.address} is damaged: {brief(error)}"
-            ) from error
+            raise ServiceError(f"the answer of the monitor at {self.address} is damaged: {brief(error)}") from error
 
     def _clocks(self, head: dict[str, Any], asked_s: float) -> int:
         """What to add to a time of that node's clock; 0 where it is ours.

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from dtobs.errors import ServiceError, TargetError, brief
 from dtobs.events import STEP_DTYPE
 from dtobs.findings import Finding
+from dtobs.host.process import ProcessState
 from dtobs.recording.contact import contact_from_json
 from dtobs.recording.meta import Meta, take
 from dtobs.recording.page import MAX_NS, PAGE_DTYPE, plausible
-from dtobs.recording.process import ProcessState
 from dtobs.recording.view import RunView
 
 SCHEMA = "dtobs.view/1"
@@ -49,9 +49,7 @@ def decode_view(value: dict[str, Any]) -> tuple[RunView, list[Finding]]:
     """Read it back. Raises ServiceError when `value` is not such an object; unknown fields are passed over."""
     try:
         if value["schema"] != SCHEMA:
-            raise ServiceError(
-                f"the monitor speaks {value['schema']!r}, this dtobs {SCHEMA!r}: use one version"
-            )
+            raise ServiceError(f"the monitor speaks {value['schema']!r}, this dtobs {SCHEMA!r}: use one version")
         view = RunView(
             Path(str(value["root"])),
             dict(value["info"]),

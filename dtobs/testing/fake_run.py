@@ -36,10 +36,10 @@ from dtobs.events import (
     group_id,
     identify,
 )
+from dtobs.host.process import ProcessState, boot_id
 from dtobs.recording.meta import Op, Parameter, Site
 from dtobs.recording.page import PAGE_FLOATS, PAGE_INTS
 from dtobs.recording.pipeline_ring import PipelineWriter
-from dtobs.recording.process import ProcessState, boot_id
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
@@ -164,9 +164,7 @@ class FakeRank:
         if name and number >= FIRST_CUSTOM_PHASE:
             self.recorder.meta.define("phase", number, name=name)
         self.event(Kind.PHASE_BEGIN if name else Kind.PHASE_END, phase=number)
-        return self.page(
-            phase=number, phase_begin_ns=self.clock_ns, step=self.next_step, state=RankState.RUNNING
-        )
+        return self.page(phase=number, phase_begin_ns=self.clock_ns, step=self.next_step, state=RankState.RUNNING)
 
     def collective(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from dtobs.flight_recorder.layout import DATA, PIPE, TENSOR, WORLD, Call, Layout, step_of
+from dtobs.testing.layout import DATA, PIPE, TENSOR, WORLD, Call, Layout, step_of
 
 GroupFault = Literal[
     "rank-not-joined",
@@ -167,8 +167,7 @@ class _Simulation:
     def _dead(self, axis: str, members: list[int], step: int) -> bool:
         """Whether the network of this group carries nothing any more."""
         return step > 0 and any(
-            fault.name == "network-stalled" and axis == fault.axis and fault.rank in members
-            for fault in self.faults
+            fault.name == "network-stalled" and axis == fault.axis and fault.rank in members for fault in self.faults
         )
 
 
@@ -185,15 +184,11 @@ def _program(layout: Layout, faults: Sequence[Fault], rank: int, steps: int) -> 
 def _spoil(program: list[Issued], fault: Fault, per_step: int) -> None:
     """Change one rank's program in the second simulated step."""
     later = range(per_step, len(program))
-    at = next(
-        (i for i in later if program[i].call.axis == fault.axis and not program[i].call.peer_offset), None
-    )
+    at = next((i for i in later if program[i].call.axis == fault.axis and not program[i].call.peer_offset), None)
     if fault.name in ("rank-not-joined", "dumps-missing") and at is not None:
         del program[at:]
     elif fault.name == "shape-mismatch" and at is not None:
-        program[at].call = replace(
-            program[at].call, size=(*program[at].call.size[:-1], program[at].call.size[-1] + 7)
-        )
+        program[at].call = replace(program[at].call, size=(*program[at].call.size[:-1], program[at].call.size[-1] + 7))
     elif fault.name == "dtype-mismatch" and at is not None:
         program[at].call = replace(program[at].call, dtype="Double")
     elif fault.name == "collective-mismatch" and at is not None:
@@ -208,9 +203,7 @@ def _spoil(program: list[Issued], fault: Fault, per_step: int) -> None:
         program.insert(data, program.pop(world))
     elif fault.name == "p2p-unmatched":
         send = next(
-            i
-            for i in later
-            if (m := program[i].call).axis == PIPE and m.operation == "send" and m.peer_offset > 0
+            i for i in later if (m := program[i].call).axis == PIPE and m.operation == "send" and m.peer_offset > 0
         )
         del program[send]
 

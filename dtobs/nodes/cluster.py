@@ -22,14 +22,14 @@ from urllib.parse import urlsplit
 
 from dtobs.errors import DtobsError, UsageError, brief
 from dtobs.findings import Finding
-from dtobs.monitor.peer import Peer
-from dtobs.monitor.peer_client import ask
-from dtobs.recording.bundle import encode_bundle
+from dtobs.host.process import ProcessState
+from dtobs.nodes.bundle import encode_bundle
+from dtobs.nodes.peer import Peer
+from dtobs.nodes.peer_client import ask
+from dtobs.nodes.sharing import Have, collect, position
+from dtobs.nodes.token import read_token
 from dtobs.recording.contact import Contact, write_contact
-from dtobs.recording.process import ProcessState
 from dtobs.recording.rundir import RunDirectory, read_json
-from dtobs.recording.sharing import Have, collect, position
-from dtobs.recording.token import read_token
 
 INTERVAL_SECONDS = 1.0
 DETAIL_SECONDS = 2.0
@@ -105,21 +105,14 @@ class Cluster:
     def processes(self) -> dict[int, ProcessState]:
         """The processes of the other nodes' ranks as their monitors saw them last; none of nodes that are lost."""
         attempt = self._local.attempt()
-        return {
-            rank: state
-            for p in self._all()
-            if p.contact.attempt == attempt
-            for rank, state in p.processes.items()
-        }
+        return {rank: state for p in self._all() if p.contact.attempt == attempt for rank, state in p.processes.items()}
 
     def contacts(self) -> dict[int, Contact]:
         """The other nodes as they are known now, but for those that never said a word."""
         others = self._all()
         alone = bool(others) and all(p.contact.lost for p in others)
         return {
-            p.node: replace(p.contact, asked_by=self.node, alone=alone and p.contact.lost)
-            for p in others
-            if p.heard_s
+            p.node: replace(p.contact, asked_by=self.node, alone=alone and p.contact.lost) for p in others if p.heard_s
         }
 
     def told_findings(self) -> list[Finding]:

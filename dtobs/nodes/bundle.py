@@ -67,9 +67,7 @@ def decode_bundle(body: bytes) -> tuple[dict[str, Any], list[Part]]:
         said = json.loads(body[_PREFIX : _PREFIX + length])
         head, listed = said["head"], said["parts"]
         if head["schema"] != SCHEMA:
-            raise ServiceError(
-                f"that monitor speaks {head['schema']!r}, this one {SCHEMA!r}: use one version of dtobs"
-            )
+            raise ServiceError(f"that monitor speaks {head['schema']!r}, this one {SCHEMA!r}: use one version of dtobs")
         at, parts = _PREFIX + length, []
         for entry in listed:
             part, at = _part(entry, body, at)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from dtobs.errors import brief
-from dtobs.recording.bundle import MAX_BYTES
+from dtobs.nodes.bundle import MAX_BYTES
 
 CONNECT_SECONDS = 2.0
 _CHUNK = 1 << 20
@@ -32,9 +32,7 @@ def ask(
     deadline = time.monotonic() + seconds
     try:
         parts = urlsplit(address)
-        connection = http.client.HTTPConnection(
-            parts.hostname or "", parts.port, timeout=min(seconds, CONNECT_SECONDS)
-        )
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=min(seconds, CONNECT_SECONDS))
     except ValueError as error:
         raise Unanswered("mute", f"{address!r} is no address") from error
     try:

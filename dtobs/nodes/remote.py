@@ -12,9 +12,9 @@ from urllib.parse import SplitResult, urlsplit
 
 from dtobs.errors import ServiceError, UsageError
 from dtobs.findings import Finding
-from dtobs.recording.token import VARIABLE
+from dtobs.nodes.token import VARIABLE
+from dtobs.nodes.wire import decode_view
 from dtobs.recording.view import RunView
-from dtobs.recording.wire import decode_view
 
 MAX_BYTES = 256 << 20
 TIMEOUT_SECONDS = 10.0

@@ -53,9 +53,7 @@ def parse_xids(records: Iterable[str]) -> list[Xid]:
         micros = int(fields[2]) if text and len(fields) > 2 and fields[2].isdecimal() else 0
         pid = match["pid"] or ""
         said = match["text"].splitlines()[0].strip() if match["text"] else ""
-        found.append(
-            Xid(match["device"], int(match["number"]), int(pid) if pid.isdecimal() else 0, said, micros / 1e6)
-        )
+        found.append(Xid(match["device"], int(match["number"]), int(pid) if pid.isdecimal() else 0, said, micros / 1e6))
     return found
 
 

@@ -19,13 +19,13 @@ import numpy.typing as npt
 
 from dtobs.errors import RecordingDisabled, RecordingError, ServiceError
 from dtobs.events import SCHEMA
+from dtobs.nodes.bundle import RINGS, Part
+from dtobs.nodes.sharing import Have
 from dtobs.recording import page as pages_file
-from dtobs.recording.bundle import RINGS, Part
 from dtobs.recording.meta import MAX_BYTES as MAX_META_BYTES
 from dtobs.recording.page import HALF_BYTES, PAGE_DTYPE, SLOT_BYTES, plausible
 from dtobs.recording.ring import HEADER_BYTES, MAGIC, describe, parse_head
 from dtobs.recording.rundir import RunDirectory, private_folder
-from dtobs.recording.sharing import Have
 
 MAX_RANKS = 4096
 """Of one node."""
@@ -62,9 +62,7 @@ class NodeMirror:
                 self.pages = pages
         except OSError as error:
             where = self._run.node(self._node)
-            raise RecordingDisabled(
-                f"cannot keep what node {self._node} says in {where}: {error.strerror}"
-            ) from error
+            raise RecordingDisabled(f"cannot keep what node {self._node} says in {where}: {error.strerror}") from error
 
     def _checked(self, part: Part, others: frozenset[int]) -> npt.NDArray[np.void]:
         if list(part.fields) != describe(PAGE_DTYPE) or len(part.data) % PAGE_DTYPE.itemsize:
@@ -109,9 +107,7 @@ class NodeMirror:
                 self.have[part.rank] = Have(had.attach_ns, end, had.rings)
             else:
                 path = _ring_path(self._run, part.kind, part.rank, part.attempt)
-                self.have[part.rank] = Have(
-                    had.attach_ns, had.meta, had.rings | {part.kind: _write_ring(path, part)}
-                )
+                self.have[part.rank] = Have(had.attach_ns, had.meta, had.rings | {part.kind: _write_ring(path, part)})
 
 
 def _ring_path(run: RunDirectory, name: str, rank: int, attempt: int) -> Path:

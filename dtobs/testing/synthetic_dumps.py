@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtobs.flight_recorder.layout import WORLD, Layout, Step, step_of
-from dtobs.flight_recorder.simulate import Fault, Issued, Outcome, simulate
+from dtobs.testing.layout import WORLD, Layout, Step, step_of
+from dtobs.testing.simulate import Fault, Issued, Outcome, simulate
 
 VERSION = "2.10"
 START_NS = 1_790_000_000_000_000_000
@@ -97,9 +97,7 @@ class _Writer:
         """The dump of one rank."""
         layout, job = self.job.layout, self.job
         issued = outcome.issued[rank]
-        self.groups = {
-            axis: (layout.group_name(rank, axis), layout.description(axis)) for axis in layout.axes
-        }
+        self.groups = {axis: (layout.group_name(rank, axis), layout.description(axis)) for axis in layout.axes}
         self.place = {axis: layout.members(rank, axis).index(rank) for axis in layout.axes}
         total = self.before * len(self.step.calls) + len(issued)
         first = max(0, total - job.entries)

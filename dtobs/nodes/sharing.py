@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.errors import RecordingError
-from dtobs.recording.bundle import RINGS, Part
+from dtobs.nodes.bundle import RINGS, Part
 from dtobs.recording.page import PAGE_DTYPE, PageReader
 from dtobs.recording.ring import HEADER_BYTES, describe, parse_head
 from dtobs.recording.ring_tail import read_tail
@@ -56,9 +56,7 @@ def position(value: Any) -> int:
     return number
 
 
-def collect(
-    run: RunDirectory, node: int, have: dict[int, Have], *, exits: int = 0, detail: bool = True
-) -> list[Part]:
+def collect(run: RunDirectory, node: int, have: dict[int, Have], *, exits: int = 0, detail: bool = True) -> list[Part]:
     """The pages of `node`, its exits beyond byte `exits`, and what is new of its ranks; rings only with `detail`."""
     pages = _pages(run, node)
     parts = [Part("pages", pages.tobytes(), fields=describe(PAGE_DTYPE))]

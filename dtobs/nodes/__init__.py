@@ -1,0 +1,1 @@
+"""Several nodes: who answers, what is copied between them, and the token that lets them ask."""
