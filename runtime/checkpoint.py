@@ -28,9 +28,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from runtime import manifest as manifests
+from runtime import manifests
 from runtime.errors import CheckpointError
-from runtime.manifest import FileSeal, Leftovers, Manifest
+from runtime.manifests import FileSeal, Leftovers, Manifest
 from runtime.reader import MetadataReader
 from runtime.seeds import capture_generators, restore_generators
 

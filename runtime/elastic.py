@@ -15,11 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from runtime import manifest as manifests
-from runtime import mesh
+from runtime import manifests, plan
 from runtime.config import Config
 from runtime.errors import CheckpointError, LayoutError
-from runtime.manifest import Manifest
+from runtime.manifests import Manifest
 from runtime.mesh import Layout
 
 
@@ -40,7 +39,7 @@ def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool
     resume, samples = found[0]
     config = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
     if not samples or config.data.global_batch:
-        return mesh.share_out(config, layout)
+        return plan.fit_micro_batch(config, layout)
     return keep_global_batch(config, layout, samples)
 
 
@@ -70,7 +69,7 @@ def _saved_global_batch(checkpoints: Path, asked: str) -> int:
 def global_batch(manifest: Manifest) -> int:
     """Samples a step over all ranks of the training that wrote a checkpoint."""
     data, layout = manifest.config["data"], Layout(**manifest.layout)
-    fewest = mesh.fewest_micro_batches(manifest.config["pipeline"]["schedule"], layout.pipeline)
+    fewest = plan.fewest_micro_batches(manifest.config["pipeline"]["schedule"], layout.pipeline)
     return int(data["global_batch"] or data["batch"] * (data["accumulate"] or fewest) * layout.data)
 
 
@@ -85,18 +84,18 @@ def keep_global_batch(config: Config, layout: Layout, samples: int) -> Config:
             f"{layout.data} data ranks cannot share the checkpoint's global batch of {samples} samples: use"
             f" {', '.join(map(str, works))} of them, or choose another with --data.global_batch"
         )
-    return mesh.share_out(replace(config, data=replace(config.data, global_batch=samples)), layout)
+    return plan.fit_micro_batch(replace(config, data=replace(config.data, global_batch=samples)), layout)
 
 
 def batch_note(asked: Config, settled: Config, layout: Layout) -> str:
     """A line where each rank does something else than the flags say, "" where it does not."""
-    batch, count = settled.data.batch, mesh.micro_batches(settled, layout)
+    batch, count = settled.data.batch, plan.micro_batches(settled, layout)
     wanted = f"{asked.data.batch}"
     if asked.data.global_batch:  # which sets their number
         if batch == asked.data.batch:
             return ""
     else:
-        before = mesh.micro_batches(asked, layout)
+        before = plan.micro_batches(asked, layout)
         if (batch, count) == (asked.data.batch, before):
             return ""
         wanted += f", {before} a step"

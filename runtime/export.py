@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from runtime import huggingface, manifest
-from runtime.data import tokenizer
+from runtime import huggingface, manifests
+from runtime.data import tokenization
 from runtime.errors import CheckpointError, TrainingError, UsageError
-from runtime.manifest import Manifest
+from runtime.manifests import Manifest
 from runtime.pretrained import INDEX, SINGLE
 from runtime.reader import MetadataReader
 
@@ -79,7 +79,7 @@ def export(checkpoint: Path, folder: Path, shard_bytes: int = _SHARD_BYTES) -> P
     The files appear in it once all of them are written: a folder of an earlier export is replaced or stays as it was.
     Raises CheckpointError where the checkpoint cannot be trusted or the folder not be written.
     """
-    found = manifest.verify(checkpoint)
+    found = manifests.verify(checkpoint)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".exporting-", dir=folder) as name:
@@ -122,9 +122,9 @@ def _write_tensors(checkpoint: Path, folder: Path, shard_bytes: int) -> Path:
 
 
 def _copy_tokenizer(found: Manifest, folder: Path) -> None:
-    file = Path(found.training["tokens"]) / tokenizer.NAME
+    file = Path(found.training["tokens"]) / tokenization.NAME
     if file.is_file():
-        shutil.copyfile(file, folder / tokenizer.NAME)
+        shutil.copyfile(file, folder / tokenization.NAME)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

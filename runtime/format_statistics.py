@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runtime.config import Config
-from runtime.optimizer import plain_name
+from runtime.optimizers import plain_name
 
 EVERY = 10  # steps
 LAYERS = 4

@@ -17,8 +17,8 @@ from torch import Tensor
 from runtime import gradients, phases, resume
 from runtime.data.loader import ShardedLoader
 from runtime.errors import NonFiniteError
-from runtime.optimizer import set_learning_rate
-from runtime.parallel.pipeline import Pipeline
+from runtime.optimizers import set_learning_rate
+from runtime.parallel.pipelines import Pipeline
 from runtime.trainer import Trainer
 
 

@@ -17,7 +17,10 @@ from torch import Tensor
 
 
 class Listener(Protocol):
-    """What a subscriber implements. Calls arrive on the training thread, in program order."""
+    """What a subscriber implements; one that inherits from it leaves out what it has no use for.
+
+    Calls arrive on the training thread, in program order.
+    """
 
     def begin(self, name: str) -> None:
         """A phase begins."""

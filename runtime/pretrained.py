@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from runtime import huggingface
 from runtime.config import Config, disagreement
-from runtime.data import tokenizer as tokenizers
+from runtime.data import tokenization
 from runtime.errors import CheckpointError, UsageError
 from runtime.model.transformer import Transformer
-from runtime.optimizer import named_parameters
+from runtime.optimizers import named_parameters
 
 Region = tuple[slice, ...]
 INDEX = "model.safetensors.index.json"
@@ -172,8 +172,8 @@ def _own_part(parameter: nn.Parameter) -> tuple[Region, Tensor]:
 
 def tokenizer_note(tokens: Path, folder: Path) -> str:
     """A warning where the tokens folder and the folder of weights have different tokenizers, or ''."""
-    ours, theirs = tokenizers.vocabulary_digest(tokens), tokenizers.vocabulary_digest(folder)
+    ours, theirs = tokenization.vocabulary_digest(tokens), tokenization.vocabulary_digest(folder)
     if not ours or not theirs or ours == theirs:
         return ""
-    file = folder / tokenizers.NAME
+    file = folder / tokenization.NAME
     return f"warning: the corpus was not tokenised with {file}; use --data.tokenizer {file}"

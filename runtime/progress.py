@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from torch import Tensor
+from runtime import float8
+from runtime.data.tokens import TokenFiles
+from runtime.model import counts
+from runtime.phases import Listener
+from runtime.trainer import Trainer
 
 
-class Progress:
+class Progress(Listener):
     """Prints one line whenever the loop reports `global_loss`, one for each validation and checkpoint."""
 
     def __init__(self, write: Callable[[str], None], *, steps: int, peak_flops: float) -> None:
@@ -42,9 +47,6 @@ class Progress:
             self._line_step, self._line_at, self._aside = step - 1, time.perf_counter(), 0.0
             self._first_step = step
         self._step = step
-
-    def batch(self, **tensors: Tensor) -> None:
-        """Nothing to show of the input."""
 
     def report(self, **values: float) -> None:
         """Take note of numbers; print where they complete a line."""
@@ -93,3 +95,31 @@ class Progress:
             first, last = self._first_validation, self._values["validation_loss"]
             text += f", validation loss {first:.4f} → {last:.4f}" if first != last else f", validation loss {last:.4f}"
         return text
+
+
+def opening_lines(trainer: Trainer, tokens: TokenFiles, run_dir: Path, notes: Iterable[str]) -> list[str]:
+    """What is trained, on what, and where it is recorded; of `notes` those that say something."""
+    config = trainer.config
+    total = counts.parameters(config.model).total
+    lines = [
+        f"{total / 1e6:.1f}M parameters, {trainer.layout} on {trainer.model.mesh.device_type},"
+        f" {config.precision.compute}, {trainer.tokens_per_step:,} tokens a step;"
+        f" {tokens.title}: {len(tokens.training):,} tokens",
+        f"run directory {_shortest(run_dir)}",
+    ]
+    if trainer.held_out is None and config.data.validate_every:
+        lines.append(f"no validation: the corpus holds out {len(tokens.validation)} tokens, fewer than one sample")
+    if trainer.model.linear_layers:
+        lines.append(float8.summary(trainer.model.linear_layers))
+    return [*lines, *filter(None, notes)]
+
+
+def closing_lines(summary: str, run_dir: Path) -> str:
+    """What was done, and the commands that show it."""
+    shown = _shortest(run_dir)
+    return f"finished: {summary}; run directory {shown}\nlook at it: dtobs top {shown} | dtobs diagnose {shown}"
+
+
+def _shortest(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from runtime import checkpoint, huggingface, phases, pretrained
 from runtime.checkpoint import Saved
 from runtime.config import disagreement
-from runtime.data import tokenizer
+from runtime.data import tokenization
 from runtime.errors import CheckpointError, SaveWarning
-from runtime.manifest import Manifest, complete, verify
+from runtime.manifests import Manifest, complete, verify
 from runtime.trainer import Trainer
 
 
@@ -140,7 +140,7 @@ def _refuse_another_model(folder: Path, manifest: Manifest, trainer: Trainer) ->
         raise CheckpointError(f"{folder} is a checkpoint of {wrong}")
     saved = manifest.training
     if saved["tokenizer"] and trainer.tokenizer_digest and saved["tokenizer"] != trainer.tokenizer_digest:
-        file = Path(saved["tokens"]) / tokenizer.NAME
+        file = Path(saved["tokens"]) / tokenization.NAME
         use = file if file.is_file() else "the one it was trained with"
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than this corpus has: the same numbers mean other text;"

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
+from runtime.phases import Listener
 
 _STOP_SECONDS = 5.0
 
 
-class Terminal:
+class Terminal(Listener):
     """The terminal of this process while a child may own it. A listener of phases: each step asks for the child."""
 
     def __init__(self, folder: Path, command: list[str] | None, returned: Callable[[], None]) -> None:
@@ -48,18 +48,6 @@ class Terminal:
         """Take the terminal back if the child has ended."""
         if self._child is not None and self._child.poll() is not None:
             self._take_back()
-
-    def begin(self, name: str) -> None:
-        """Of no interest here."""
-
-    def end(self, name: str) -> None:
-        """Of no interest here."""
-
-    def batch(self, **tensors: Tensor) -> None:
-        """Of no interest here."""
-
-    def report(self, **values: float) -> None:
-        """Of no interest here."""
 
     def close(self) -> None:
         """End the child if it still runs and take the terminal back. Calling it again does nothing."""

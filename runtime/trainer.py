@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime import mesh as meshes
-from runtime import optimizer as optimizers
-from runtime import schedule, seeds
+from runtime import optimizers, plan, schedule, seeds
 from runtime.background import BackgroundSaver
 from runtime.config import Config
-from runtime.data import tokenizer
+from runtime.data import tokenization
 from runtime.data.loader import ShardedLoader
 from runtime.data.tokens import TokenFiles
 from runtime.format_statistics import FormatStatistics
@@ -98,7 +96,7 @@ class Trainer:
         self.guard.total = int(saved["nonfinite_total"])
 
 
-def make(
+def make_trainer(
     config: Config,
     layout: Layout,
     mesh: DeviceMesh,
@@ -110,7 +108,7 @@ def make(
     rank = dist.get_rank()
     sequence_parallel = layout.tensor > 1 and config.parallel.sequence
     seeds.seed_process(seeds.process_seed(config.run.seed, layout, rank, sequence_parallel=sequence_parallel))
-    count = meshes.micro_batches(config, layout)
+    count = plan.micro_batches(config, layout)
     model = build.build(config, layout, mesh, device, count)
     peak = schedule.scaled_peak(
         config.optimizer.learning_rate, count * config.data.batch * layout.data, config.schedule
@@ -130,7 +128,7 @@ def make(
             model.parts, config, [name for name, obstacle in model.linear_layers.items() if not obstacle]
         ),
         corpus_digest=tokens.digest,
-        tokenizer_digest=tokenizer.vocabulary_digest(tokens.folder),
+        tokenizer_digest=tokenization.vocabulary_digest(tokens.folder),
         tokens_folder=tokens.folder.absolute(),
         checkpoints=checkpoints,
         background=BackgroundSaver() if config.checkpoint.background else None,

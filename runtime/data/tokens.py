@@ -26,10 +26,11 @@ import xxhash
 from tokenizers import Tokenizer
 
 from runtime.config import Config
-from runtime.data import tokenizer as tokenizers_
+from runtime.data import tokenization
 from runtime.data.corpus import Corpus, Document, from_path, standard_library
 from runtime.data.numbers import is_numbers, split
 from runtime.errors import DataError
+from runtime.world import World
 
 FORMAT = "runtime.tokens/1"
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -174,15 +175,15 @@ def _build(folder: Path, title: str, write: Callable[[Path], dict[str, Any]]) ->
 def _tokenise(corpus: Corpus, tokenizer_path: str, vocabulary: int, building: Path) -> dict[str, Any]:
     """Write the tokenizer and the streams of a corpus; the entries of index.json that depend on them."""
     if tokenizer_path:
-        tokenizer = tokenizers_.read(Path(tokenizer_path).expanduser())
+        tokenizer = tokenization.read(Path(tokenizer_path).expanduser())
     else:
-        tokenizer = tokenizers_.train(
+        tokenizer = tokenization.train(
             (document.text for document in corpus.documents() if not document.held_out), vocabulary
         )
-    size = tokenizers_.vocabulary(tokenizer)
+    size = tokenization.vocabulary(tokenizer)
     kind = np.dtype("<u2") if size <= 2**16 else np.dtype("<u4")
     # Not tokenizer.save, which raises a bare Exception on a full disk.
-    (building / tokenizers_.NAME).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (building / tokenization.NAME).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     lengths, digest = _encode(building, corpus, tokenizer, kind)
     return {
         "dtype": kind.str,
@@ -195,7 +196,7 @@ def _tokenise(corpus: Corpus, tokenizer_path: str, vocabulary: int, building: Pa
 
 def _encode(building: Path, corpus: Corpus, tokenizer: Tokenizer, kind: np.dtype[Any]) -> tuple[dict[str, int], str]:
     """Tokenise every document into the two streams; their lengths and a digest of both."""
-    end = tokenizers_.end_of_document(tokenizer)
+    end = tokenization.end_of_document(tokenizer)
     lengths = {"training": 0, "validation": 0}
     digest = xxhash.xxh3_64()
     with (
@@ -216,3 +217,17 @@ def _encode(building: Path, corpus: Corpus, tokenizer: Tokenizer, kind: np.dtype
 
 def _numbers(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[list[int]]:
     return [item.ids for item in tokenizer.encode_batch([document.text for document in documents])]
+
+
+def agree_on(tokens: TokenFiles, world: World) -> None:
+    """Refuse another corpus than rank 0 reads: nodes may have different Python libraries or files.
+
+    Every rank must call it; no collective. Raises DataError.
+    """
+    if world.place.rank == 0:
+        world.store.set("corpus", tokens.digest)
+    if tokens.digest != world.store.get("corpus").decode():
+        raise DataError(
+            f"rank {world.place.rank} reads another corpus ({tokens.folder}) than rank 0: name the same files on"
+            " every node with --data.path"
+        )

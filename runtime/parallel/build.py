@@ -25,9 +25,8 @@ from runtime.mesh import Layout
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.initial import materialize
 from runtime.model.transformer import Transformer, next_token_loss
-from runtime.optimizer import named_parameters
-from runtime.parallel import context, ddp, expert, fsdp, recompute, tensor
-from runtime.parallel import pipeline as pipelines
+from runtime.optimizers import named_parameters
+from runtime.parallel import context, ddp, expert, fsdp, pipelines, recompute, tensor
 from runtime.parallel.loss import vocabulary_parallel_loss
 from runtime.precision import autocast, compute_dtype
 

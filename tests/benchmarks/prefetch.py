@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime import flags, loop, mesh, trainer
+from runtime import flags, loop, mesh, plan, trainer
 from runtime.data.loader import ShardedLoader
 from runtime.data.tokens import prepare
+from runtime.trainer import make_trainer
 from tests.harness import run_ranks
 
 SETTINGS = (
@@ -33,9 +34,9 @@ def measure(rank: int, world: int, folder: str, pairs: int, cold: bool) -> list[
     """Wall and CPU seconds a step: [pair][without, ahead]."""
     path = Path(folder) / "tokens.npy"
     config = flags.load((*SETTINGS, "--data.path", str(path), "--data.cache", f"{folder}/cache"), {})
-    layout = mesh.resolve(config, world)
+    layout = plan.resolve(config, world)
     files = prepare(config)
-    made = trainer.make(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), files, Path(folder))
+    made = make_trainer(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), files, Path(folder))
     plain, ahead = (ShardedLoader(files.training, sequence=128, batch=4, seed=1, ahead=depth) for depth in (0, 1))
     results: list[list[tuple[float, float]]] = []
     for pair in range(pairs + 1):

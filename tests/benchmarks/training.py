@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime import flags, loop, mesh, trainer
+from runtime import flags, loop, mesh, plan
 from runtime.config import Config
 from runtime.data.tokens import TokenFiles, prepare
-from runtime.trainer import Trainer
+from runtime.trainer import Trainer, make_trainer
 
 
 def make(config: Config, tokens: TokenFiles) -> Trainer:
     """The trainer of this rank, as the command makes it; the process group exists."""
-    layout = mesh.resolve(config, dist.get_world_size())
+    layout = plan.resolve(config, dist.get_world_size())
     checkpoints = Path(tempfile.mkdtemp()) / "checkpoints"
-    return trainer.make(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), tokens, checkpoints)
+    return make_trainer(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), tokens, checkpoints)
 
 
 def from_flags(arguments: Sequence[str]) -> Trainer:

@@ -13,8 +13,9 @@ import dtobs
 from dtobs.detectors import run_detectors
 from dtobs.integrations import runtime as integration
 from dtobs.recording.view import load_run
-from runtime import flags, loop, mesh, phases, trainer
+from runtime import flags, loop, mesh, phases, plan
 from runtime.data.tokens import prepare
+from runtime.trainer import make_trainer
 from tests.harness import run_ranks
 from tests.multiprocess.runtime_curves import SMALL
 
@@ -22,9 +23,9 @@ from tests.multiprocess.runtime_curves import SMALL
 def observed(rank: int, world: int, folder: str, arguments: tuple[str, ...], outlier: float) -> None:
     """Train under dtobs; with `outlier`, one element of every matrix of the blocks is as large as that."""
     config = flags.load((*SMALL, "--steps", "21", *arguments), {})
-    layout = mesh.resolve(config, world)
+    layout = plan.resolve(config, world)
     device_mesh = mesh.build(layout, "cpu")
-    made = trainer.make(config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder) / "checkpoints")
+    made = make_trainer(config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder) / "checkpoints")
     if outlier:
         with torch.no_grad():
             for name, parameter in made.model.named_parameters.items():

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import manifest, phases
+from runtime import manifests, phases
 from tests.harness import start_ranks, wait_until_gone
 from tests.harness.processes import kill_all
 from tests.multiprocess import runtime_curves
@@ -153,9 +153,9 @@ def test_killed_in_a_save_the_next_run_goes_on_exactly(tmp_path: Path) -> None:
         unfinished += any(path.name.startswith(".") for path in root.iterdir())
         taken = [step for step, _ in read_diary(run / "diary")[told:]]
         assert taken[:1] == [newest + 1], f"round {number}, {place}: took steps {taken} after a checkpoint of {newest}"
-        for folder in manifest.complete(root):
-            assert manifest.verify(folder).step <= taken[-1]
-        newest = max((manifest.read(folder).step for folder in manifest.complete(root)), default=0)
+        for folder in manifests.complete(root):
+            assert manifests.verify(folder).step <= taken[-1]
+        newest = max((manifests.read(folder).step for folder in manifests.complete(root)), default=0)
         print(f"{number}: killed at {place} in step {taken[-1]} or its save; checkpoint of {newest} is whole")
     last = max(step for step, _ in read_diary(run / "diary"))
     (unbroken, _) = curves(2, tmp_path / "unbroken", *FLAGS, "--steps", str(last), timeout=_DEADLINE + last)

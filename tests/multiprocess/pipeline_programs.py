@@ -48,7 +48,7 @@ class Stage(nn.Module):
 
 
 def stage_numbers(schedule: str, rank: int, ranks: int) -> list[int]:
-    """As in runtime.parallel.pipeline, by torch's class names."""
+    """As in runtime.parallel.pipelines, by torch's class names."""
     if schedule in ONE_STAGE:
         return [rank]
     return [rank, 2 * ranks - 1 - rank] if schedule in V_SHAPED else [rank, rank + ranks]

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime import flags, loop, mesh, phases, resume, trainer
+from runtime import flags, loop, mesh, phases, plan, resume
 from runtime.data.tokens import prepare
+from runtime.trainer import make_trainer
 from tests.harness import RankFailure, RankTimeout, run_ranks
 
 SMALL = (
@@ -47,9 +48,9 @@ class Recorder:
 def train(rank: int, world: int, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
     """On one rank: train as `arguments` say; the curves and samples, and what is left of the parameters."""
     config = flags.load((*SMALL, *arguments), {})
-    layout = mesh.resolve(config, world)
+    layout = plan.resolve(config, world)
     tokens = prepare(config)
-    made = trainer.make(
+    made = make_trainer(
         config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), tokens, Path(folder) / "checkpoints"
     )
     note = resume.begin(made)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime import flags, loop, mesh, phases, trainer
+from runtime import flags, loop, mesh, phases, plan, trainer
 from runtime.data.tokens import prepare
+from runtime.trainer import make_trainer
 from tests.harness import run_ranks
 from tests.multiprocess.runtime_curves import SMALL, Recorder, train_in_turn
 
@@ -34,9 +35,9 @@ def train_with_an_overflow(
     results = {}
     for name, arguments in layouts.items():
         config = flags.load((*SMALL, *FP16, "--precision.loss_scale", "256", *arguments), {})
-        layout = mesh.resolve(config, world)
+        layout = plan.resolve(config, world)
         device_mesh = mesh.build(layout, "cpu")
-        made = trainer.make(config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder))
+        made = make_trainer(config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder))
         if rank == 1:
             _overflow(made)
         recorder = Recorder()

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime import flags, gradients, loop, mesh, phases, trainer
+from runtime import flags, gradients, loop, mesh, phases, plan, trainer
 from runtime.data.tokens import prepare
+from runtime.trainer import make_trainer
 from tests.harness import run_ranks
 from tests.multiprocess.runtime_curves import SMALL
 
@@ -51,9 +52,9 @@ class Steps:
 
 def make(device: torch.device, folder: str, *arguments: str) -> trainer.Trainer:
     config = flags.load((*SMALL, "--steps", "13", "--run.log_every", "100", *arguments), {})
-    layout = mesh.resolve(config, dist.get_world_size())
+    layout = plan.resolve(config, dist.get_world_size())
     made = mesh.build(layout, device.type)
-    return trainer.make(config, layout, made, device, prepare(config), Path(folder))
+    return make_trainer(config, layout, made, device, prepare(config), Path(folder))
 
 
 def train(rank: int, world: int, folder: str, layouts: list[tuple[str, ...]]) -> list[list[tuple[int, int]]]:

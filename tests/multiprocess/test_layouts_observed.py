@@ -28,12 +28,13 @@ def train(rank: int, world: int, folder: Path, arguments: tuple[str, ...]) -> No
     """On one rank, as the command does it."""
     import dtobs
     from dtobs.integrations import runtime as integration
-    from runtime import flags, loop, mesh, phases, trainer
+    from runtime import flags, loop, mesh, phases, plan
     from runtime.data.tokens import prepare
     from runtime.train import watch
+    from runtime.trainer import make_trainer
 
     config = flags.load((*COMMON, *arguments), {})
-    layout = mesh.resolve(config, world)
+    layout = plan.resolve(config, world)
     device_mesh = mesh.build(layout, "cpu")
     session = dtobs.attach(run_dir=folder / "run", mesh=device_mesh, config=config.as_dict(), monitor=False)
     with session:
@@ -41,7 +42,7 @@ def train(rank: int, world: int, folder: Path, arguments: tuple[str, ...]) -> No
         session.policy(equal={"seed": config.run.seed}, generators="differ")
         with phases.phase("startup"):
             tokens = prepare(config)
-            made = trainer.make(config, layout, device_mesh, torch.device("cpu"), tokens, folder / "checkpoints")
+            made = make_trainer(config, layout, device_mesh, torch.device("cpu"), tokens, folder / "checkpoints")
         watch(session, made)
         loop.train(made)
         dist.barrier()

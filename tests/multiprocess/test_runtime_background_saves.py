@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime import loop, manifest, phases
+from runtime import loop, manifests, phases
 from runtime.errors import NonFiniteError
 from tests.harness import Gate, run_ranks
 from tests.multiprocess import runtime_curves
@@ -61,9 +61,9 @@ def train_gated(
 
     With `breaks` every rank finds step 5 not finite.
     """
-    seal, update = manifest.seal, loop.update
+    seal, update = manifests.seal, loop.update
 
-    def gated(path: Path) -> manifest.FileSeal:
+    def gated(path: Path) -> manifests.FileSeal:
         if rank == 1 and "step-00000003" in str(path):
             Gate(Path(folder) / "writing").open()
             Gate(Path(folder) / "go").wait()
@@ -74,7 +74,7 @@ def train_gated(
             raise NonFiniteError("gradients were not finite in 8 steps in a row")
         return update(trainer, step, *loss)
 
-    manifest.seal = gated
+    manifests.seal = gated
     doorkeeper = Doorkeeper(Path(folder), opens)
     if rank == 0:
         phases.listen(doorkeeper)
@@ -99,7 +99,7 @@ def gated(folder: Path, *arguments: str, opens: str, breaks: bool = False) -> li
 def complete(folder: Path) -> list[str]:
     root = folder / "checkpoints"
     assert not list(root.glob(".*"))
-    return [manifest.verify(path).training["step"] for path in manifest.complete(root)]
+    return [manifests.verify(path).training["step"] for path in manifests.complete(root)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

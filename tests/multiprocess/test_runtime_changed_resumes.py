@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import checkpoint, flags, mesh, resume, trainer
+from runtime import checkpoint, flags, mesh, plan, resume
 from runtime.data.tokens import prepare
+from runtime.trainer import make_trainer
 from tests.harness import run_ranks
 from tests.multiprocess.runtime_curves import SMALL, train_in_turn
 
@@ -33,9 +34,9 @@ def resume_as(rank: int, world: int, cases: list[tuple[str, tuple[str, ...]]]) -
     results = []
     for folder, arguments in cases:
         config = flags.load((*SMALL, *arguments), {})
-        layout = mesh.resolve(config, world)
+        layout = plan.resolve(config, world)
         device_mesh = mesh.build(layout, "cpu")
-        made = trainer.make(config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder).parent)
+        made = make_trainer(config, layout, device_mesh, torch.device("cpu"), prepare(config), Path(folder).parent)
         note, scale = resume.load(made, folder), made.loss_scale
         position = made.loader.position
         results.append(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from runtime import export, huggingface, manifest
+from runtime import export, huggingface, manifests
 from tests.harness import Gate, start_ranks
 from tests.multiprocess import runtime_curves
 from tests.multiprocess.runtime_curves import assert_same_curve, curves
@@ -94,7 +94,7 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 def test_the_last_k_are_kept(tmp_path: Path) -> None:
     curves(2, tmp_path / "run", "--checkpoint.every", "2", "--checkpoint.keep", "2")
-    assert [path.name for path in manifest.complete(tmp_path / "run" / "checkpoints")] == [
+    assert [path.name for path in manifests.complete(tmp_path / "run" / "checkpoints")] == [
         *("step-00000008", "step-00000006")
     ]
 
@@ -105,7 +105,7 @@ def test_going_back_in_a_run_directory_keeps_what_is_saved_then(tmp_path: Path) 
     shutil.copytree(checkpoints / "step-00000004", back)
     saves = ("--checkpoint.every", "1", "--checkpoint.keep", "2", "--steps", "7")
     curves(1, tmp_path / "run", *saves, "--resume", str(back))
-    assert [path.name for path in manifest.complete(checkpoints)] == ["step-00000007", "step-00000006"]
+    assert [path.name for path in manifests.complete(checkpoints)] == ["step-00000007", "step-00000006"]
     (result,) = curves(1, tmp_path / "run", "--resume")
     assert result["note"].endswith(f"from {checkpoints}/step-00000007 after step 7")
 
@@ -138,14 +138,14 @@ def test_export_has_the_parameters_under_hugging_faces_names(tmp_path: Path) -> 
 
 def fail_on(rank: int, world: int, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
     """As `train`, with rank 1's disk full while it seals its shard of step 2."""
-    seal = manifest.seal
+    seal = manifests.seal
 
-    def full(path: Path) -> manifest.FileSeal:
+    def full(path: Path) -> manifests.FileSeal:
         if rank == 1 and "step-00000002" in str(path):
             raise OSError(28, "No space left on device")
         return seal(path)
 
-    manifest.seal = full
+    manifests.seal = full
     return runtime_curves.train(rank, world, folder, arguments)
 
 
@@ -153,7 +153,7 @@ def fail_on(rank: int, world: int, folder: str, arguments: tuple[str, ...]) -> d
 def test_a_failed_save_does_not_stop_training(tmp_path: Path) -> None:
     first, _ = curves(2, tmp_path / "run", "--checkpoint.every", "2", function=fail_on)
     assert first["step"][-1] == 8
-    assert [path.name for path in manifest.complete(tmp_path / "run" / "checkpoints")] == [
+    assert [path.name for path in manifests.complete(tmp_path / "run" / "checkpoints")] == [
         *("step-00000008", "step-00000006", "step-00000004")
     ]
     assert not list((tmp_path / "run" / "checkpoints").glob(".saving-*"))
@@ -161,15 +161,15 @@ def test_a_failed_save_does_not_stop_training(tmp_path: Path) -> None:
 
 def stop_in_save(rank: int, world: int, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
     """As `train`, but rank 1 says so and waits for ever in the middle of saving step 6."""
-    seal = manifest.seal
+    seal = manifests.seal
 
-    def stopping(path: Path) -> manifest.FileSeal:
+    def stopping(path: Path) -> manifests.FileSeal:
         if rank == 1 and "step-00000006" in str(path):
             Gate(Path(folder) / "saving").open()
             Gate(Path(folder) / "never").wait()
         return seal(path)
 
-    manifest.seal = stopping
+    manifests.seal = stopping
     return runtime_curves.train(rank, world, folder, arguments)
 
 

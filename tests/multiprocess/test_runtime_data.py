@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from runtime.data import tokenizer
+from runtime.data import tokenization
 from tests.multiprocess.runtime_curves import assert_same_curve, curves
 
 LINES = [f"line {n} says that {n * n} is the square of {n}\n" for n in range(400)]
@@ -53,7 +53,7 @@ def test_each_format_trains(tmp_path: Path, write: Callable[[Path], Path]) -> No
 
 def test_a_tokenizer_of_its_own_trains(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    tokenizer.train(LINES, 300).save(str(tmp_path / "model" / "tokenizer.json"))
+    tokenization.train(LINES, 300).save(str(tmp_path / "model" / "tokenizer.json"))
     own = ("--data.path", str(write_text(tmp_path)), "--data.tokenizer", str(tmp_path / "model"))
     (result,) = curves(1, tmp_path / "run", *own, "--model.vocabulary", "300")
     assert result["global_loss"][-1] < result["global_loss"][0] < np.log(300) + 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from runtime import manifest, phases
+from runtime import manifests, phases
 from tests.harness import Launched, RankFailure, launch, run_ranks, torchrun
 from tests.multiprocess import runtime_curves
 from tests.multiprocess.runtime_curves import curves
@@ -85,7 +85,7 @@ def test_a_full_disk_costs_one_checkpoint(mode: tuple[str, ...], tmp_path: Path)
     run = tmp_path / "run"
     with mounted(run / "checkpoints", "size=64m"):
         results = run_ranks(train_collecting_warnings, 2, str(run), (*arguments, *saves), True, timeout=120)
-        kept = [manifest.verify(path).step for path in manifest.complete(run / "checkpoints")]
+        kept = [manifests.verify(path).step for path in manifests.complete(run / "checkpoints")]
         assert not list((run / "checkpoints").glob(".*"))
     (first, (said,)), (_, nothing) = (result.value for result in results)
     assert nothing == []  # one rank says it for all
@@ -122,7 +122,7 @@ def test_what_cannot_be_removed_is_told_once_and_costs_no_checkpoint(mode: tuple
     assert said == [
         f"{left} is not needed any more and could not be removed: Device or resource busy: pin; remove it by hand"
     ]
-    assert [manifest.verify(path).step for path in manifest.complete(run / "checkpoints")] == [8, 6]
+    assert [manifests.verify(path).step for path in manifests.complete(run / "checkpoints")] == [8, 6]
 
 
 @pytest.mark.parametrize("mode", BACKGROUND.values(), ids=BACKGROUND)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import flags, manifest, mesh, resume, trainer
+from runtime import flags, manifests, mesh, plan, resume
 from runtime.data.tokens import prepare
 from runtime.errors import CheckpointError
+from runtime.trainer import make_trainer
 from tests.harness import run_ranks
 from tests.multiprocess.runtime_curves import SMALL, curves
 
@@ -42,8 +43,8 @@ def ask(
     answers = []
     for target, more in asked:
         config = flags.load((*SMALL, *arguments, *more), {})
-        layout = mesh.resolve(config, world)
-        made = trainer.make(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), prepare(config), Path(root))
+        layout = plan.resolve(config, world)
+        made = make_trainer(config, layout, mesh.build(layout, "cpu"), torch.device("cpu"), prepare(config), Path(root))
         before = [parameter.detach().clone() for parameter in made.model.parameters]
         generator = torch.get_rng_state()
         try:
@@ -104,12 +105,12 @@ def with_a_flipped_bit(folder: Path) -> None:
 
 
 def with_a_torn_manifest(folder: Path) -> None:
-    text = (folder / manifest.NAME).read_text()
-    (folder / manifest.NAME).write_text(text[: len(text) // 2])
+    text = (folder / manifests.NAME).read_text()
+    (folder / manifests.NAME).write_text(text[: len(text) // 2])
 
 
 def without_a_manifest(folder: Path) -> None:
-    (folder / manifest.NAME).unlink()
+    (folder / manifests.NAME).unlink()
 
 
 class RunsCode:
@@ -134,9 +135,9 @@ def with_a_table_of_rubbish(folder: Path) -> None:
 
 def reseal(folder: Path) -> None:
     """Whoever can write the folder can write its checksums."""
-    found = manifest.read(folder)
-    files = {**found.files, ".metadata": manifest.seal(folder / ".metadata")}
-    (folder / manifest.NAME).write_text(manifest.encode(replace(found, files=files)))
+    found = manifests.read(folder)
+    files = {**found.files, ".metadata": manifests.seal(folder / ".metadata")}
+    (folder / manifests.NAME).write_text(manifests.encode(replace(found, files=files)))
 
 
 BAD = {
@@ -174,7 +175,7 @@ def test_a_bad_checkpoint_is_refused_by_name_and_passed_over_by_auto(saved: Path
 
 def test_another_corpus_is_noted_and_another_tokenizer_refused(saved: Path, tmp_path: Path) -> None:
     folder = saved / "run/checkpoints/step-00000004"
-    tokens = Path(manifest.read(folder).training["tokens"])
+    tokens = Path(manifests.read(folder).training["tokens"])
     tokenizer = tokens / "tokenizer.json"
     (tmp_path / "b.txt").write_text("".join(f"the root of {n * n} is {n}; what follows?\n" for n in range(3000)))
     other = ("--data.path", str(tmp_path / "b.txt"))

@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dtobs
 from dtobs.integrations import runtime as integration
-from runtime import loop, mesh, phases, trainer
-from runtime import optimizer as optimizers
+from runtime import loop, mesh, optimizers, phases, plan
 from runtime.config import Config
 from runtime.data.tokens import TokenFiles
 from runtime.model.initial import materialize
 from runtime.model.transformer import Transformer, next_token_loss
 from runtime.train import watch
+from runtime.trainer import make_trainer
 from tests.benchmarks.peers.samples import loader
 
 
@@ -159,10 +159,10 @@ class Runtime(Contender):
     """`runtime.loop.train`, as `runtime.train` calls it, without dtobs."""
 
     def make(self, tokens: TokenFiles) -> None:
-        self.layout = mesh.resolve(self.config, self.ranks)
+        self.layout = plan.resolve(self.config, self.ranks)
         self.mesh = mesh.build(self.layout, "cpu")
         self.folder = Path(tempfile.mkdtemp())
-        self.trainer = trainer.make(
+        self.trainer = make_trainer(
             self.config, self.layout, self.mesh, torch.device("cpu"), tokens, self.folder / "checkpoints"
         )
         (self.model,) = self.trainer.model.parts

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore
 
-from runtime import elastic, flags, mesh, rundir
-from runtime import manifest as manifests
+from runtime import elastic, flags, manifests, mesh, plan, rundir
 from runtime.config import Config
 from runtime.errors import LayoutError
-from runtime.manifest import Manifest
+from runtime.manifests import Manifest
 from runtime.mesh import Layout
 from runtime.world import Place, World
 
@@ -35,7 +34,7 @@ def test_every_number_of_ranks_that_divides_keeps_the_global_batch(samples: int,
         return
     kept = elastic.keep_global_batch(asked, layout, samples)
     assert kept.data.batch <= batch
-    assert mesh.micro_batches(kept, layout) * kept.data.batch * ranks == samples
+    assert plan.micro_batches(kept, layout) * kept.data.batch * ranks == samples
     assert replace(kept, data=asked.data) == asked
 
 
@@ -43,9 +42,9 @@ def test_every_number_of_ranks_that_divides_keeps_the_global_batch(samples: int,
 def test_more_ranks_fill_a_pipeline_with_smaller_micro_batches(ranks: int, batch: int) -> None:
     asked, layout = settings("--parallel.pipeline", "2"), Layout(pipeline=2, replicate=ranks)
     kept = elastic.keep_global_batch(asked, layout, 8)
-    assert (kept.data.batch, mesh.micro_batches(kept, layout)) == (batch, 2)
+    assert (kept.data.batch, plan.micro_batches(kept, layout)) == (batch, 2)
     explicit = settings("--parallel.pipeline", "2", "--data.global_batch", "8")
-    assert mesh.share_out(explicit, mesh.resolve(explicit, 2 * ranks)).data.batch == batch
+    assert plan.fit_micro_batch(explicit, plan.resolve(explicit, 2 * ranks)).data.batch == batch
     with pytest.raises(LayoutError, match=r"2 micro-batches cannot fill 1F1B .* must be at least 32"):
         elastic.keep_global_batch(settings(), Layout(pipeline=4, replicate=8), 16)
 
@@ -143,7 +142,7 @@ def test_what_each_rank_does_instead_is_said() -> None:
         "global batch of 8 samples kept: micro-batches of 2, 1 a step, on each of 4 data ranks (asked: 4, 1 a step)"
     )
     explicit = settings("--data.batch", "4", "--data.global_batch", "8")
-    shared = mesh.share_out(explicit, Layout(replicate=4))
+    shared = plan.fit_micro_batch(explicit, Layout(replicate=4))
     assert elastic.batch_note(explicit, explicit, Layout(replicate=2)) == ""
     assert elastic.batch_note(explicit, shared, Layout(replicate=4)) == (
         "global batch of 8 samples kept: micro-batches of 2, 1 a step, on each of 4 data ranks (asked: 4)"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime import export, flags, manifest, pretrained
+from runtime import export, flags, manifests, pretrained
 from runtime.errors import CheckpointError
 from runtime.model.initial import materialize
 from runtime.model.transformer import Transformer
@@ -30,7 +30,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     materialize(model, "", config.model, 1, torch.device("cpu"))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     found = SimpleNamespace(config=config.as_dict(), training={"tokens": str(tmp_path)})
-    monkeypatch.setattr(manifest, "verify", lambda _: found)
+    monkeypatch.setattr(manifests, "verify", lambda _: found)
     monkeypatch.setattr(export, "parameter_bytes", lambda _: {name: value.nbytes for name, value in parameters.items()})
     monkeypatch.setattr(export, "read_parameters", lambda _, names: {name: parameters[name] for name in names})
     return tmp_path / "checkpoint"

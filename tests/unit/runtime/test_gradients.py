@@ -11,7 +11,7 @@ from torch import nn
 from runtime.config import OptimizerConfig, PrecisionConfig
 from runtime.errors import NonFiniteError
 from runtime.gradients import NonFiniteGuard, clip_factor, global_norm, scale_gradients
-from runtime.optimizer import build, plain_name, set_learning_rate
+from runtime.optimizers import build, plain_name, set_learning_rate
 from runtime.precision import LossScale
 
 

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from runtime import flags, float8, mesh
+from runtime import flags, float8, plan
 from runtime.errors import LayoutError
 from runtime.mesh import DIMENSIONS, Layout
 from runtime.model import counts
 from runtime.model.transformer import Transformer
-from runtime.parallel.pipeline import stage_count, stage_layers, stage_numbers
+from runtime.parallel.pipelines import stage_count, stage_layers, stage_numbers
 from runtime.seeds import process_seed
 
 
 def resolve(world: int, *arguments: str) -> Layout:
-    return mesh.resolve(flags.load(["--preset", "debug", *arguments], {}), world)
+    return plan.resolve(flags.load(["--preset", "debug", *arguments], {}), world)
 
 
 @pytest.mark.parametrize(
@@ -214,24 +214,24 @@ TENSOR = "--parallel.tensor {} does not divide the model (kv_heads {}, ffn {}, v
 def test_an_impossible_layout_says_what_would_work(world: int, arguments: str, message: str) -> None:
     config = flags.load(["--preset", "debug", *arguments.split()], {})
     with pytest.raises(LayoutError) as caught:
-        mesh.resolve(config, world)
+        plan.resolve(config, world)
     assert str(caught.value) == message
 
 
 def test_the_layouts_of_the_readme_are_possible() -> None:
-    text = (Path(mesh.__file__).parent / "README.md").read_text().replace("\\\n", " ")
+    text = (Path(plan.__file__).parent / "README.md").read_text().replace("\\\n", " ")
     lines = re.findall(r"^torchrun --standalone --nproc-per-node (\d) -m runtime\.train([^#\n]*)", text, re.M)
     assert len(lines) > 20
     for world, arguments in lines:
         asked = [word for word in arguments.split() if word not in ("--preset", "debug", "debug-moe")]
         preset = "debug-moe" if "debug-moe" in arguments else "debug"
-        layout = mesh.resolve(flags.load(["--preset", preset, *asked], {}), int(world))
+        layout = plan.resolve(flags.load(["--preset", preset, *asked], {}), int(world))
         assert layout.world == int(world)
 
 
 def test_the_global_batch_is_kept_by_accumulation() -> None:
     config = flags.load(["--preset", "debug", "--data.global_batch", "32"], {})
-    assert [mesh.micro_batches(config, mesh.resolve(config, world)) for world in (1, 2, 4)] == [8, 4, 2]
+    assert [plan.micro_batches(config, plan.resolve(config, world)) for world in (1, 2, 4)] == [8, 4, 2]
 
 
 def test_a_global_batch_is_shared_out_by_the_largest_micro_batch_that_fits() -> None:
@@ -243,9 +243,9 @@ def test_a_global_batch_is_shared_out_by_the_largest_micro_batch_that_fits() -> 
         (2, "--data.global_batch 12 --parallel.pipeline 2 --pipeline.schedule Interleaved1F1B", 3, 4),
     ]:
         config = flags.load(["--preset", "debug", *arguments.split()], {})
-        layout = mesh.resolve(config, world)
-        shared = mesh.share_out(config, layout)
-        assert (shared.data.batch, mesh.micro_batches(shared, layout)) == (batch, count), arguments
+        layout = plan.resolve(config, world)
+        shared = plan.fit_micro_batch(config, layout)
+        assert (shared.data.batch, plan.micro_batches(shared, layout)) == (batch, count), arguments
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_global_batch_is_shared_out_by_the_largest_micro_batch_that_fits() -> 
 )
 def test_a_step_has_as_many_micro_batches_as_its_schedule_needs(arguments: str, count: int) -> None:
     config = flags.load(["--preset", "debug", *arguments.split()], {})
-    assert mesh.micro_batches(config, mesh.resolve(config, 8)) == count
+    assert plan.micro_batches(config, plan.resolve(config, 8)) == count
 
 
 @given(st.lists(st.integers(1, 3), min_size=6, max_size=6))
@@ -298,7 +298,7 @@ def test_every_stage_lies_on_one_rank(schedule: str) -> None:
 
 
 def test_fp8_without_torchao_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh.float8, "available", lambda: False)
+    monkeypatch.setattr(plan.float8, "available", lambda: False)
     with pytest.raises(LayoutError, match="--precision fp8 needs torchao, which is not installed: pip install torchao"):
         resolve(1, "--precision", "fp8")
 

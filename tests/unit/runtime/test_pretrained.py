@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime import flags, huggingface, pretrained, train
 from runtime.config import Config
-from runtime.data import tokenizer
+from runtime.data import tokenization
 from runtime.errors import UsageError
 from runtime.model.initial import materialize
 from runtime.model.transformer import Transformer
@@ -243,7 +243,7 @@ def test_narrow_formats_become_fp32(tmp_path: Path) -> None:
 def test_another_tokenizer_than_the_weights_is_said(tmp_path: Path) -> None:
     for name, text in (("ours", "abc abd abe"), ("theirs", "xyz xyw xyv")):
         (tmp_path / name).mkdir()
-        tokenizer.train([text], 260).save(str(tmp_path / name / "tokenizer.json"))
+        tokenization.train([text], 260).save(str(tmp_path / name / "tokenizer.json"))
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     file = theirs / "tokenizer.json"
     assert pretrained.tokenizer_note(ours, theirs) == (

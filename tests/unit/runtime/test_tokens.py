@@ -18,8 +18,7 @@ from tokenizers import Tokenizer, processors
 
 from runtime import flags
 from runtime.config import Config
-from runtime.data import corpus, tokens
-from runtime.data import tokenizer as tokenizers_
+from runtime.data import corpus, tokenization, tokens
 from runtime.errors import DataError
 
 TEXT = "".join(f"line {n} says that {n * n} is the square of {n}\n" for n in range(400))
@@ -108,7 +107,7 @@ def test_token_numbers_of_another_tool(tmp_path: Path, kind: str, written: str) 
 
 def shipped_tokenizer(folder: Path, vocabulary: int = 300) -> Tokenizer:
     """As a Hugging Face model has it: marks of its own, set to cut and to fill up, numbers with a gap."""
-    own = tokenizers_.train([TEXT], vocabulary)
+    own = tokenization.train([TEXT], vocabulary)
     end = ("<|end|>", own.token_to_id("<|end|>"))
     own.post_processor = processors.TemplateProcessing(single="$A <|end|>", special_tokens=[end])
     own.enable_truncation(8)
