@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtobs.errors import ServiceError, brief
+from dtobs.recording.laws import LAWS
 from dtobs.recording.page import MAX_WORLD
 
 MAGIC = b"DTOBSND1"
@@ -20,7 +21,7 @@ SCHEMA = "dtobs.node/1"
 MAX_BYTES = 64 << 20
 """Of a whole bundle; a sender stays far below and sends the rest with the next."""
 MAX_HEAD_BYTES = 8 << 20
-RINGS = ("events", "steps", "digests", "pipeline")
+RINGS = ("events", "steps", "digests", "pipeline", *LAWS)
 _KINDS = frozenset({"pages", "meta", "exits", *RINGS})
 _PREFIX = len(MAGIC) + 4
 

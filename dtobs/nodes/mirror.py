@@ -91,7 +91,7 @@ class NodeMirror:
                 private_folder(self._run.rank(rank))
                 attempt = int(page["attempt"])
                 for name in RINGS:
-                    _ring_path(self._run, name, rank, attempt).unlink(missing_ok=True)
+                    self._run.ring(name, rank, attempt).unlink(missing_ok=True)
                 self._run.meta(rank, attempt).unlink(missing_ok=True)
         mine = set(pages["rank"].tolist())
         self.have = {rank: have for rank, have in self.have.items() if rank in mine}
@@ -106,13 +106,8 @@ class NodeMirror:
                 end = _append(self._run.meta(part.rank, part.attempt), part, MAX_META_BYTES)
                 self.have[part.rank] = Have(had.attach_ns, end, had.rings)
             else:
-                path = _ring_path(self._run, part.kind, part.rank, part.attempt)
+                path = self._run.ring(part.kind, part.rank, part.attempt)
                 self.have[part.rank] = Have(had.attach_ns, had.meta, had.rings | {part.kind: _write_ring(path, part)})
-
-
-def _ring_path(run: RunDirectory, name: str, rank: int, attempt: int) -> Path:
-    path: Path = getattr(run, name)(rank, attempt)
-    return path
 
 
 def _append(path: Path, part: Part, most: int) -> int:

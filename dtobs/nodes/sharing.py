@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dtobs.errors import RecordingError
 from dtobs.nodes.bundle import RINGS, Part
+from dtobs.recording.laws import LAWS
 from dtobs.recording.page import PAGE_DTYPE, PageReader
 from dtobs.recording.ring import HEADER_BYTES, describe, parse_head
 from dtobs.recording.ring_tail import read_tail
@@ -21,7 +22,13 @@ from dtobs.recording.rundir import RunDirectory
 BUDGET_BYTES = 16 << 20
 """Of one bundle; what does not fit comes with the next."""
 META_CHUNK = 1 << 20
-MOST_RECORDS = {"events": 4096, "steps": 512, "digests": 8, "pipeline": 4096}
+MOST_RECORDS = {
+    "events": 4096,
+    "steps": 512,
+    "digests": 8,
+    "pipeline": 4096,
+    **{n: law.capacity // 4 for n, law in LAWS.items()},
+}
 """Of one ring in one bundle. What is older than that was overtaken, and no detector waits for it."""
 _FEW = 128
 """Records of a ring that are read at first: in two seconds there are seldom more."""
@@ -69,14 +76,9 @@ def collect(run: RunDirectory, node: int, have: dict[int, Have], *, exits: int =
         parts += _text(run.meta(rank, attempt), "meta", had.meta, rank, attempt)
         for name in RINGS if detail else ():
             if sum(len(part.data) for part in parts) < BUDGET_BYTES:
-                path = _ring_path(run, name, rank, attempt)
+                path = run.ring(name, rank, attempt)
                 parts += _ring(path, name, had.rings.get(name, 0), rank, attempt)
     return parts
-
-
-def _ring_path(run: RunDirectory, name: str, rank: int, attempt: int) -> Path:
-    path: Path = getattr(run, name)(rank, attempt)
-    return path
 
 
 def _pages(run: RunDirectory, node: int) -> npt.NDArray[np.void]:

@@ -39,6 +39,9 @@ class Backward(Probe):
         self._wrapper: Any = None
         self._running = False
         self._waiting = False
+        self._inside = 0
+        self.before: list[Callable[[Any], object]] = []  #: what other probes do when an outermost backward begins
+        self.after: list[Callable[[], object]] = []
 
     def install(self, context: Context) -> None:
         original = torch.autograd.backward
@@ -48,9 +51,17 @@ class Backward(Probe):
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             token = begin(tensors)
+            self._inside += 1
+            if self._inside == 1:
+                for hook in self.before:
+                    hook(tensors)
             try:
                 return original(tensors, *args, **kwargs)
             finally:
+                self._inside -= 1
+                if not self._inside:
+                    for done in self.after:
+                        done()
                 if token is not None:
                     end(*token)
 
@@ -70,7 +81,7 @@ class Backward(Probe):
         handle = None
         if self._queue is not None and not self._running and self._progress.host_waits:
             node = _grad_fn(tensors)
-            if node is not None and not _compiled_autograd():
+            if node is not None and not compiled_autograd():
                 handle = node.register_prehook(self._on_first_gradient)
                 self._running = True
         return depth, handle
@@ -102,7 +113,7 @@ def _grad_fn(tensors: Any) -> Any:
     return None
 
 
-def _compiled_autograd() -> bool:
+def compiled_autograd() -> bool:
     """Whether the backward graph itself is being compiled: a hook on it would be traced."""
     import sys
 

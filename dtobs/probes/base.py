@@ -115,6 +115,12 @@ class Probe:
     def batch(self, context: Context, tensors: dict[str, torch.Tensor]) -> None:
         """The input of one micro-batch, as the loop was given it."""
 
+    def backward_begin(self, context: Context, tensors: Any) -> None:
+        """``torch.autograd.backward`` is called with `tensors`; not for calls inside one."""
+
+    def backward_end(self, context: Context) -> None:
+        """It returned, or raised."""
+
     def before_optimizer(self, context: Context) -> None:
         """The optimizer is about to step: gradients are reduced (and clipped, where the loop clips)."""
 

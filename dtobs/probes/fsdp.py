@@ -6,7 +6,9 @@ gradients of sharded parameters are not measured (``local_norm`` stays NaN).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -30,6 +32,45 @@ def fsdp_parameters(model: nn.Module) -> dict[int, nn.Parameter | None]:
                 if sharded is not None:
                     found[id(sharded)] = getattr(state, "_unsharded_param", None)
     return found
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """How FSDP2 spreads one parameter: over `ranks`, in `parts` shards of its first dimension; `part` is this rank's.
+
+    `find` gives what autograd sees in its place, None before it was first gathered; it keeps nothing alive.
+    """
+
+    ranks: tuple[int, ...]
+    parts: int
+    part: int
+    shape: tuple[int, ...]  #: of what autograd sees, on this rank
+    find: Callable[[], nn.Parameter | None]
+
+
+def fsdp_shards(model: nn.Module) -> dict[int, Gathered | None]:
+    """id of each parameter that FSDP2 shards → how; None where this torch does not say, or along another dimension."""
+    found: dict[int, Gathered | None] = {}
+    for module in model.modules():
+        if is_fsdp(module):
+            for state in _states(module):
+                found[id(getattr(state, "sharded_param", None))] = _gathered(state)
+    return found
+
+
+def _gathered(state: Any) -> Gathered | None:
+    info, placement = getattr(state, "mesh_info", None), getattr(state, "fsdp_placement", None)
+    mesh, size = getattr(info, "mesh", None), getattr(state, "_orig_size", None)
+    if mesh is None or size is None or getattr(placement, "dim", None) != 0 or getattr(info, "is_spmd_mesh", False):
+        return None
+    kept = weakref.ref(state)
+
+    def find() -> nn.Parameter | None:
+        return getattr(kept(), "_unsharded_param", None)
+
+    ranks = tuple(sorted(int(r) for r in mesh.mesh.flatten().tolist()))
+    parts, part = int(getattr(info, "shard_mesh_size", 1)), int(getattr(info, "shard_mesh_rank", 0))
+    return Gathered(ranks, parts, part, tuple(size), find)
 
 
 def _states(module: Any) -> Iterator[Any]:

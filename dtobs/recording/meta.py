@@ -1,8 +1,8 @@
 """What the numbers in a recording stand for: one JSON object a line, appended when a number is first used.
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
-``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``. A last line cut by a kill is
-left out.
+``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``. A last line cut by
+a kill is left out.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ class Meta:
     policy: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)  #: `probes.layout.Layout` as JSON
     pipeline: dict[str, Any] = field(default_factory=dict)  #: `plan.Plan` as JSON; the last one watched
+    laws: dict[str, dict[str, Any]] = field(default_factory=dict)  #: by name: what the rows of its ring stand for
     damaged: int = 0  #: lines that could not be understood
 
 
@@ -221,5 +222,7 @@ def take(meta: Meta, e: dict[str, Any]) -> None:
             meta.layout = _layout(e)
         case "pipeline":
             meta.pipeline = e
+        case "law":
+            meta.laws[str(e["name"])] = e
         case _:
             pass  # written by a newer version; nothing here depends on it

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from dtobs.events import STEP_DTYPE, Kind, RankState, digest_dtype
 from dtobs.host.process import start_ticks
+from dtobs.recording.laws import LAWS, Law
 from dtobs.recording.meta import MetaWriter, Parameter
 from dtobs.recording.page import PageWriter
 from dtobs.recording.ring import DIGEST_BYTES, STEP_CAPACITY, EventWriter, RingWriter
@@ -48,6 +49,9 @@ class Recorder:
             self.page = PageWriter(run_dir.pages(node), local_rank)
             stack.pop_all()
         self._digests: RingWriter | None = None
+        self._laws: dict[str, RingWriter] = {}
+        for name in LAWS:  # of a session before, in the same attempt
+            run_dir.ring(name, rank, attempt).unlink(missing_ok=True)
         self.page.set(
             rank=rank,
             local_rank=local_rank,
@@ -109,11 +113,18 @@ class Recorder:
         record["step"], record["t_ns"], record["digest"] = step, time.monotonic_ns(), values
         self._digests.append(record)
 
+    def law(self, law: Law) -> RingWriter:
+        """The ring of a law, made when first asked for. Raises RecordingDisabled."""
+        if law.name not in self._laws:
+            path = self.run_dir.ring(law.name, self.rank, self.attempt)
+            self._laws[law.name] = RingWriter(path, law.dtype, law.capacity)
+        return self._laws[law.name]
+
     def close(self, state: RankState = RankState.CLOSED) -> None:
         """Write the last word and unmap; the files stay."""
         self.events.write(Kind.CLOSE)
         self.page.set(state=state)
         self.page.commit()
-        for part in (self.events, self._steps, self._digests, self.page, self.meta):
+        for part in (self.events, self._steps, self._digests, *self._laws.values(), self.page, self.meta):
             if part is not None:
                 part.close()

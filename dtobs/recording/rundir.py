@@ -87,16 +87,20 @@ class RunDirectory:
         return self.root / "ranks" / f"{rank:05d}"
 
     def events(self, rank: int, attempt: int) -> Path:
-        return self.rank(rank) / f"events-{attempt}.ring"
+        return self.ring("events", rank, attempt)
 
     def steps(self, rank: int, attempt: int) -> Path:
-        return self.rank(rank) / f"steps-{attempt}.ring"
+        return self.ring("steps", rank, attempt)
 
     def digests(self, rank: int, attempt: int) -> Path:
-        return self.rank(rank) / f"digests-{attempt}.ring"
+        return self.ring("digests", rank, attempt)
 
     def pipeline(self, rank: int, attempt: int) -> Path:
-        return self.rank(rank) / f"pipeline-{attempt}.ring"
+        return self.ring("pipeline", rank, attempt)
+
+    def ring(self, name: str, rank: int, attempt: int) -> Path:
+        """The ring of that name: events, steps, digests, pipeline, or that of a law (`recording.laws`)."""
+        return self.rank(rank) / f"{name}-{attempt}.ring"
 
     def meta(self, rank: int, attempt: int) -> Path:
         return self.rank(rank) / f"meta-{attempt}.jsonl"

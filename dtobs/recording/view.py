@@ -24,6 +24,7 @@ from dtobs.recording.capture import Capture, latest_capture
 from dtobs.recording.clocks import shift, shifts
 from dtobs.recording.contact import Contact, read_contacts
 from dtobs.recording.excused import Excused, read_excused
+from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
 from dtobs.recording.ring import adapt, read_ring
@@ -152,6 +153,11 @@ class RunView:
         """
         path = RunDirectory(self.root).pipeline(rank, self._attempt(rank))
         return shift(self._ring(path, PIPELINE_DTYPE, last), self._clock.get(rank, 0))
+
+    def law(self, law: Law, rank: int, last: int | None = None) -> npt.NDArray[np.void]:
+        """What `rank` wrote down of a law, oldest first; empty when nothing. With `last` only the newest records."""
+        path = RunDirectory(self.root).ring(law.name, rank, self._attempt(rank))
+        return self._ring(path, law.dtype, last)
 
     def rank_steps(self, rank: int) -> npt.NDArray[np.void]:
         """The step history of `rank`, STEP_DTYPE, oldest first."""

@@ -11,6 +11,7 @@ from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.exceptions import Exceptions
 from dtobs.probes.gradients import GradientProbe
+from dtobs.probes.ledger import LedgerProbe
 from dtobs.probes.loader import Loader
 from dtobs.probes.memory import Memory
 from dtobs.probes.modules import Forward, OptimizerSteps
@@ -33,9 +34,10 @@ class ProbeSet:
         self._levels = levels
         self._pipeline: Callable[[Any], object] = _not_watched
         self._steps = OptimizerSteps(self.progress)
-        self._model_probes = default_probes()
+        self._backward: Backward | None = None
+        self._model_probes = default_probes(levels)
         context.probes[:] = [p for p in self._make() if levels.get(p.name) != OFF]
-        self._batched: list[Callable[[dict[str, Any]], object]] = []
+        self._batched: list[Callable[[Any], object]] = []
 
     def _make(self) -> list[Probe]:
         """In the order of installation."""
@@ -57,10 +59,11 @@ class ProbeSet:
                 # What is no schedule switches this probe off and nothing else.
                 self._pipeline = self.context.guard(pipeline, pipeline.watch)
                 for probe in self._model_probes:
-                    if isinstance(probe, GradientProbe) and self._levels.get(probe.name) != OFF:
+                    if isinstance(probe, (GradientProbe, LedgerProbe)) and self._levels.get(probe.name) != OFF:
                         pipeline.on_split_backward.append(self.context.guard(probe, probe.read_accumulated))
             found += [Rendezvous(), pipeline, WorkerServer(), collectives, Waits(self.progress, issued)]
-        found += [Backward(self.progress, issued), Loader(self.progress), Memory()]
+        self._backward = Backward(self.progress, issued)
+        found += [self._backward, Loader(self.progress), Memory()]
         return [*found, *self._model_probes, Forward(self.progress), self._steps]
 
     def install(self) -> None:
@@ -137,11 +140,17 @@ class ProbeSet:
         progress.on_step_begin = bound("step_begin")
         progress.on_step_end = [self.reports.poll, *bound("step_end")]
         self._steps.before, self._steps.after = bound("before_optimizer"), bound("after_optimizer")
-        self._batched = [
-            _with_context(guard(probe, probe.batch), context)
-            for probe in context.probes
-            if type(probe).batch is not Probe.batch
-        ]
+
+        def given(name: str) -> list[Callable[[Any], object]]:
+            return [
+                _with_context(guard(probe, getattr(probe, name)), context)
+                for probe in context.probes
+                if getattr(type(probe), name) is not getattr(Probe, name)
+            ]
+
+        self._batched = given("batch")
+        if self._backward is not None:
+            self._backward.before, self._backward.after = given("backward_begin"), bound("backward_end")
 
     def _install(self, probe: Probe) -> None:
         try:
@@ -170,7 +179,7 @@ def _later(hook: Callable[..., object], context: Context) -> Callable[[], object
     return lambda: hook(context)
 
 
-def _with_context(hook: Callable[..., object], context: Context) -> Callable[[dict[str, Any]], object]:
+def _with_context(hook: Callable[..., object], context: Context) -> Callable[[Any], object]:
     return lambda tensors: hook(context, tensors)
 
 

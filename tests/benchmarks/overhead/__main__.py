@@ -9,6 +9,7 @@ import statistics
 import sys
 from typing import Any
 
+from dtobs.probes.registry import default_probes
 from tests.benchmarks.overhead.hooks import measure_hooks
 from tests.benchmarks.overhead.workload import Measured, Plan, measure
 from tests.harness import run_ranks
@@ -42,6 +43,10 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=256, help="tokens a sample")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     parser.add_argument("--off", nargs="*", default=[], metavar="PROBE", help="probes to leave out")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="PROBE", help="of the probes that look at numbers, these"
+    )
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--hooks", action="store_true", help="measure single hooks instead of whole steps")
     options = parser.parse_args()
@@ -49,8 +54,9 @@ def main() -> int:
         costs = run_ranks(measure_hooks, 1, timeout=600)[0].value
         print(json.dumps({name: round(value, 2) for name, value in costs.items()}, indent=1))
         return 0
-    plan = Plan(options.pairs, options.steps, options.batch, options.length, dict.fromkeys(options.off, "off"))
-    found: dict[str, Any] = {"steps": options.steps, "pairs": options.pairs, "off": options.off}
+    off = [*options.off, *(p.name for p in default_probes() if options.only and p.name not in options.only)]
+    plan = Plan(options.pairs, options.steps, options.batch, options.length, dict.fromkeys(off, "off"), options.fsdp)
+    found: dict[str, Any] = {"steps": options.steps, "pairs": options.pairs, "off": off, "fsdp": options.fsdp}
     for world in options.worlds:
         results = run_ranks(measure, world, plan, timeout=3600, init_pg=world > 1)
         found["parameters"] = results[0].value[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dtobs
@@ -51,6 +52,13 @@ class Language(nn.Module):
         return self.head(self.blocks(self.embedding(tokens_BT)))
 
 
+def shard(model: Language) -> nn.Module:
+    """FSDP2, block by block."""
+    for part in (*model.blocks, model):
+        fully_shard(part)
+    return model
+
+
 @dataclass(frozen=True)
 class Measured:
     """CPU seconds of one block of steps, and whether dtobs was attached."""
@@ -69,6 +77,7 @@ class Plan:
     batch: int
     length: int
     levels: dict[str, str]
+    fsdp: bool = False
     seed: int = 0
 
 
@@ -77,7 +86,9 @@ def measure(rank: int, world_size: int, plan: Plan) -> tuple[int, list[Measured]
     torch.manual_seed(0)
     model: nn.Module = Language()
     parameters = sum(p.numel() for p in model.parameters())
-    if world_size > 1:
+    if plan.fsdp:
+        model = shard(model)
+    elif world_size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     data = torch.Generator().manual_seed(rank)

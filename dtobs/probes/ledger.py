@@ -1,0 +1,287 @@
+"""The gradient ledger: what each rank added to a gradient, and what the optimizer was given of it.
+
+Both are linear sketches (`probes.sketches`) of a few rows a step, the same on all ranks (`probes.rotation`). What a
+rank adds is read before AccumulateGrad adds it, so before DDP or FSDP2 reduces anything, and a gradient that is only
+computed (``torch.autograd.grad``) does not count. The hooks exist while a backward runs and at no other time: a step
+without a look pays for one comparison, and nothing of the model is kept alive.
+
+Where nothing says which ranks share a gradient, or it is never accumulated, there is no ledger, and ``probe`` entries
+say why.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dtobs.probes.backward import compiled_autograd
+from dtobs.probes.base import Context, Probe
+from dtobs.probes.deferred import Deferred
+from dtobs.probes.fsdp import Gathered, fsdp_shards
+from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
+from dtobs.probes.rotation import Rotation
+from dtobs.probes.sketches import Window, sketch, sketch_shard, window
+from dtobs.recording.laws import LEDGER, Ledger, Side
+
+COLUMNS = 16
+"""Backwards of a step with a column of their own; those after that share the last one."""
+
+
+@dataclass
+class Row:
+    """One parameter of the ledger. `ranks` are those whose gradients the optimizer should be given together."""
+
+    name: str
+    parameter: weakref.ref[torch.Tensor]
+    ranks: tuple[int, ...]
+    gathered: Gathered | None = None
+    ddp: weakref.ref[DistributedDataParallel] | None = None
+    ignored: bool = False  #: DDP was told to leave it alone
+    shape: tuple[int, ...] = ()  #: of the gradient as autograd sees it, on this rank
+
+    @property
+    def parts(self) -> int:
+        """In how many shards the optimizers hold it."""
+        return self.gathered.parts if self.gathered is not None else 1
+
+
+@dataclass
+class _Look:
+    """What was seen of one row in the step in progress."""
+
+    at: Window
+    local: list[torch.Tensor] = field(default_factory=list)  # by column, [parts, 1 + SKETCHES]
+    held_back: bool = False
+    bad: bool = False
+
+
+class LedgerProbe(Probe):
+    """Writes the ring LEDGER and the ``law`` entry that explains its rows."""
+
+    name = "ledger"
+
+    def __init__(self, *, everything: bool = False) -> None:
+        super().__init__()
+        self._everything = everything
+        self._rows: list[Row] = []
+        self._rotation = Rotation(0)
+        self._now: dict[int, _Look] = {}
+        self._handles: list[Any] = []
+        self._deferred = Deferred()
+        self._step = 0
+        self._record = np.zeros((), LEDGER.dtype)
+
+    def install(self, context: Context) -> None:
+        """Find out which ranks share the gradient of each parameter."""
+        if context.model is None:
+            return
+        if context.optimizer is None:
+            self._off(context, "no optimizer was given, so nothing says what becomes of a gradient")
+            return
+        self._rows, unknown = find_rows(context)
+        if unknown:
+            self._off(
+                context, f"nothing says which ranks share the gradient of {unknown[0]} and {len(unknown) - 1} more"
+            )
+        if not self._rows:
+            return
+        self._rotation = Rotation(len(self._rows), everything=self._everything)
+        sets = list(dict.fromkeys(row.ranks for row in self._rows))
+        context.recorder.meta.add(
+            "law",
+            name=LEDGER.name,
+            since=context.step,
+            rows=[row.name for row in self._rows],
+            sets=sets,
+            of=[sets.index(row.ranks) for row in self._rows],
+            ignored=[n for n, row in enumerate(self._rows) if row.ignored],
+        )
+
+    def remove(self) -> None:
+        """Let go of everything."""
+        self.backward_end(None)
+        self._rows, self._now = [], {}
+        self._deferred.clear()
+
+    def step_begin(self, context: Context) -> None:
+        """Choose the rows of this step."""
+        self._step = context.step
+        self._now = {}
+        for number in self._rotation.rows(context.step):
+            row = self._rows[number]
+            self._now[number] = _Look(window(row.shape, row.parts, context.step))
+
+    def read_accumulated(self, _: nn.Module) -> None:
+        """A pipeline makes weight gradients apart, past AccumulateGrad: what a rank adds cannot be seen."""
+        if self._rows:
+            self._off(self._context, "the pipeline's schedule adds weight gradients past autograd")
+            self._rows, self._now, self._rotation = [], {}, Rotation(0)
+
+    def backward_begin(self, context: Context, tensors: Any) -> None:
+        """Listen to what this backward adds to the rows of the step."""
+        if not self._now:
+            return
+        begin = time.perf_counter_ns()
+        self._context = context
+        compiled = compiled_autograd()  # a hook would be traced
+        for number, look in self._now.items():
+            row = self._rows[number]
+            parameter = row.gathered.find() if row.gathered is not None else row.parameter()
+            ddp = row.ddp() if row.ddp is not None else None
+            look.held_back = ddp is not None and not ddp.require_backward_grad_sync
+            if compiled or parameter is None or not parameter.requires_grad or not parameter.is_leaf:
+                look.bad = True
+                continue
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            # The handle knows the node only weakly, and the node keeps the parameter alive: both go when it returns.
+            self._handles.append((node, node.register_prehook(context.guard(self, self._reader(look)))))
+        self._rotation.spent(time.perf_counter_ns() - begin)
+
+    def backward_end(self, context: Context | None) -> None:
+        """Stop listening."""
+        while self._handles:
+            self._handles.pop()[1].remove()
+
+    def before_optimizer(self, context: Context) -> None:
+        """All has been added and reduced: read what came out, and write both down."""
+        if not self._now:
+            return
+        begin = time.perf_counter_ns()
+        now, self._now = self._now, {}  # a second optimizer step in the same step is not looked at
+        written: list[tuple[int, Side, int, int, int, torch.Tensor]] = []
+        for number, look in now.items():
+            final = self._final(self._rows[number], look)
+            if final is None or look.bad:
+                continue
+            for micro, values in enumerate(look.local):
+                for n, part in enumerate(look.at.parts):
+                    written.append((number, Side.LOCAL, micro, part, 0, values[n]))
+            part = self._part(self._rows[number])
+            written.append((number, Side.FINAL, 0, part, self._flags(self._rows[number], look), final[0]))
+        self._write(context, written)
+        self._rotation.spent(time.perf_counter_ns() - begin)
+
+    def step_end(self, context: Context) -> None:
+        """Write what a device has delivered."""
+        self._deferred.poll()
+
+    def _reader(self, look: _Look) -> Any:
+        def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            begin = time.perf_counter_ns()
+            gradient = gradients[0]
+            if gradient is None:
+                return
+            if is_partial(gradient) or gradient.is_sparse or not gradient.is_floating_point():
+                look.bad = True  # a sum that is still to be made over other ranks, or nothing to sketch
+                return
+            values = local_tensor(gradient)
+            with torch.no_grad():
+                found = sketch(values, look.at)
+            if len(look.local) < COLUMNS:
+                look.local.append(found)
+            else:
+                last = look.local[-1]
+                last[:, 1:] += found[:, 1:]
+                last[:, 0] = torch.hypot(last[:, 0], found[:, 0])
+            self._rotation.spent(time.perf_counter_ns() - begin)
+
+        return read
+
+    def _final(self, row: Row, look: _Look) -> torch.Tensor | None:
+        parameter = row.parameter()
+        gradient = parameter.grad if parameter is not None else None
+        if gradient is None or is_partial(gradient) or gradient.is_sparse or not gradient.is_floating_point():
+            return None
+        if self._part(row) not in look.at.parts:
+            return None
+        values = local_tensor(gradient)
+        with torch.no_grad():
+            return sketch_shard(values, look.at) if row.gathered is not None else sketch(values, look.at)
+
+    def _part(self, row: Row) -> int:
+        return row.gathered.part if row.gathered is not None else 0
+
+    def _flags(self, row: Row, look: _Look) -> int:
+        ddp = row.ddp() if row.ddp is not None else None
+        flags = Ledger.HELD_BACK if look.held_back else 0
+        return flags | (Ledger.CUSTOM_HOOK if getattr(ddp, "_comm_hooks", None) else 0)
+
+    def _write(self, context: Context, written: list[tuple[int, Side, int, int, int, torch.Tensor]]) -> None:
+        if not written:
+            return
+        step, ring, record = self._step, context.recorder.law(LEDGER), self._record
+
+        def arrived(values: Any) -> bool:
+            for (row, side, micro, part, flags, _), found in zip(written, values, strict=True):
+                record["step"], record["row"], record["side"], record["micro"] = step, row, side, micro
+                record["part"], record["flags"] = part, flags
+                record["scale"], record["value"] = found[0], found[1:]
+                ring.append(record)
+            return True
+
+        device = next((w[-1].device for w in written if not w[-1].is_cpu), None)
+        if device is None:
+            arrived([values.tolist() for *_, values in written])
+        else:
+            self._deferred.put(torch.stack([values.to(device) for *_, values in written]), arrived)
+
+    def _off(self, context: Context, reason: str) -> None:
+        context.recorder.meta.add("probe", name=self.name, state="off", reason=reason)
+
+
+def find_rows(context: Context) -> tuple[list[Row], list[str]]:
+    """The rows of a ledger, and the names of trained parameters of which nothing says who shares their gradient."""
+    model, optimizer = context.model, context.optimizer
+    assert model is not None
+    assert optimizer is not None
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    shards = fsdp_shards(model)
+    inside = {id(p): ddp for ddp in reversed(wrappers(model)) for p in ddp.parameters()}
+    rows: list[Row] = []
+    unknown: list[str] = []
+    for named in model_tensors(model, context.replicas):
+        tensor = named.tensor
+        if not tensor.requires_grad or id(tensor) not in trained or not isinstance(tensor, nn.Parameter):
+            continue
+        row = _row(named, shards, inside, context)
+        if row is None:
+            unknown.append(named.name)
+        else:
+            rows.append(row)
+    return rows, unknown
+
+
+def _row(
+    named: Named,
+    shards: dict[int, Gathered | None],
+    inside: dict[int, DistributedDataParallel],
+    context: Context,
+) -> Row | None:
+    tensor, kept = named.tensor, weakref.ref(named.tensor)
+    if id(tensor) in shards:
+        gathered = shards[id(tensor)]
+        if gathered is None:
+            return None
+        return Row(named.name, kept, gathered.ranks, gathered, shape=gathered.shape)
+    shape = tuple(local_tensor(tensor).shape)
+    if id(tensor) in inside:
+        ddp = inside[id(tensor)]
+        ranks = tuple(dist.get_process_group_ranks(ddp.process_group))
+        ignored = named.name in {n.removeprefix("module.") for n in getattr(ddp, "parameters_to_ignore", ())}
+        return Row(named.name, kept, ranks, None, weakref.ref(ddp), ignored, shape)
+    if context.world_size == 1:
+        return Row(named.name, kept, (0,), shape=shape)
+    if isinstance(context.replicas, dist.ProcessGroup):
+        return Row(named.name, kept, tuple(dist.get_process_group_ranks(context.replicas)), shape=shape)
+    if isinstance(tensor, DTensor):
+        return Row(named.name, kept, (context.rank,), shape=shape)
+    return None

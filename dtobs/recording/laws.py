@@ -1,0 +1,90 @@
+"""The rings of the conservation laws: what a rank wrote down of the two sides of each, for the monitor to compare.
+
+Each law has a small ring of its own beside the events; `LAWS` is the list of them, and a new law is a new row there. A
+record is a few numbers about one thing in one step, so that a reader brings ranks together by step and row alone.
+The ring is made when the law first has something to say, so a job without a law has no file for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+SKETCHES = 8
+"""Numbers of one sketch: a look at a tensor is cut into that many pieces, and each is an equation."""
+WINDOW = 32
+"""Elements of one tensor that the update audit copies."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """One ring: its name (also the file's), the record, and how many records are kept."""
+
+    name: str
+    dtype: np.dtype[np.void]
+    capacity: int
+
+
+class Side(IntEnum):
+    """Which side of the ledger a record of LEDGER is."""
+
+    LOCAL = 1  #: what this rank added to a gradient, before any reduction
+    FINAL = 2  #: what its optimizer was given
+
+
+class Ledger(IntEnum):
+    """Flags of a FINAL record."""
+
+    HELD_BACK = 1  #: the last backward was told not to reduce (``no_sync``)
+    CUSTOM_HOOK = 2  #: DDP reduces by a hook of the user's
+
+
+def _record(*fields: tuple[str, str] | tuple[str, str, tuple[int, ...]]) -> np.dtype[np.void]:
+    return np.dtype([("stamp", "<u8"), ("step", "<i8"), *fields, ("stamp_end", "<u8")])
+
+
+LEDGER = Law(
+    "ledger",
+    _record(
+        ("row", "<u4"),  # of the table in the ``ledger`` meta entry
+        ("side", "<u2"),
+        ("micro", "<u2"),  # LOCAL: which backward of the step, counted by arrival; the last column holds the rest
+        ("part", "<u4"),  # LOCAL: for which shard of the parameter; FINAL: which of them this is
+        ("flags", "<u4"),
+        ("scale", "<f8"),  # root of the sum of squares of what was sketched: what errors are measured against
+        ("value", "<f8", (SKETCHES,)),
+    ),
+    1 << 13,
+)
+LOSS_WEIGHTS = Law(
+    "loss_weights",
+    _record(
+        ("micro", "<u4"),  # which backward of the step
+        ("losses", "<u4"),  # token losses found in its graph
+        ("tokens", "<f8"),  # targets that count
+        ("least", "<f8"),  # weight of a token in what backward was given: least and largest over the losses found
+        ("largest", "<f8"),
+        ("total", "<f8"),  # sum of all weights
+        ("loss", "<f8"),  # the value that backward was given
+    ),
+    1 << 13,
+)
+UPDATES = Law(
+    "updates",
+    _record(
+        ("row", "<u4"),  # of the table in the ``updates`` meta entry
+        ("first", "<u4"),  # element the window begins with
+        ("count", "<u4"),
+        ("group", "<u4"),  # the optimizer's parameter group
+        ("lr", "<f8"),
+        ("weight_decay", "<f8"),
+        ("done", "<f8"),  # steps that the optimizer says it had done of this tensor
+        ("before", "<f8", (4 * WINDOW,)),  # parameter, gradient, first and second moment, as the optimizer found them
+        ("after", "<f8", (3 * WINDOW,)),  # parameter and moments when it had stepped
+    ),
+    1 << 8,
+)
+LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES)}
+"""Every law by name."""
