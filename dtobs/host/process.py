@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal as signals
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -115,6 +116,16 @@ def start_ticks(pid: int, proc: Path = Path("/proc")) -> int:
     """When the process began, in clock ticks since boot; 0 when it is gone."""
     fields = _stat_fields(pid, proc)
     return int(fields[19]) if fields else 0
+
+
+def waited_for_core_ns(task: Path = Path("/proc/self/task")) -> int:
+    """Nanoseconds that the living threads of this process together could have run and got no core."""
+    total = 0
+    with suppress(OSError):
+        for thread in task.iterdir():
+            with suppress(OSError, ValueError, IndexError), (thread / "schedstat").open("rb") as file:
+                total += int(file.read().split()[1])  # of a thread that has just ended nothing is known
+    return total
 
 
 def _stat_fields(pid: int, proc: Path) -> list[str] | None:

@@ -2,6 +2,9 @@
 
 Everybody follows one timetable, worked out from who is where: in each round every rank talks to one other at most, and
 a barrier separates rounds, so that no link is measured while another uses its host's network card.
+
+What is measured is the link, not how busy its ends are: the time in which either end could have run and got no core is
+taken off, so that a loaded machine does not look like a slow network card.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from dtobs.host.process import waited_for_core_ns
 from dtobs.preflight.model import Hello, Link
 
 MAX_ROUNDS = 63
@@ -94,20 +98,28 @@ def _receive(source: int, own: int, device: torch.device) -> Link:
 
 
 def _pings(peer: int, device: torch.device, *, first: bool) -> float:
-    """Half of the shortest round trip of 8 bytes, seconds; of the one that asks."""
+    """Half of the shortest round trip of 8 bytes, seconds, as the end with `first` measures it.
+
+    The ball comes back with how long the other end had waited for a core up to the ping before, so that reading it
+    takes no part of the round trip.
+    """
     ball = torch.zeros(1, dtype=torch.int64, device=device)
-    best = float("inf")
-    for _ in range(_PINGS):
-        begin = time.perf_counter()
+    taken: list[float] = []
+    waited: list[int] = []
+    for _ in range(_PINGS + 1):
+        before, begin = waited_for_core_ns(), time.perf_counter()
         if first:
             dist.send(ball, peer)
             dist.recv(ball, peer)
         else:
             dist.recv(ball, peer)
+            ball[0] = before
             dist.send(ball, peer)
         _finish(device)
-        best = min(best, time.perf_counter() - begin)
-    return best / 2
+        taken.append(time.perf_counter() - begin - max(0, waited_for_core_ns() - before) / 1e9)
+        waited.append(int(ball))
+    others = [max(0, after - before) / 1e9 for before, after in pairwise(waited)]
+    return min(max(whole - other, 1e-6) for whole, other in zip(taken, others, strict=False)) / 2
 
 
 def _transfer(target: int, size: int, device: torch.device, latency: float) -> float:
@@ -115,19 +127,21 @@ def _transfer(target: int, size: int, device: torch.device, latency: float) -> f
     data = pattern(size, device)
     receipt = torch.zeros(1, dtype=torch.int64, device=device)
     _finish(device)
-    begin = time.perf_counter()
+    before, begin = waited_for_core_ns(), time.perf_counter()
     dist.send(data, target)
     dist.recv(receipt, target)
     _finish(device)
     taken = time.perf_counter() - begin
-    return size / max(taken - latency, taken / 10)
+    waited = (max(0, waited_for_core_ns() - before) + int(receipt)) / 1e9
+    return size / max(taken - latency - waited, taken / 10)
 
 
 def _take(source: int, size: int, device: torch.device) -> int:
-    """Receive, say so, and count the bytes that are not what was sent."""
+    """Receive, reply with the nanoseconds waited for a core meanwhile, and count the bytes that are not as sent."""
     data = torch.zeros(size, dtype=torch.uint8, device=device)
+    before = waited_for_core_ns()
     dist.recv(data, source)
-    dist.send(torch.zeros(1, dtype=torch.int64, device=device), source)
+    dist.send(torch.tensor([max(0, waited_for_core_ns() - before)], dtype=torch.int64, device=device), source)
     return int((data != pattern(size, device)).sum())
 
 

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "session": VOCABULARY | {"recording", "host", "nodes", "probes"},
     "integrations": VOCABULARY | {"session"},
     "drills": EVERYTHING_READ | {"session", "integrations"},
-    "preflight": VOCABULARY,
+    "preflight": VOCABULARY | {"host"},
     "cli": EVERYTHING_READ | {"reports", "tui", "monitor", "drills", "preflight", "integrations", "session"},
     "__main__": {"cli"},
 }
