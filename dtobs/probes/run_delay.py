@@ -18,7 +18,7 @@ class RunDelay:
             self._fd = -1
 
     def read_ns(self) -> int:
-        """So far."""
+        """Nanoseconds waited for a core since the thread began."""
         if self._fd < 0:
             return 0
         try:
@@ -28,7 +28,7 @@ class RunDelay:
             return 0
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -21,7 +21,10 @@ from tests.multiprocess.runtime_curves import SMALL
 
 
 def observed(rank: int, world: int, folder: str, arguments: tuple[str, ...], outlier: float) -> None:
-    """Train under dtobs; with `outlier`, one element of every matrix of the blocks is as large as that."""
+    """Train under dtobs; with `outlier`, one element of every matrix of the blocks is as large as that.
+
+    Those of query and key are left alone: logits of 1e9 are NaN in the backward pass of some processors' attention.
+    """
     config = flags.load((*SMALL, "--steps", "21", *arguments), {})
     layout = plan.resolve(config, world)
     device_mesh = mesh.build(layout, "cpu")
@@ -29,7 +32,7 @@ def observed(rank: int, world: int, folder: str, arguments: tuple[str, ...], out
     if outlier:
         with torch.no_grad():
             for name, parameter in made.model.named_parameters.items():
-                if name.startswith("layers.") and parameter.ndim == 2:
+                if name.startswith("layers.") and not {"query", "key"} & set(name.split(".")) and parameter.ndim == 2:
                     parameter[0, 0] = outlier
     with dtobs.attach(*made.model.parts, made.optimizer, run_dir=folder, mesh=device_mesh, monitor=False) as session:
         integration.observe(session, phases)
@@ -53,13 +56,13 @@ def test_an_outlier_in_fp8_is_found_and_its_twin_is_quiet(tmp_path: Path) -> Non
     assert (steps["fp8_flushed_weight"][measured] < 0.01).all()
     assert (steps["fp8_saturated_input"][measured] == 0).all()
 
-    spoiled = train(tmp_path / "spoiled", 1, "--precision", "fp8", "--data.batch", "2", outlier=3e5)
+    spoiled = train(tmp_path / "spoiled", 1, "--precision", "fp8", "--data.batch", "2", outlier=2.0**14)
     codes = {f.code for f in run_detectors(spoiled, ("silent",))}
     assert "fp8-saturation" in codes
     (finding,) = [f for f in run_detectors(spoiled, ("silent",)) if f.group == "weight flushed"]
     assert finding.ranks == (0,)
     assert "of the FP8 weights of rank 0 become zero" in finding.summary
-    assert finding.evidence[0]["amax"] == pytest.approx(3e5, rel=0.01)
+    assert finding.evidence[0]["amax"] == pytest.approx(2.0**14, rel=0.01)
 
 
 @pytest.mark.timeout(700)

@@ -31,6 +31,14 @@ def state(pid: int) -> str:
     return text.rpartition(")")[2].split()[0]
 
 
+def command_line(pid: int) -> list[str]:
+    """The words a process was started with, those of its parent between fork and exec; [] when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
 def processes_with_token(token: str) -> list[int]:
     """Ids of the living processes started (by exec) with this token in their environment, this one excluded."""
     wanted = f"{TOKEN_VARIABLE}={token}".encode()

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from tests.harness import launch, processes_with_token, wait_until_gone
+from tests.harness.processes import command_line
 
 SCRIPT = """
 import sys, torch
@@ -25,8 +26,9 @@ def test_the_monitor_outlives_its_rank_by_a_little(tmp_path: Path):
     script.write_text("import time, pathlib\n" + SCRIPT.replace("sys.stdin.read(1)", _WAIT))
     (tmp_path / "logging.py").write_text("raise SystemExit('a file of the user, not the standard library')")
     with launch([sys.executable, "-P", script, tmp_path / "run", tmp_path / "go"], cwd=tmp_path, timeout=240) as job:
-        monitor = _until(lambda: [p for p in processes_with_token(job.token) if p != job.pid])
-        assert "dtobs.monitor" in Path(f"/proc/{monitor[0]}/cmdline").read_text()
+        # The parent's words until the child's exec: those of the monitor are waited for, not read once.
+        monitor = _until(lambda: [p for p in processes_with_token(job.token) if "dtobs.monitor" in command_line(p)])
+        assert len(monitor) == 1
         assert Path(f"/proc/{monitor[0]}/stat").read_text().split()[5] == str(monitor[0])  # its own session
         _until(lambda: (tmp_path / "run/monitor.json").exists())
         (tmp_path / "go").touch()
