@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
 import threading
 import time
@@ -17,6 +20,9 @@ from dtobs.probes.call_site import CallSites
 _PHASE_NAMES = {int(phase): name for name, phase in PHASE_BY_NAME.items()}
 MAX_MESSAGE = 2000
 MAX_LINES = 60
+MAX_CHAIN = 8
+MAX_LINK = 500
+MAX_SIGNALS = 64
 
 
 class Exceptions(Probe):
@@ -61,10 +67,12 @@ class Exceptions(Probe):
             threading.excepthook = self._before[1]
 
     def record(self, error: BaseException, thread: str = "") -> None:
-        """Write the exception down, once. An interrupt or an orderly exit is none."""
-        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit) or id(error) in self._seen:
+        """Write the exception down, once. An interrupt or an exit with a code is no failure, and is written as well."""
+        orderly = isinstance(error, SystemExit) and error.code in (None, 0)
+        if orderly or isinstance(error, GeneratorExit) or id(error) in self._seen:
             return
         self._seen.add(id(error))
+        failed = not isinstance(error, KeyboardInterrupt | SystemExit)
         context = self._context
         recorder = context.recorder
         kind = type(error)
@@ -77,6 +85,7 @@ class Exceptions(Probe):
             type=name,
             message=str(error)[:MAX_MESSAGE],
             traceback=lines[-MAX_LINES:],
+            chain=_chain(error),
             t_ns=time.monotonic_ns(),
             step=context.step,
             phase=_PHASE_NAMES.get(context.phase, str(context.phase)),
@@ -84,7 +93,7 @@ class Exceptions(Probe):
             thread=thread,
         )
         recorder.events.write(Kind.ERROR, context.phase, context.step, 0, 0, number)
-        if not thread:  # a thread that dies leaves the training running
+        if failed and not thread:  # a thread that dies leaves the training running
             recorder.page.set(state=RankState.FAILED)
         recorder.page.commit()
 
@@ -99,6 +108,65 @@ class Exceptions(Probe):
             return None
         code = found[0].f_code
         return {"file": code.co_filename, "line": found[1], "function": code.co_qualname}
+
+
+class Signals(Probe):
+    """Writes the number of every signal that Python handles to a file, from the C handler.
+
+    It does so while the main thread is inside native code too, so that a rank which lost its peers because all were
+    told to end can be told from one whose peer alone was. Where somebody else (asyncio) wants the one such descriptor
+    that a process can have, it is theirs.
+    """
+
+    name = "signals"
+    about_model = False
+    _fd = -1
+
+    def install(self, context: Context) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        recorder = context.recorder
+        path = recorder.run_dir.signals(recorder.rank, recorder.attempt)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(fd, 0, MAX_SIGNALS)  # a disk that fills up later has room for these
+        before = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            os.close(fd)
+            return
+        self._fd = fd
+
+    def abandon(self) -> None:
+        self.remove()  # what a data-loader worker is told is not told to the rank
+
+    def remove(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd < 0 or threading.current_thread() is not threading.main_thread():
+            return  # the descriptor stays open: the handler may still write to it
+        mine = signal.set_wakeup_fd(-1)
+        if mine != fd:
+            signal.set_wakeup_fd(mine)
+        os.close(fd)
+
+
+def _chain(error: BaseException) -> list[dict[str, str]]:
+    """The exceptions that `error` was raised from or while handling, the nearest first."""
+    found: list[dict[str, str]] = []
+    seen, link = {id(error)}, error
+    while len(found) < MAX_CHAIN:
+        before = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        if before is None or id(before) in seen:
+            break
+        seen.add(id(before))
+        link, trace = before, before.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        file = trace.tb_frame.f_code.co_filename if trace is not None else ""
+        kind = type(link)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        found.append({"type": name, "message": str(link)[:MAX_LINK], "file": file})
+    return found
 
 
 def _ignore(error: BaseException) -> None:

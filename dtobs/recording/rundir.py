@@ -108,6 +108,10 @@ class RunDirectory:
     def stacks(self, rank: int, attempt: int) -> Path:
         return self.rank(rank) / f"stacks-{attempt}.txt"
 
+    def signals(self, rank: int, attempt: int) -> Path:
+        """The numbers of the signals that reached the rank's Python, a byte each, then zeros."""
+        return self.rank(rank) / f"signals-{attempt}.bin"
+
     def nodes(self) -> list[int]:
         """Nodes that have recorded here, in order."""
         return _numbers(self.root / "nodes")

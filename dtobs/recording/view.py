@@ -194,6 +194,14 @@ class RunView:
             return self.capture.ranks[rank].process
         return None
 
+    def signals(self, rank: int) -> frozenset[int]:
+        """The signals that reached the Python of `rank`, as far as that was recorded."""
+        try:
+            with RunDirectory(self.root).signals(rank, self._attempt(rank)).open("rb") as file:
+                return frozenset(file.read(64)) - {0}
+        except OSError:
+            return frozenset()
+
     def without(self, ranks: Iterable[int]) -> RunView:
         """The view as if `ranks` had not recorded; what was read of the others is not read again."""
         gone = set(ranks)

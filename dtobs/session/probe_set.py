@@ -9,7 +9,7 @@ from typing import Any
 from dtobs.events import Phase
 from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
-from dtobs.probes.exceptions import Exceptions
+from dtobs.probes.exceptions import Exceptions, Signals
 from dtobs.probes.gradients import GradientProbe
 from dtobs.probes.ledger import LedgerProbe
 from dtobs.probes.loader import Loader
@@ -43,7 +43,7 @@ class ProbeSet:
         """In the order of installation."""
         import torch.distributed as dist
 
-        found: list[Probe] = [self.exceptions, Stacks()]
+        found: list[Probe] = [self.exceptions, Signals(), Stacks()]
         issued: Callable[[], tuple[int, int]] = _nothing_issued
         if dist.is_available():
             from dtobs.probes.collectives import Collectives

@@ -41,6 +41,7 @@ class Ending:
     t_ns: int = 0
     exception: dict[str, Any] | None = None
     process: ProcessState | None = None
+    signals: frozenset[int] = frozenset()  #: that reached its Python
 
     @property
     def by_itself(self) -> bool:
@@ -51,6 +52,26 @@ class Ending:
     def about_communication(self) -> bool:
         """Whether its exception came out of the communication library."""
         return self.exception is not None and bool(_COMMUNICATION.search(_text(self.exception)))
+
+    @property
+    def told(self) -> bool:
+        """Whether somebody outside told it to end."""
+        return self.kind in (End.TERMINATED, End.INTERRUPTED) or bool(self.signals & _TELLING)
+
+    @property
+    def way(self) -> str:
+        """How it ended, in words: "killed by SIGKILL", "was interrupted by SIGINT"."""
+        if self.kind is End.INTERRUPTED:
+            return "was interrupted by SIGINT"
+        return self.process.ending if self.process is not None else "gone"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code it asked for or was seen to end with; 0 when unknown."""
+        said = (self.exception or {}).get("message", "") if self.kind is End.EXITED else ""
+        if isinstance(said, str) and said.isdigit():
+            return int(said)
+        return (self.process.exit_code or 0) if self.process is not None else 0
 
     @property
     def timed(self) -> bool:
@@ -65,19 +86,26 @@ class Ending:
         return self.kind is not End.OPEN
 
 
-_TERMINATION = {-signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP}
-"""A launcher's or a scheduler's way to end a process."""
+_TELLING = frozenset({signals.SIGTERM, signals.SIGINT, signals.SIGHUP})
+"""A launcher's, a scheduler's or a person's way to end a process."""
+_TOLD_TOGETHER_NS = 20_000_000
+"""Who is told to end with all others is told so near; a launcher needs longer to see that one has ended."""
 _TOGETHER_NS = 5_000_000_000
 """Deaths this near each other have one cause from outside; launchers kill stragglers much later than that."""
 _TIMEOUT = re.compile(
     r"timed? ?out|timeout|watchdog caught collective|deadline exceeded|wait time exceeded", re.IGNORECASE
 )
+_TOLD = re.compile(r"SIGTERMException|SignalException|got signal: (2|15)\b")
+"""What handlers of a termination signal raise: Lightning's, torch elastic's."""
 _PEER_LOST = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|aborted|lost)|pair closure"
     r"|remote process exited|ncclremoteerror|ncclsystemerror|nccl communicator was aborted|socket closed"
-    r"|failed to (send|recv)|read error|write error|peer (is )?(gone|closed)",
+    r"|failed to (send|recv)|read error|write error|peer (is )?(gone|closed)"
+    r"|(communicator|process group|processgroup|connection) (was|has been|is) (aborted|shut ?down|destroyed)"
+    r"|abort(ed|ing) (the )?(communicator|process group)",
     re.IGNORECASE,
 )
+_JOINTS = ("The above exception was the direct cause", "During handling of the above exception")
 _COMMUNICATION = re.compile(
     r"gloo|nccl|c10d|processgroup|process group|distbackenderror|distnetworkerror|diststoreerror|tcpstore|rank",
     re.IGNORECASE,
@@ -91,29 +119,40 @@ def endings(view: RunView) -> dict[int, Ending]:
 
 def _ending(view: RunView, rank: int) -> Ending:
     page = view.page(rank)
-    process = view.process(rank)
+    process, heard = view.process(rank), view.signals(rank)
     state = int(page["state"])
     offset = int(page["clock_offset_ns"])
     gone_ns = offset + (process.ended_ns if process and process.ended_ns else _last_sign_of_life_ns(view, rank))
-    if state == RankState.CLOSED:
+    gone = process is not None and not process.alive
+    raised = _last_exception(view, rank) if state in (RankState.FAILED, RankState.CLOSED) or gone else None
+    kind = _kind_of_exception(raised) if raised is not None else End.OPEN
+    if state == RankState.CLOSED and kind not in (End.INTERRUPTED, End.EXITED):
         # Whatever happens after close() is not the training's: Gloo aborts about one exit in ten there.
-        return Ending(rank, End.CLOSED, offset + int(page["heartbeat_ns"]), None, process)
-    raised = _last_exception(view, rank) if state == RankState.FAILED else None
-    if raised is not None:
+        return Ending(rank, End.CLOSED, offset + int(page["heartbeat_ns"]), None, process, heard)
+    if raised is not None and (state == RankState.FAILED or kind in (End.INTERRUPTED, End.EXITED)):
         at = offset + int(raised.get("t_ns") or page["heartbeat_ns"])
-        return Ending(rank, _kind_of_exception(raised), at, raised, process)
+        return Ending(rank, kind, at, raised, process, heard)
     if process is None or process.alive:
         if state == RankState.FAILED:
-            return Ending(rank, End.EXCEPTION, gone_ns, None, process)
-        return Ending(rank, End.OPEN, 0, None, process)
-    if process.oom_killed or process.exit_code is None:
-        return Ending(rank, End.DIED, gone_ns, None, process)
-    if process.exit_code == 0:
-        return Ending(rank, End.EXITED, gone_ns, None, process)
-    if process.exit_code == -signals.SIGABRT:
-        return Ending(rank, End.ABORTED, gone_ns, None, process)
-    kind = End.TERMINATED if process.exit_code in _TERMINATION else End.DIED
-    return Ending(rank, kind, gone_ns, None, process)
+            return Ending(rank, End.EXCEPTION, gone_ns, None, process, heard)
+        return Ending(rank, End.OPEN, 0, None, process, heard)
+    return Ending(rank, _kind_of_exit(process, heard), gone_ns, None, process, heard)
+
+
+def _kind_of_exit(process: ProcessState, heard: frozenset[int]) -> End:
+    """How a process that left no exception ended."""
+    code = process.exit_code
+    if process.oom_killed:
+        return End.DIED
+    if code == 0:
+        return End.EXITED
+    if code == -signals.SIGABRT:
+        return End.ABORTED
+    if code in (-signals.SIGINT, 128 + signals.SIGINT) or (code is None and signals.SIGINT in heard):
+        return End.INTERRUPTED
+    if (code is not None and -code in _TELLING) or (code is None and heard & _TELLING):
+        return End.TERMINATED
+    return End.DIED
 
 
 def _last_sign_of_life_ns(view: RunView, rank: int) -> int:
@@ -125,23 +164,52 @@ def _last_sign_of_life_ns(view: RunView, rank: int) -> int:
 
 
 def _last_exception(view: RunView, rank: int) -> dict[str, Any] | None:
-    """The exception that ended the rank: the last of its main thread; those of other threads did not end it."""
+    """The exception that ended the rank: the last of its main thread; those of other threads did not end it.
+
+    An interrupt or an exit while a failure is on its way out is not what ended it.
+    """
     raised = view.meta(rank).exceptions
     main = [e for e in raised if not e.get("thread")] or raised
+    main = [e for e in main if e.get("type") not in ("KeyboardInterrupt", "SystemExit")] or main
     return max(main, key=lambda e: int(e.get("t_ns") or 0)) if main else None
 
 
 def _kind_of_exception(exception: dict[str, Any]) -> End:
-    type_, text = str(exception.get("type", "")), _text(exception)
-    if type_.rpartition(".")[2] == "KeyboardInterrupt":
+    """What the exception says of its rank: the first link of its chain that is a consequence makes it one."""
+    name = str(exception.get("type", "")).rpartition(".")[2]
+    if name == "KeyboardInterrupt":
         return End.INTERRUPTED
-    if type_.rpartition(".")[2] == "SystemExit":
+    if name == "SystemExit":
         return End.EXITED
-    if not _COMMUNICATION.search(text) and type_ not in ("ConnectionResetError", "BrokenPipeError"):
+    for link in (exception, *_chain(exception)):
+        kind = _kind_of_link(link)
+        if kind is not End.EXCEPTION:
+            return kind
+    return End.EXCEPTION
+
+
+def _kind_of_link(link: dict[str, Any]) -> End:
+    text, file = _text(link), str(link.get("file", ""))
+    if _TOLD.search(text):
+        return End.TERMINATED
+    dropped = "file" not in link and str(link.get("type")) in ("ConnectionResetError", "BrokenPipeError")
+    if not (_COMMUNICATION.search(text) or dropped or "/torch/distributed/" in file):
         return End.EXCEPTION  # a user's own timeout or connection is a cause like any other
     if _PEER_LOST.search(text):
         return End.PEER_LOST
     return End.TIMED_OUT if _TIMEOUT.search(text) else End.EXCEPTION
+
+
+def _chain(exception: dict[str, Any]) -> list[dict[str, Any]]:
+    """What it was raised from; of recordings that do not say, what the traceback's text shows."""
+    chain = exception.get("chain")
+    if isinstance(chain, list):
+        return [link for link in chain if isinstance(link, dict)]
+    trace = exception.get("traceback")
+    lines = [str(line) for line in trace] if isinstance(trace, list) else str(trace or "").splitlines()
+    joints = [n for n, line in enumerate(lines) if line.startswith(_JOINTS)]
+    ends = (next((line for line in reversed(lines[:n]) if line[:1].strip()), "") for n in joints)
+    return [{"type": type_, "message": said} for type_, _, said in (end.partition(": ") for end in ends if end)]
 
 
 def _text(exception: dict[str, Any]) -> str:
@@ -156,21 +224,43 @@ def causes(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
     that are left have stopped moving.
     """
     own = sorted((e for e in found.values() if e.by_itself and e.timed), key=lambda e: (e.t_ns, e.rank))
-    if own:
+    if own and not (own[0].kind is End.DIED and _answers(own[0], found)):
         return [e for e in own if _is_cause_beside(e, own[0])]
-    unseen = [e for e in found.values() if e.kind is End.DIED]
-    if unseen:
+    unseen = [e for e in found.values() if e.kind is End.DIED and not e.timed]
+    if unseen and not all_told(found):
         return sorted(unseen, key=lambda e: e.rank)
+    return _told_alone(found, stalled=stalled)
+
+
+def all_told(found: dict[int, Ending]) -> bool:
+    """Whether somebody outside told every rank that has ended to end, so that none of them is the others' cause."""
+    over = [e for e in found.values() if e.over]
+    return any(e.told for e in over) and all(e.told or e.kind in (End.CLOSED, End.EXITED) for e in over)
+
+
+def _told_alone(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
+    """Ranks that somebody told to end and not the others, which then lost them or wait for them."""
     kinds = {e.kind for e in found.values()}
-    terminated = [e for e in found.values() if e.kind is End.TERMINATED]
+    told = [e for e in found.values() if e.kind in (End.TERMINATED, End.INTERRUPTED)]
     missed = End.PEER_LOST in kinds or (stalled and End.OPEN in kinds)
-    if terminated and missed and End.TIMED_OUT not in kinds:
-        return sorted(terminated, key=lambda e: (e.t_ns, e.rank))
-    return []
+    if not told or not missed or End.TIMED_OUT in kinds or (all_told(found) and End.OPEN not in kinds):
+        return []
+    told.sort(key=lambda e: (e.t_ns, e.rank))
+    return [e for e in told if e.t_ns - told[0].t_ns < _TOLD_TOGETHER_NS]
+
+
+def _answers(ending: Ending, found: dict[int, Ending]) -> bool:
+    """Whether a rank that left with an exit code did so after another was told to end: it cleaned up and left."""
+    code = ending.process.exit_code if ending.process is not None else None
+    first = min((e.t_ns for e in found.values() if e.told), default=ending.t_ns)
+    return code is not None and code > 0 and first < ending.t_ns
 
 
 def _is_cause_beside(ending: Ending, first: Ending) -> bool:
     """Whether `ending` is a cause of its own although `first` came before it."""
     if ending.kind is End.EXCEPTION or (ending.process is not None and ending.process.oom_killed):
         return True
+    left = [e.process is not None and (e.process.exit_code or 0) > 0 for e in (first, ending)]
+    if left == [False, True]:
+        return False  # it saw that the first was gone, and left
     return first.kind is End.DIED and ending.t_ns - first.t_ns < _TOGETHER_NS

@@ -16,7 +16,11 @@ from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
 
-_SILENT = (End.DIED, End.TERMINATED)
+_SILENT = (End.DIED, End.TERMINATED, End.INTERRUPTED)
+_TOLD_NEXT = (
+    "Find who told this one process to end (kill, a scheduler, a debugger): the others were not. Restart from the last "
+    "checkpoint."
+)
 
 
 def find(situation: Situation) -> list[Finding]:
@@ -27,7 +31,7 @@ def find(situation: Situation) -> list[Finding]:
     dead = dead or _aborted(situation)
     ways: dict[str, list[Ending]] = {}
     for ending in dead:
-        ways.setdefault(ending.process.ending if ending.process else "gone", []).append(ending)
+        ways.setdefault(ending.way, []).append(ending)
     return [_finding(situation, way, endings) for way, endings in ways.items()]
 
 
@@ -55,5 +59,6 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
         confidence,
         step=int(view.page(first.rank)["step"]),
         evidence=tuple(record for e in endings[:8] for record in stack_evidence(situation, e.rank)),
+        next_step=_TOLD_NEXT if first.told else "",
         since_ns=first.t_ns - int(view.page(first.rank)["clock_offset_ns"]),
     )

@@ -16,6 +16,8 @@ from dtobs.detectors.hangs.situation import Absence, Situation
 from dtobs.detectors.hangs.unused import unused
 from dtobs.findings import Confidence, Finding
 
+_LEFT_NEXT = "Look at what made this rank leave (sys.exit, an error it handled) while its peers went on."
+
 
 def find(situation: Situation) -> list[Finding]:
     """One finding for all ranks that left their peers waiting."""
@@ -39,7 +41,7 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
     steps = f" after {done} steps, of which its peers did {others}" if done != others else f" after {done} steps"
     return Finding(
         "rank-exited-early",
-        f"{named(ranks)} ended normally{steps}, while {waiters(situation, first)}",
+        f"{named(ranks)} {_how(situation, first.rank)}{steps}, while {waiters(situation, first)}",
         ranks,
         Confidence.CERTAIN,
         step=int(view.page(first.rank)["step"]),
@@ -48,5 +50,11 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
             *({"what": "end", "rank": r, "how": situation.endings[r].kind.value} for r in ranks[:8]),
             *waiting_evidence(situation, first),
         ),
+        next_step="" if not situation.endings[first.rank].exit_code else _LEFT_NEXT,
         since_ns=first.since_ns,
     )
+
+
+def _how(situation: Situation, rank: int) -> str:
+    code = situation.endings[rank].exit_code
+    return f"left with exit code {code}" if code else "ended normally"

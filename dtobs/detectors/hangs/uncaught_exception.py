@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
-from dtobs.detectors.hangs.endings import End, Ending
+from dtobs.detectors.hangs.endings import End, Ending, all_told
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.detectors.hangs.unused import unused
 from dtobs.findings import Confidence, Finding
@@ -37,7 +37,7 @@ def find(situation: Situation) -> list[Finding]:
 def _unexplained(situation: Situation) -> list[Finding]:
     """The first broken connection or timeout of a run that nothing else explains."""
     gone = any(e.kind in (End.CLOSED, End.EXITED) for e in situation.endings.values())
-    if situation.causes or situation.disagreed or gone or absent(situation):
+    if situation.causes or situation.disagreed or gone or all_told(situation.endings) or absent(situation):
         return []
     ended = [e for e in situation.endings.values() if e.kind in _UNEXPLAINED]
     first = sorted(ended, key=lambda e: (e.t_ns, e.rank))[:1]

@@ -6,7 +6,7 @@ import pytest
 
 from dtobs.events import RankState
 from dtobs.host.process import ProcessState
-from dtobs.testing.fake_run import FakeRank
+from dtobs.testing.fake_run import FakeRank, FakeRun
 from tests.unit.detectors_hangs.trouble import found
 
 GLOO_CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
@@ -201,3 +201,112 @@ def test_unexplained_abort_is_a_death(training):
     run = training(2)
     (finding,) = found(run.view(later=1, processes={1: gone(-6)})).values()
     assert (finding.code, finding.ranks, finding.confidence) == ("rank-dead", (1,), "likely")
+
+
+STAGE = {"message": "[Stage 1] failed to run forward", "type_": "RuntimeError"}
+
+
+@pytest.mark.parametrize("how", ["chain", "traceback"])
+@pytest.mark.parametrize("before", [-1.0, 1.0])
+def test_what_a_pipeline_raises_from_a_broken_connection_is_a_consequence(training, how, before):
+    """Whatever the order of deaths, and in recordings that hold the chain as text only."""
+    run = training(4)
+    chain = [{"type": "RuntimeError", "message": GLOO_CLOSED, "file": "/torch/distributed/pipelining/schedules.py"}]
+    text = [f"RuntimeError: {GLOO_CLOSED}", "", "The above exception was the direct cause of the following exception:"]
+    said = {"chain": chain} if how == "chain" else {"traceback": ["Traceback", *text, "", "RuntimeError: [Stage 1]"]}
+    died = run.rank(3).clock_ns
+    fails(run.rank(2).advance(before), **STAGE, **said)
+    fails(run.rank(0).advance(before), "RuntimeError", GLOO_CLOSED)
+    gone_ = {2: gone(1), 0: gone(1), 1: gone(-15), 3: gone(-9, ended_ns=died)}
+    (finding,) = found(run.view(later=3, processes=gone_)).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (3,))
+
+
+def test_a_user_error_raised_from_another_stays_a_cause(training):
+    run = training(2)
+    fails(run.rank(1), "ValueError", "bad sample", chain=[{"type": "KeyError", "message": "'x'", "file": "/me.py"}])
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1)).values()
+    assert (finding.code, finding.ranks) == ("uncaught-exception", (1,))
+
+
+def test_a_users_dropped_connection_in_the_chain_is_its_own(training):
+    run = training(2)
+    web = {"type": "ConnectionResetError", "message": "reset by peer", "file": "/lib/urllib3/connection.py"}
+    fails(run.rank(1), "ValueError", "no sample", chain=[web])
+    (finding,) = found(run.view(later=1)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("uncaught-exception", (1,), "certain")
+
+
+def interrupted(rank: FakeRank) -> None:
+    rank.meta("exception", type="KeyboardInterrupt", message="", t_ns=rank.clock_ns)
+    rank.close()
+
+
+def hears(run: FakeRun, rank: int, number: int) -> None:
+    path = run.directory.signals(rank, 0)
+    path.write_bytes(bytes([number]) + bytes(63))
+
+
+def test_one_interrupted_rank_is_named(training):
+    run = training(3)
+    interrupted(run.rank(0))
+    hears(run, 0, 2)
+    fails(run.rank(1).advance(1), "RuntimeError", GLOO_CLOSED)
+    late = run.rank(0).clock_ns + 2 * 10**9
+    ended = {0: gone(130), 1: gone(1), 2: gone(-15, ended_ns=late)}
+    (finding,) = found(run.view(later=3, processes=ended)).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (0,))
+    assert "was interrupted by SIGINT" in finding.summary and "others were not" in finding.next_step
+
+
+def test_ctrl_c_that_one_rank_could_not_hear_in_native_code_is_no_finding(training):
+    """Rank 1 was inside a collective, and raised what its peer's end made of it before it could be interrupted."""
+    run = training(2)
+    interrupted(run.rank(0))
+    hears(run, 0, 2)
+    hears(run, 1, 2)
+    fails(run.rank(1), "RuntimeError", GLOO_CLOSED)
+    assert found(run.view(later=3, processes={0: gone(130), 1: gone(1)})) == {}
+
+
+def test_segfault_names_its_rank(training):
+    run = training(2)
+    fails(run.rank(1), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1, processes={0: gone(-11), 1: gone(1)})).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (0,))
+    assert "SIGSEGV" in finding.summary
+
+
+def test_one_terminated_rank_of_many_is_told_from_those_the_launcher_ended(training):
+    run = training(4)
+    t = run.rank(0).clock_ns
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    ended = {0: gone(1), 1: gone(-15, ended_ns=t - 10**9), 2: gone(-15, ended_ns=t), 3: gone(-15, ended_ns=t)}
+    (finding,) = found(run.view(later=1, processes=ended)).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (1,))
+
+
+def test_a_rank_that_left_because_another_died_is_no_cause(training):
+    run = training(2)
+    t = run.rank(0).clock_ns
+    ended = {0: gone(-9, ended_ns=t), 1: gone(1, ended_ns=t + 10**9)}
+    (finding,) = found(run.view(later=3, processes=ended)).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (0,))
+
+
+def test_leaving_with_an_exit_code_is_no_normal_end(training):
+    run = training(2)
+    run.rank(1).meta("exception", type="SystemExit", message="3", t_ns=run.rank(1).clock_ns)
+    run.rank(1).close()
+    run.rank(0).step().collective(wait=True)
+    (finding,) = found(run.view(later=61, processes={1: gone(3)})).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
+    assert "left with exit code 3" in finding.summary and "sys.exit" in finding.next_step
+
+
+def test_what_a_handler_of_sigterm_raises_is_no_cause(training):
+    run = training(2)
+    for rank in run.ranks:
+        fails(rank, "lightning.pytorch.utilities.exceptions.SIGTERMException", "")
+    assert found(run.view(later=1, processes={0: gone(1), 1: gone(1)})) == {}

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Work
 from torch.utils.data import dataloader
 
 import dtobs
+from dtobs.events import RankState
 from dtobs.probes import registry
 from dtobs.probes.base import Context, Probe
 from dtobs.recording.view import load_run
@@ -46,8 +47,17 @@ def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, objec
         "loader": vars(dataloader._BaseDataLoaderIter)["__next__"],
         "coalesced": torch.distributed._broadcast_coalesced,
         "excepthooks": (sys.excepthook, threading.excepthook),
+        "wakeup": _wakeup(),
         "dispatcher": [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "BackendSelect")],
     }
+
+
+def _wakeup() -> bool:
+    """Whether signals wake a descriptor up."""
+    fd = signal.set_wakeup_fd(-1)
+    if fd != -1:
+        signal.set_wakeup_fd(fd)
+    return fd != -1
 
 
 def test_close_restores_every_hook_exactly(attach: Attach):
@@ -174,7 +184,9 @@ def test_a_failure_anywhere_in_the_bookkeeping_reaches_nobody(
 def test_an_interrupt_passes_and_is_no_failure(attach: Attach):
     with pytest.raises(KeyboardInterrupt), attach() as session:
         raise KeyboardInterrupt
-    assert load_run(session.run_dir).meta(0).exceptions == []
+    view = load_run(session.run_dir)
+    assert [e["type"] for e in view.meta(0).exceptions] == ["KeyboardInterrupt"]
+    assert RankState(view.page(0)["state"]) is RankState.CLOSED
 
 
 def test_the_model_copies_and_pickles_as_if_nothing_were_attached(attach: Attach):
