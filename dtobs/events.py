@@ -7,6 +7,7 @@ two ranks that did the same thing wrote the same number; ``meta`` entries say wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 import numpy as np
@@ -51,6 +52,13 @@ class Phase(IntEnum):
 
 FIRST_CUSTOM_PHASE = 32
 PHASE_BY_NAME: dict[str, Phase] = {phase.name.lower(): phase for phase in Phase}
+_NAME_OF_PHASE: dict[int, str] = {int(phase): name for name, phase in PHASE_BY_NAME.items()} | {0: ""}
+
+
+def phase_name(number: int, custom: Mapping[int, str] | None = None) -> str:
+    """The name of a phase, "" outside of any; `custom` has the names that a user gave."""
+    name = _NAME_OF_PHASE.get(number)
+    return name if name is not None else (custom or {}).get(number, f"phase {number}")
 
 
 class RankState(IntEnum):

@@ -15,6 +15,7 @@ from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity
 from dtobs.recording.journal import Entry
+from dtobs.recording.rank import State
 from dtobs.recording.view import RunView
 
 _NOTICED_SECONDS = 5.0
@@ -37,6 +38,7 @@ _PASSING = {
 """Codes that a run may recover from."""
 _SAYS_WHY = _PASSING - {"rank-not-joined", "network-stalled"} | {"device-stopped", "unused-parameters"}
 """Codes that say why a rank did not join its peers."""
+_ENDED_FROM_OUTSIDE = (State.DEAD, State.TERMINATED, State.INTERRUPTED)
 _NUMBERS = {"gradient-nonfinite", "loss-nonfinite"}
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
@@ -156,7 +158,7 @@ def _step(finding: Finding) -> float:
 
 def _ended_from_outside(ranks: dict[int, RankStatus]) -> str:
     """A job that somebody ended is in order, but its reader may not know that somebody did."""
-    ways = sorted({status.ending for status in ranks.values() if status.state == "dead"})
+    ways = sorted({status.ending for status in ranks.values() if status.state in _ENDED_FROM_OUTSIDE})
     if not ways:
         return ""
     return f"the job did not finish: its ranks were {' and '.join(ways)}, which is how a launcher ends a job"

@@ -15,8 +15,8 @@ SCHEMA = "dtobs.diagnosis/1"
 class RankStatus:
     """One rank at the moment of the look.
 
-    `state` is one of running, waiting, loading, suspended, dead, failed, closed, starting, unknown. `stack` are the
-    innermost frames of its main thread, the most recent first; empty without a capture.
+    `state` is a word of `dtobs.recording.rank.State`. `stack` are the innermost frames of its main thread, the most
+    recent first; empty without a capture. `line` is the user's own among them.
     """
 
     rank: int
@@ -31,6 +31,7 @@ class RankStatus:
     host: str = ""
     ending: str = ""  #: how its process ended; "" while it lives or nobody knows
     stack: tuple[str, ...] = ()
+    line: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As in the diagnosis JSON; what is not known is null."""

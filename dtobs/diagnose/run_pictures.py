@@ -35,7 +35,6 @@ _MIN_SECONDS = 0.1
 _QUIET_SHARE = 0.25
 """How much of the strip shows that nothing moves any more."""
 _MAX_SHOWN = 64
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _ENDED, _CUSTOM, _WAITS = 10, 11, 12
 _KINDS = ("nothing recorded", *(phase.name.lower() for phase in list(Phase)[1:]), "ended", "other", "waits")
 
@@ -74,14 +73,9 @@ def _waits(situation: Situation, statuses: dict[int, RankStatus]) -> dict[int, R
         phase = f" in {status.phase}" if status.phase else ""
         ending = f": {status.ending}" if status.ending else ""
         after = f", after {status.last_collective}" if status.last_collective else ""
-        found[rank] = RankWait(f"{status.state}{phase}{ending}{after}", _line(status), waits=False)
+        where = status.line or status.site
+        found[rank] = RankWait(f"{status.state}{phase}{ending}{after}", where, waits=False)
     return found
-
-
-def _line(status: RankStatus) -> str:
-    """The innermost line of the user's own code."""
-    own = (frame for frame in status.stack if not any(part in frame for part in _LIBRARY))
-    return next(own, status.stack[0] if status.stack else status.site)
 
 
 def _strip(view: RunView) -> Strip | None:

@@ -95,7 +95,7 @@ def _direct() -> Iterable[Alert]:
         "DtobsNoSteps",
         "no-steps",
         "sum by (run) (increase(dtobs_steps_total[15m])) == 0 and on (run) max by (run) (dtobs_steps_total) > 0"
-        ' and on (run) max by (run) (dtobs_ranks{state="running"}) > 0',
+        ' and on (run) max by (run) (dtobs_ranks{state=~"starting|running|loading|waiting|silent|suspended"}) > 0',
         critical,
         "Ranks run but no step was finished for 15 minutes",
         "Run {{ $labels.run }} makes no steps.",

@@ -110,7 +110,7 @@ def _glance() -> list[Panel]:
         stat(
             "Ranks",
             "dtobs_ranks",
-            tuple(count(state) for state in ("running", "stopped", "dead", "missing")),
+            tuple(count(state) for state in ("running", "waiting", "suspended", "dead", "missing")),
             (None, "blue"),
         ),
         stat(

@@ -6,6 +6,7 @@ A sample is (label values without the run, value). A value that nobody reported 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,11 +15,12 @@ import numpy as np
 from dtobs.events import FP8_ROLES, STEP_PARTS, RankState
 from dtobs.exporters.look import Look
 from dtobs.findings import CATALOGUE
+from dtobs.recording.rank import State
 
 Sample = tuple[tuple[str, ...], float]
 Source = Callable[[Look], Iterator[Sample]]
 
-RANK_STATES = ("starting", "running", "stopped", "failed", "closed", "dead", "missing")
+RANK_STATES = (*(state.value for state in State), "missing")
 
 
 def page(field: str, scale: float = 1.0) -> Source:
@@ -56,18 +58,6 @@ def run_max(field: str) -> Source:
     return source
 
 
-def run_sum(field: str) -> Source:
-    """One value of the run: the sum over the ranks that reported it."""
-
-    def source(look: Look) -> Iterator[Sample]:
-        values = look.view.pages[field].astype(np.float64)
-        values = values[~np.isnan(values)]
-        if look.leads and len(values):
-            yield (), float(values.sum())
-
-    return source
-
-
 def run_info(look: Look) -> Iterator[Sample]:
     """The value 1, labelled with what the run is."""
     if look.leads:
@@ -85,26 +75,12 @@ def attempt(look: Look) -> Iterator[Sample]:
 
 
 def ranks_by_state(look: Look) -> Iterator[Sample]:
-    """How many ranks are in each state; a process that is gone without having closed is dead."""
-    if not look.leads:
-        return
-    counts = dict.fromkeys(RANK_STATES, 0)
-    for row, rank in zip(look.view.pages, look.view.ranks, strict=True):
-        process = look.view.process(rank)
-        said = int(row["state"])
-        if said == RankState.CLOSED:
-            counts["closed"] += 1
-        elif process is not None and not process.alive:
-            counts["failed" if said == RankState.FAILED else "dead"] += 1
-        elif process is not None and process.stopped:
-            counts["stopped"] += 1
-        elif said == RankState.FAILED:
-            counts["failed"] += 1
-        else:
-            counts["running" if said == RankState.RUNNING else "starting"] += 1
-    counts["missing"] = len(look.view.missing_ranks)
-    for state, count in counts.items():
-        yield (state,), float(count)
+    """How many ranks are in each state, 0 for the others: a panel and an alert always have data."""
+    if look.leads:
+        counts = Counter(rank.state.value for rank in look.view.each_rank())
+        counts["missing"] = len(look.view.missing_ranks)
+        for state in RANK_STATES:
+            yield (state,), float(counts[state])
 
 
 def rank_up(look: Look) -> Iterator[Sample]:

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from dtobs.events import PHASE_BY_NAME, Kind, RankState, identify
+from dtobs.events import Kind, RankState, identify, phase_name
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.call_site import CallSites
 
-_PHASE_NAMES = {int(phase): name for name, phase in PHASE_BY_NAME.items()}
 MAX_MESSAGE = 2000
 MAX_LINES = 60
 MAX_CHAIN = 8
@@ -88,7 +87,7 @@ class Exceptions(Probe):
             chain=_chain(error),
             t_ns=time.monotonic_ns(),
             step=context.step,
-            phase=_PHASE_NAMES.get(context.phase, str(context.phase)),
+            phase=phase_name(context.phase) or "none",
             frame=self._user_frame(error.__traceback__),
             thread=thread,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,7 +32,7 @@ class RankCapture:
     flight_recorder: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def stacks(self) -> list[ThreadStack]:
         """The stacks, parsed."""
         return parse_stacks(self.stacks_text)

@@ -27,6 +27,7 @@ from dtobs.recording.excused import Excused, read_excused
 from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
+from dtobs.recording.rank import Rank
 from dtobs.recording.ring import adapt, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
@@ -113,15 +114,26 @@ class RunView:
     def out_of_reach(self) -> frozenset[int]:
         """Ranks of nodes whose monitors do not answer: what is known of them is from before."""
         nodes = [n for n, contact in self.contacts.items() if contact.lost and contact.attempt == self.attempt]
+        if not nodes:
+            return frozenset()
         gone = np.isin(self.pages["node"], nodes) & (self.pages["state"] != RankState.CLOSED)
         return frozenset(self.pages["rank"][gone].tolist())
 
+    @cached_property
+    def _row_of(self) -> dict[int, int]:
+        return {rank: row for row, rank in enumerate(self.ranks)}
+
+    def rank(self, rank: int) -> Rank:
+        """What `rank` does, where it stands and how it ended. Raises KeyError when it did not record."""
+        return Rank(self, rank, self.page(rank))
+
+    def each_rank(self) -> list[Rank]:
+        """All ranks that recorded, ascending."""
+        return [Rank(self, rank, page) for rank, page in zip(self.ranks, self.pages, strict=True)]
+
     def page(self, rank: int) -> np.void:
         """The page of `rank`. Raises KeyError when it did not record."""
-        try:
-            return self.pages[self.ranks.index(rank)]  # type: ignore[no-any-return]
-        except ValueError:
-            raise KeyError(rank) from None
+        return self.pages[self._row_of[rank]]  # type: ignore[no-any-return]
 
     def meta(self, rank: int) -> Meta:
         """What the numbers in the recording of `rank` stand for."""
@@ -140,6 +152,13 @@ class RunView:
             path = RunDirectory(self.root).events(rank, self._attempt(rank))
             self._events[rank] = shift(self._ring(path, EVENT_DTYPE), self._clock.get(rank, 0))
         return self._events[rank]
+
+    def recent_events(self, rank: int, last: int) -> npt.NDArray[np.void]:
+        """The newest `last` of `events`, without reading the rest."""
+        if rank in self._events:
+            return self._events[rank][-last:]
+        path = RunDirectory(self.root).events(rank, self._attempt(rank))
+        return shift(self._ring(path, EVENT_DTYPE, last), self._clock.get(rank, 0))
 
     def digests(self, rank: int) -> npt.NDArray[np.void]:
         """Parameter digests of `rank`: fields step, t_ns, digest u64[parameters]; empty when none."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.diagnose.pictures import CallTable
 from dtobs.findings import Finding, Severity
+from dtobs.recording.rank import State
 from dtobs.reports.calls_html import WORDS, usual_text
 from dtobs.reports.clean import printable
 from dtobs.reports.likeness import named, ranges, readable, stacks_by_likeness
@@ -106,9 +107,9 @@ def _row(status: RankStatus) -> tuple[str, str, str, str, str]:
     state = status.state
     if status.waited_seconds is not None and state == "waiting":
         state = f"waiting {_short(status.waited_seconds)}"
-    elif status.ending and state != "closed":
+    elif status.ending and state != State.FINISHED:
         state = f"{state}: {status.ending}"
-    elif status.silent_seconds is not None and status.silent_seconds >= 10 and state not in ("closed", "failed"):
+    elif status.silent_seconds is not None and status.silent_seconds >= 10:
         state = f"{state} {_short(status.silent_seconds)}"
     return (
         str(status.rank),

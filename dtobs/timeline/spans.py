@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.errors import TargetError
-from dtobs.events import EVENT_DTYPE, Kind, Phase, PipelineOp
+from dtobs.events import EVENT_DTYPE, Kind, PipelineOp, phase_name
 from dtobs.recording.view import RunView
 from dtobs.timeline.clocks import to_common_clock
 from dtobs.timeline.pipeline import Chunk, chunks_by_step
@@ -112,20 +112,15 @@ def _phases(rank: int, events: npt.NDArray[np.void], names: dict[int, str], begi
         if event["kind"] == Kind.PHASE_BEGIN:
             stack.append((number, at))
         elif not stack:
-            yield Span(rank, PHASES, _phase(number, names), begin, at)
+            yield Span(rank, PHASES, phase_name(number, names), begin, at)
         else:
             while stack:
                 opened, since = stack.pop()
-                yield Span(rank, PHASES, _phase(opened, names), since, at)
+                yield Span(rank, PHASES, phase_name(opened, names), since, at)
                 if opened == number:
                     break
     for number, since in stack:
-        yield Span(rank, PHASES, _phase(number, names), since, end)
-
-
-def _phase(number: int, names: dict[int, str]) -> str:
-    known = number in Phase._value2member_map_
-    return Phase(number).name.lower() if known else names.get(number, f"phase {number}")
+        yield Span(rank, PHASES, phase_name(number, names), since, end)
 
 
 def _waits(rank: int, events: npt.NDArray[np.void]) -> Iterator[Span]:

@@ -54,7 +54,7 @@ def _rank(row: RankRow, scale: Scale) -> list[Piece]:
 
 
 def _state(row: RankRow, scale: Scale) -> list[Piece]:
-    return [(words.shorten(row.state, 24), row.level)]
+    return [(words.shorten(row.doing, 24), row.level)]
 
 
 def _phase(row: RankRow, scale: Scale) -> list[Piece]:

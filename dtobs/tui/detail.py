@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dtobs.events import STEP_PARTS, Kind, RankState
+from dtobs.events import STEP_PARTS, Kind, phase_name
 from dtobs.recording.meta import Meta
+from dtobs.recording.rank import Rank
 from dtobs.recording.view import RunView
 from dtobs.tui import words
-from dtobs.tui.rows import clock_shifts, op_name, phase_name, seconds_since
 
 MAX_STEPS = 24
 MAX_EVENTS = 60
@@ -60,69 +60,53 @@ class RankDetail:
     stacks_utc: str
 
 
-def rank_detail(view: RunView, rank: int) -> RankDetail:
-    """The detail of `rank`. Raises KeyError when it did not record."""
-    page, meta = view.page(rank), view.meta(rank)
-    now = view.now_ns - int(clock_shifts(view)[view.ranks.index(rank)])
-    seen = view.capture.ranks.get(rank) if view.capture else None
+def rank_detail(view: RunView, number: int) -> RankDetail:
+    """The detail of rank `number`. Raises KeyError when it did not record."""
+    rank = view.rank(number)
+    seen = view.capture.ranks.get(number) if view.capture else None
     return RankDetail(
-        rank,
-        tuple((label, text) for label, text in _facts(view, rank, page, meta, now) if text),
-        tuple(_step(r) for r in view.recent_steps(rank, MAX_STEPS)[::-1]),
-        tuple(_event(e, meta, now) for e in view.events(rank)[-MAX_EVENTS:][::-1]),
-        _exception(meta),
+        number,
+        tuple((label, text) for label, text in _facts(rank) if text),
+        tuple(_step(r) for r in view.recent_steps(number, MAX_STEPS)[::-1]),
+        tuple(_event(e, rank.meta, view.now_ns) for e in view.events(number)[-MAX_EVENTS:][::-1]),
+        _exception(rank.meta),
         seen.stacks_text if seen else "",
         view.capture.taken_utc if view.capture and seen and seen.stacks_text else "",
     )
 
 
-def _facts(view: RunView, rank: int, page: np.void, meta: Meta, now: int) -> list[tuple[str, str]]:
-    process = view.process(rank)
+def _facts(rank: Rank) -> list[tuple[str, str]]:
+    process, page = rank.process, rank.page
     kernel = process.ending if process is not None else ""
     if process is not None and process.alive:
         where = f", in {process.wchan}" if process.wchan not in ("", "0") else ""
         kernel = _KERNEL_STATES.get(process.state, process.state) + where
-    group = meta.groups.get(int(page["collective_group"]))
-    op = meta.ops.get(int(page["collective_op"]))
-    site = meta.sites.get(int(page["collective_site"]))
-    phase = phase_name(int(page["phase"]), meta) or "none"
-    host = str(meta.process.get("host", "")) or f"node {int(page['node'])}"
+    call, waits_in, host = rank.call, rank.waits_in, rank.host or f"node {rank.get('node')}"
+    group = call.group if call is not None else None
+    failures = rank.get("probe_failures")
     return [
-        ("process", f"pid {int(page['pid'])} on {host}, local rank {int(page['local_rank'])}"),
+        ("process", f"pid {rank.pid} on {host}, local rank {rank.get('local_rank')}"),
         ("kernel", kernel),
-        ("says", RankState(int(page["state"])).name.lower() if int(page["state"]) in list(RankState) else ""),
-        ("phase", f"{phase}{_for(now, int(page['phase_begin_ns']))}"),
-        (
-            "collective",
-            f"{op or op_name(int(page['collective_op']), meta)}" if int(page["collective_op"]) else "",
-        ),
-        (
-            "group",
-            f"{group} #{int(page['collective_seq'])}, ranks {words.ranks(group.ranks)}" if group else "",
-        ),
-        ("call site", str(site) if site else ""),
-        ("issued", _ago(now, int(page["collective_ns"]))),
-        ("blocked", _for(now, int(page["wait_since_ns"])).strip()),
-        ("heartbeat", _ago(now, int(page["heartbeat_ns"]))),
+        ("state", rank.state.value),
+        ("phase", f"{rank.phase or 'none'}{_for(rank.phase_seconds)}"),
+        ("blocked", f"in {waits_in}{_for(rank.waited_seconds)}" if waits_in is not None else ""),
+        ("collective", str(call.op) if call is not None else ""),
+        ("group", f"{group} #{call.seq}, ranks {words.ranks(group.ranks)}" if call is not None and group else ""),
+        ("call site", str(call.site or "") if call is not None else ""),
+        ("issued", _ago(rank.since("collective_ns"))),
+        ("heartbeat", _ago(rank.since("heartbeat_ns"))),
         ("memory", words.size(float(page["rss_bytes"]))),
         ("device", words.size(float(page["device_bytes"])) if page["device_bytes"] > 0 else ""),
-        ("dtobs", _trouble(page)),
+        ("dtobs", f"{failures} probe failures" if failures else ""),
     ]
 
 
-def _for(now: int, then: int) -> str:
-    seconds = seconds_since(now, then)
+def _for(seconds: float | None) -> str:
     return "" if seconds is None else f" for {words.age(seconds)}"
 
 
-def _ago(now: int, then: int) -> str:
-    seconds = seconds_since(now, then)
+def _ago(seconds: float | None) -> str:
     return "" if seconds is None else f"{words.age(seconds)} ago"
-
-
-def _trouble(page: np.void) -> str:
-    failures = int(page["probe_failures"])
-    return f"{failures} probe failures" if failures else ""
 
 
 def _step(record: np.void) -> StepLine:
@@ -136,10 +120,14 @@ def _step(record: np.void) -> StepLine:
     )
 
 
+def _op(e: np.void, meta: Meta) -> str:
+    op = meta.ops.get(int(e["op"]))
+    return op.op if op is not None else "collective"
+
+
 def _collective(e: np.void, meta: Meta) -> str:
     group = meta.groups.get(int(e["group"]))
-    name = op_name(int(e["op"]), meta)
-    return f"{name} #{int(e['seq'])}{f' in {group}' if group else ''}".strip()
+    return f"{_op(e, meta)} #{int(e['seq'])}{f' in {group}' if group else ''}".strip()
 
 
 def _site(e: np.void, meta: Meta) -> str:
@@ -148,13 +136,13 @@ def _site(e: np.void, meta: Meta) -> str:
 
 
 _WHAT: dict[int, Callable[[np.void, Meta], str]] = {
-    Kind.PHASE_BEGIN: lambda e, m: phase_name(int(e["phase"]), m),
-    Kind.PHASE_END: lambda e, m: phase_name(int(e["phase"]), m),
+    Kind.PHASE_BEGIN: lambda e, m: phase_name(int(e["phase"]), m.phases),
+    Kind.PHASE_END: lambda e, m: phase_name(int(e["phase"]), m.phases),
     Kind.STEP_END: lambda e, m: words.duration(float(e["value"])) if e["value"] > 0 else "",
     Kind.COLLECTIVE: lambda e, m: _collective(e, m) + _site(e, m),
     Kind.WAIT_BEGIN: _collective,
     Kind.WAIT_END: lambda e, m: f"after {words.duration(float(e['value']))}",
-    Kind.P2P: lambda e, m: f"{op_name(int(e['op']), m)} with {int(e['value'])} #{int(e['seq'])}" + _site(e, m),
+    Kind.P2P: lambda e, m: f"{_op(e, m)} with {int(e['value'])} #{int(e['seq'])}" + _site(e, m),
 }
 
 

@@ -12,10 +12,11 @@ import numpy as np
 from dtobs.events import RankState
 from dtobs.findings import Severity
 from dtobs.recording.journal import Entry
+from dtobs.recording.rank import ENDED
 from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import ideal, recent_shares
 from dtobs.timeline.pipeline import pipelines
-from dtobs.tui.rows import Accused, RankRow, clock_shifts, rank_rows
+from dtobs.tui.rows import Accused, RankRow, rank_rows
 
 Status = Literal["empty", "starting", "running", "quiet", "hurt", "ended", "broken", "gone"]
 HISTORY_STEPS = 256
@@ -94,17 +95,14 @@ class Frame:
 
 def build_frame(view: RunView, entries: Iterable[Entry] = ()) -> Frame:
     """The frame of one look. `entries` are the open findings of the run, oldest first."""
-    shifts = clock_shifts(view)
     findings = tuple(_finding(entry, view) for entry in reversed(list(entries)))
     rows = rank_rows(view, _accused(findings))
     status, text = _status(view, rows)
     speed = _speed(view)
     bubble, bound = _bubble(view)
     skews = [row.late_seconds for row in rows if row.late_seconds is not None]
-    attached = [int(p["attach_ns"]) + int(s) for p, s in zip(view.pages, shifts, strict=True)]
-    end = view.now_ns
-    if status in ("ended", "broken"):
-        end = int((view.pages["heartbeat_ns"] + shifts).max())
+    began = int(view.pages["attach_ns"].min()) if rows else 0
+    end = int(view.pages["heartbeat_ns"].max()) if status in ("ended", "broken") else view.now_ns
     return Frame(
         target=str(view.root),
         name=str(view.info.get("name") or view.root.name),
@@ -114,7 +112,7 @@ def build_frame(view: RunView, entries: Iterable[Entry] = ()) -> Frame:
         hosts=len({row.host or row.node for row in rows}),
         layout=_layout(view.info),
         attempt=view.attempt,
-        elapsed_seconds=max(0, end - min(attached)) / 1e9 if attached else None,
+        elapsed_seconds=max(0, end - began) / 1e9 if rows else None,
         step=max((row.step for row in rows), default=None),
         total_steps=_setting(view.info, "run", "steps"),
         loss=_mean([row.loss for row in rows]),
@@ -195,8 +193,8 @@ def _bubble(view: RunView) -> tuple[float | None, float | None]:
 def _status(view: RunView, rows: Sequence[RankRow]) -> tuple[Status, str]:
     if not rows:
         return "empty", "no rank has recorded yet"
-    broken = [row.rank for row in rows if row.state in ("failed", "dead", "killed")]
-    living = [row for row in rows if row.heartbeat_seconds is not None and row.rank not in broken]
+    broken = [row.rank for row in rows if row.state in ENDED and row.level == "bad"]
+    living = [row for row in rows if row.state not in ENDED]
     if not living:
         if broken:
             which = f"rank {broken[0]}" if len(broken) == 1 else f"{len(broken)} ranks"

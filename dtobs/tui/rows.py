@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from dtobs.events import Phase, RankState
-from dtobs.host.process import ProcessState, boot_id
-from dtobs.recording.meta import Meta
+from dtobs.recording.rank import ENDED, Rank, State
 from dtobs.recording.view import RunView
 
 Level = Literal["ok", "wait", "warn", "bad", "done"]
@@ -24,9 +21,19 @@ Accused = Literal["", "warning", "critical"]
 WINDOW_RANKS = 32
 """Step histories are read for the arrival times of at most this many ranks; pages are read for any number."""
 _WINDOW_STEPS = 16
-_LONG_SECONDS = 1.0
-_SILENT_SECONDS = 30.0
-_SAME_CLOCK_NS = 1_000_000_000
+_LONG_LOADING_SECONDS = 30.0
+_LEVELS: dict[State, Level] = {
+    State.WAITING: "wait",
+    State.SILENT: "warn",
+    State.SUSPENDED: "bad",
+    State.FINISHED: "done",
+    State.FAILED: "bad",
+    State.EXITED: "bad",
+    State.INTERRUPTED: "bad",
+    State.TERMINATED: "bad",
+    State.DEAD: "bad",
+    State.UNREACHABLE: "bad",
+}
 
 
 @dataclass(frozen=True)
@@ -36,14 +43,14 @@ class RankRow:
     rank: int
     host: str
     node: int
-    state: str
+    state: str  #: the word of `State`
+    doing: str  #: the state with what it waits for: "waits in all_reduce"
     level: Level
     step: int
     phase: str
     phase_seconds: float | None
     busy_seconds: float | None  #: own time of the last step
     wait_seconds: float | None  #: of the last step, the host waited for communication
-    data_seconds: float | None
     late_seconds: float | None  #: behind the first rank at the step's first collective, median of recent steps
     local_norm: float | None
     loss: float | None
@@ -62,29 +69,8 @@ class RankRow:
 
 def rank_rows(view: RunView, accused: Mapping[int, Accused] | None = None) -> tuple[RankRow, ...]:
     """The rows of all ranks that recorded, by rank; `accused` has the worst severity of findings that name a rank."""
-    accused = accused or {}
-    now = view.now_ns - clock_shifts(view)
-    late = arrivals(view)
-    unknown = view.out_of_reach
-    rows = tuple(
-        _row(page, view.meta(rank), view.process(rank), int(then), late.get(rank), accused.get(rank, ""))
-        for page, rank, then in zip(view.pages, view.ranks, now, strict=True)
-    )
-    return tuple(replace(r, state="out of reach", level="bad") if r.rank in unknown else r for r in rows)
-
-
-def clock_shifts(view: RunView) -> npt.NDArray[np.int64]:
-    """int64[R]: what to take from `view.now_ns` to have it on each rank's own monotonic clock.
-
-    Hosts count from their own start; the offset to UTC that every page carries brings them together.
-    """
-    offsets = view.pages["clock_offset_ns"].astype(np.int64)
-    if not len(offsets) or int(offsets.max()) - int(offsets.min()) < _SAME_CLOCK_NS:
-        return np.zeros(len(offsets), np.int64)
-    here = [i for i, r in enumerate(view.ranks) if view.meta(r).process.get("boot_id") == boot_id()]
-    reference = offsets[here[0]] if here else offsets[int(view.pages["heartbeat_ns"].argmax())]
-    shifts: npt.NDArray[np.int64] = offsets - reference
-    return shifts
+    late, blamed = arrivals(view), accused or {}
+    return tuple(_row(rank, late.get(rank.rank), blamed.get(rank.rank, "")) for rank in view.each_rank())
 
 
 def arrivals(view: RunView) -> dict[int, float]:
@@ -103,89 +89,52 @@ def arrivals(view: RunView) -> dict[int, float]:
     )
     if not same.any():
         return {}
-    arrived = (records["sync_ns"][:, same] + view.pages["clock_offset_ns"][:, None]).astype(np.int64)
+    arrived = records["sync_ns"][:, same]
     behind = np.median(arrived - arrived.min(axis=0), axis=1) / 1e9
     return {rank: float(seconds) for rank, seconds in zip(view.ranks, behind, strict=True)}
 
 
-def phase_name(number: int, meta: Meta) -> str:
-    """The name of a phase, "" outside of any."""
-    if number == Phase.NONE:
-        return ""
-    try:
-        return Phase(number).name.lower()
-    except ValueError:
-        return meta.phases.get(number, f"phase {number}")
-
-
-def op_name(number: int, meta: Meta) -> str:
-    """The name of a collective, "" for none."""
-    if not number:
-        return ""
-    op = meta.ops.get(number)
-    return op.op if op else f"#{number:08x}"
-
-
-def seconds_since(now_ns: int, then_ns: int) -> float | None:
-    """Seconds from `then_ns`, None when that is not set; never below 0."""
-    return max(0, now_ns - then_ns) / 1e9 if then_ns else None
-
-
-def _row(
-    page: np.void, meta: Meta, process: ProcessState | None, now: int, late: float | None, accused: Accused
-) -> RankRow:
-    state, level = _state(page, meta, process, now)
-    over = level == "done" or (process is not None and not process.alive)
-    phase = int(page["phase"])
+def _row(rank: Rank, late: float | None, accused: Accused) -> RankRow:
+    page, state = rank.page, rank.state
+    over = state in ENDED
     memory, total = _float(page, "device_bytes"), _float(page, "device_total_bytes")
     if memory is None or memory == 0:
         memory, total = _float(page, "rss_bytes"), None
-    done = int(page["steps_done"]) > 0
+    done = rank.get("steps_done") > 0
+    call = rank.call
     return RankRow(
-        rank=int(page["rank"]),
-        host=str(meta.process.get("host", "")),
-        node=int(page["node"]),
-        state=state,
-        level=level,
-        step=int(page["step"]),
-        phase="" if over else phase_name(phase, meta),
-        phase_seconds=None if over or not phase else seconds_since(now, int(page["phase_begin_ns"])),
-        busy_seconds=int(page["busy_ns"]) / 1e9 if done else None,
-        wait_seconds=int(page["exposed_ns"]) / 1e9 if done else None,
-        data_seconds=int(page["data_ns"]) / 1e9 if done else None,
+        rank=rank.rank,
+        host=rank.host,
+        node=rank.get("node"),
+        state=state.value,
+        doing=_doing(rank),
+        level=_level(rank),
+        step=rank.step,
+        phase="" if over else rank.phase,
+        phase_seconds=rank.phase_seconds,
+        busy_seconds=rank.get("busy_ns") / 1e9 if done else None,
+        wait_seconds=rank.get("exposed_ns") / 1e9 if done else None,
         late_seconds=late,
         local_norm=_said(page, "local_norm", done),
         loss=_said(page, "loss", done),
         memory_bytes=memory,
         memory_total_bytes=total,
-        collective=op_name(int(page["collective_op"]), meta),
-        collective_seq=int(page["collective_seq"]),
-        heartbeat_seconds=None if over else seconds_since(now, int(page["heartbeat_ns"])),
+        collective=call.op.op if call is not None else "",
+        collective_seq=call.seq if call is not None else 0,
+        heartbeat_seconds=rank.silent_seconds,
         accused=accused,
     )
 
 
-def _state(page: np.void, meta: Meta, process: ProcessState | None, now: int) -> tuple[str, Level]:
-    said = int(page["state"])
-    if said == RankState.CLOSED:
-        return "finished", "done"
-    if said == RankState.FAILED:
-        return "failed", "bad"
-    if process is not None and not process.alive:
-        return ("killed" if process.exit_code is not None and process.exit_code < 0 else "dead"), "bad"
-    if process is not None and process.stopped:
-        return "stopped", "bad"
-    waiting = seconds_since(now, int(page["wait_since_ns"]))
-    if waiting is not None and waiting >= _LONG_SECONDS:
-        return f"waits in {op_name(int(page['collective_op']), meta) or 'a collective'}", "wait"
-    silent = seconds_since(now, int(page["heartbeat_ns"])) or 0.0
-    level: Level = "warn" if silent >= _SILENT_SECONDS else "ok"
-    if said == RankState.STARTING:
-        return "starting", level
-    if int(page["phase"]) == Phase.DATA:
-        in_data = seconds_since(now, int(page["phase_begin_ns"])) or 0.0
-        return "data", ("warn" if level == "warn" or in_data >= _SILENT_SECONDS else "ok")
-    return "running", level
+def _doing(rank: Rank) -> str:
+    waits_in = rank.waits_in if rank.state is State.WAITING else None
+    return f"waits in {waits_in.short}" if waits_in is not None else rank.state.value
+
+
+def _level(rank: Rank) -> Level:
+    if rank.state is State.LOADING and (rank.phase_seconds or 0.0) >= _LONG_LOADING_SECONDS:
+        return "warn"
+    return _LEVELS.get(rank.state, "ok")
 
 
 def _float(page: np.void, name: str) -> float | None:

@@ -111,8 +111,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not finite:
         return " " * len(values)
     low, high = min(finite), max(finite)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
+    half = high / 2 - low / 2  # halves: the difference of two large numbers may be infinite
+    scale = (len(_BLOCKS) - 1) / half if half > 1e-300 else 0.0
+    return "".join(_BLOCKS[round((v / 2 - low / 2) * scale)] if math.isfinite(v) else " " for v in values)
 
 
 def bar(share: float, width: int) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 from dtobs.detectors.base import named
 from dtobs.detectors.hangs.situation import Absence, Situation
-from dtobs.events import FIRST_CUSTOM_PHASE, Phase
 from dtobs.host.stacks import Frame, ThreadStack
 
 _MAX_RANKS_SHOWN = 8
@@ -24,10 +23,7 @@ def seconds(value: float) -> str:
 
 def phase_name(situation: Situation, rank: int) -> str:
     """The phase a rank is in, "" when it is in none."""
-    phase = int(situation.view.page(rank)["phase"])
-    if phase >= FIRST_CUSTOM_PHASE:
-        return situation.view.meta(rank).phases.get(phase, "")
-    return Phase(phase).name.lower() if phase in set(Phase) and phase != Phase.NONE else ""
+    return situation.view.rank(rank).phase
 
 
 def collective(situation: Situation, rank: int, group: int, seq: int) -> str:

@@ -10,7 +10,7 @@ from dtobs.detectors.hangs.endings import End, Ending, causes, endings
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
 from dtobs.detectors.hangs.stall import Stall, stall
 from dtobs.events import Phase
-from dtobs.host.stacks import ThreadStack, main_thread
+from dtobs.host.stacks import ThreadStack
 from dtobs.recording.view import RunView
 
 _GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
@@ -79,7 +79,7 @@ class Situation:
 
     def main_stack(self, rank: int) -> ThreadStack | None:
         """The stack of the rank's main thread at the capture; None where there is none or the rank moved on."""
-        return _main_stack(self.view, rank)
+        return self.view.rank(rank).stack
 
     def waited_seconds(self, rank: int) -> float:
         """How long `rank` has been blocked, or had been when it ended; 0 when unknown."""
@@ -113,7 +113,7 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
         elif not ended[rank].over and int(page["wait_since_ns"]):
             opened = calls.open_waits.get(rank)
             found[rank] = opened if opened is not None and opened.group else last
-        elif not ended[rank].over and _in_communication(_main_stack(view, rank)):
+        elif not ended[rank].over and _in_communication(view.rank(rank).stack):
             found[rank] = last
     if stalled is not None and not any(rank in found for rank in stalled.ranks):
         found |= _blocked_on_device(view, calls, stalled)
@@ -163,14 +163,6 @@ def _awaited(situation: Situation, rank: int, at: Blocked) -> list[int]:
 def _wait_begin_ns(view: RunView, rank: int) -> int:
     page = view.page(rank)
     return int(page["wait_since_ns"]) or int(page["collective_ns"]) or int(page["heartbeat_ns"])
-
-
-def _main_stack(view: RunView, rank: int) -> ThreadStack | None:
-    capture = view.capture
-    if capture is None or rank not in capture.ranks:
-        return None
-    moved = int(view.page(rank)["heartbeat_ns"])
-    return main_thread(capture.ranks[rank].stacks) if moved <= capture.taken_ns else None
 
 
 def _in_communication(stack: ThreadStack | None) -> bool:

@@ -149,8 +149,8 @@ def test_ranks_out_of_reach_are_not_said_to_run(two: Two):
         assert {rank: status.state for rank, status in statuses(seen).items()} == {
             0: "waiting",
             1: "waiting",
-            2: "unknown",
-            3: "unknown",
+            2: "out of reach",
+            3: "out of reach",
         }
         assert [row.state for row in rank_rows(seen)][2:] == ["out of reach", "out of reach"]
 

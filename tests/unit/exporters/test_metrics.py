@@ -78,7 +78,7 @@ def test_promtool_has_nothing_to_say(tmp_path: Path, require_program: Callable[[
 def test_values(tmp_path: Path):
     found = samples(exposition(full_look(tmp_path / "run")))
     assert found["dtobs_steps_total", (("rank", "1"),)] == 20
-    assert found["dtobs_ranks", (("state", "stopped"),)] == 1
+    assert found["dtobs_ranks", (("state", "suspended"),)] == 1
     assert found["dtobs_ranks", (("state", "running"),)] == 1
     assert found["dtobs_findings", (("code", "rank-stopped"), ("severity", "critical"))] == 1
     assert found["dtobs_findings", (("code", "straggler"), ("severity", "warning"))] == 0
@@ -151,7 +151,7 @@ def test_states_of_processes(tmp_path: Path):
     view = run.view(processes={0: dead, 3: dead})
     found = samples(exposition(replace(full_look(tmp_path / "other"), view=view, totals=StepTotals())))
     states = {dict(labels)["state"]: v for (name, labels), v in found.items() if name == "dtobs_ranks"}
-    assert {k: v for k, v in states.items() if v} == {"dead": 1, "running": 2, "closed": 1}
+    assert {k: v for k, v in states.items() if v} == {"dead": 1, "running": 2, "finished": 1}
     assert ("dtobs_heartbeat_age_seconds", (("rank", "3"),)) not in found
 
 

@@ -64,7 +64,7 @@ def scene(tmp_path: Path) -> FakeSource:
 async def test_what_is_shown(tmp_path: Path) -> None:
     async with screen(scene(tmp_path)) as (app, _):
         assert rows_on_screen(app) == list(range(8))
-        assert cell(app, STUCK, "state") == "data"
+        assert cell(app, STUCK, "state") == "loading"
         assert cell(app, STUCK, "rank") == "● 5"
         assert cell(app, 0, "state") == "waits in all_reduce"
         assert cell(app, 0, "phase") == "backward 42 s"

@@ -51,11 +51,11 @@ def test_the_scene(tmp_path: Path) -> None:
     assert frame.status_text == "no sign of life for 42 s"
     assert frame.tokens_per_second == pytest.approx(65536 / frame.step_seconds)  # type: ignore[operator]
     assert frame.mfu == pytest.approx(1.36e13 / frame.step_seconds / 60e12)  # type: ignore[operator]
-    assert row(frame, STUCK).state == "data"
+    assert row(frame, STUCK).state == "loading"
     assert row(frame, STUCK).phase_seconds == pytest.approx(42.5)
     assert row(frame, STUCK).accused == "critical"
     assert row(frame, SLOW).accused == "warning"
-    assert row(frame, 0).state == "waits in all_reduce"
+    assert row(frame, 0).doing == "waits in all_reduce"
     assert not row(frame, 0).suspicious, "a rank that waits for another is no suspect"
     assert row(frame, SLOW).late_seconds == frame.skew_seconds
     assert frame.skew_seconds == pytest.approx(0.11 * 0.62, rel=0.1)
@@ -82,12 +82,13 @@ def test_states(tmp_path: Path) -> None:
         "running",
         "failed",
         "finished",
-        "stopped",
-        "killed",
-        "waits in all_reduce",
+        "suspended",
+        "dead",
+        "waiting",
         "running",
         "starting",
     ]
+    assert row(frame, 5).doing == "waits in all_reduce"
     assert [r.level for r in frame.rows] == ["ok", "bad", "done", "bad", "bad", "wait", "ok", "ok"]
     assert row(frame, 6).phase == "checkpoint"
     assert row(frame, 7).busy_seconds is None
@@ -203,7 +204,7 @@ def test_detail(tmp_path: Path) -> None:
     assert facts["group"] == "default #2, ranks 0–7"
     assert facts["call site"] == "train.py:20 in train_step"
     assert facts["phase"] == "backward for 42 s"
-    assert facts["blocked"] == "for 42 s"
+    assert facts["blocked"] == "in all_reduce(sum, float32[1024]) #2 of default for 42 s"
     assert detail.steps[0].step == 1149
     assert sum(detail.steps[0].parts.values()) == pytest.approx(detail.steps[0].wall_seconds)
     assert detail.events[0].kind == "wait begin"

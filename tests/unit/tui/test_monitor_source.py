@@ -40,8 +40,8 @@ def test_the_frame_is_that_of_the_directory(monitor: Monitor) -> None:
     assert isinstance(source, MonitorSource)
     frame = source.look()
     assert (frame.world_size, frame.hosts, frame.step, frame.layout) == (8, 2, 1132, "replicate 4 × shard 2")
-    assert frame.rows[STUCK].state == "data"
-    assert frame.rows[0].state == "waits in all_reduce"
+    assert frame.rows[STUCK].state == "loading"
+    assert frame.rows[0].doing == "waits in all_reduce"
     assert frame.rows[STUCK].accused == "critical"
     assert len(frame.loss_history) == 12
     detail = source.detail(0)

@@ -1,0 +1,273 @@
+"""Rank: what one rank does, where its code stands and how it ended, at the moment of a RunView.
+
+Every renderer, metric and detector takes these facts from here, so that one rank is described in one way everywhere.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.events import Kind, Phase, RankState, phase_name
+from dtobs.host.stacks import Frame, ThreadStack, main_thread
+from dtobs.recording.meta import Group, Meta, Op, Site
+
+if TYPE_CHECKING:
+    from dtobs.host.process import ProcessState
+    from dtobs.recording.view import RunView
+
+BRIEF_WAIT_SECONDS = 1.0
+"""A shorter wait for other ranks is part of every step and not a state."""
+_SILENT_SECONDS = 10.0
+_SILENT_STEPS = 8
+_LONG_PHASES = (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION, Phase.COMPILE)
+_TAIL_EVENTS = 64
+TERMINATION = frozenset({-signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP})
+"""Exit codes of a process that a launcher, a scheduler or a person ended."""
+
+
+class State(StrEnum):
+    """The state of a rank, with the word that every surface uses for it."""
+
+    STARTING = "starting"  #: attached, no step seen yet
+    RUNNING = "running"
+    LOADING = "loading"  #: in the part of the step that gets its data
+    WAITING = "waiting"  #: blocked on communication with other ranks
+    SILENT = "silent"  #: no sign of life for many of its own steps, and nothing says why
+    SUSPENDED = "suspended"  #: stopped by a signal or a debugger
+    FINISHED = "finished"  #: closed its session
+    EXITED = "exited"  #: left with exit code 0 and without closing its session
+    FAILED = "failed"  #: an exception left the training code
+    INTERRUPTED = "interrupted"  #: from the keyboard
+    TERMINATED = "terminated"  #: told to end by a launcher or a scheduler
+    DEAD = "dead"  #: its process is gone by any other way
+    UNREACHABLE = "out of reach"  #: its node no longer answers; what is known of it is from before
+    UNKNOWN = "unknown"
+
+
+ENDED = frozenset(
+    {State.FINISHED, State.EXITED, State.FAILED, State.INTERRUPTED, State.TERMINATED, State.DEAD, State.UNKNOWN}
+)
+"""States in which a rank trains no more."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, a send or a receive that a rank issued. `peer` is -1 for a collective."""
+
+    op: Op
+    seq: int
+    group: Group | None
+    site: Site | None
+    peer: int = -1
+
+    def __str__(self) -> str:
+        if self.peer >= 0:
+            return f"{self.op.op} #{self.seq} {'to' if self.op.op == 'send' else 'from'} rank {self.peer}"
+        return f"{self.op} #{self.seq}{f' of {self.group}' if self.group is not None else ''}"
+
+    @property
+    def short(self) -> str:
+        """Only its name, and the peer of a message: "all_reduce", "recv from rank 2"."""
+        way = "to" if self.op.op == "send" else "from"
+        return self.op.op if self.peer < 0 else f"{self.op.op} {way} rank {self.peer}"
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """One rank of `view`; made by ``view.rank(3)``. Durations are seconds, None where they do not apply."""
+
+    view: RunView
+    rank: int
+    page: np.void
+
+    def get(self, name: str) -> int:
+        """One whole number of its page."""
+        return int(self.page[name])
+
+    @cached_property
+    def meta(self) -> Meta:
+        """What the numbers in its recording stand for."""
+        return self.view.meta(self.rank)
+
+    @cached_property
+    def process(self) -> ProcessState | None:
+        """What the kernel said of its process; None when nobody looked."""
+        return self.view.process(self.rank)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.get("pid")
+
+    @property
+    def host(self) -> str:
+        """The name of its host, "" when it did not say."""
+        return str(self.meta.process.get("host", ""))
+
+    @property
+    def step(self) -> int:
+        """The step it is in or did last."""
+        return self.get("step")
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Its coordinates in the mesh, and its pipeline stage where it has one."""
+        layout = self.meta.layout
+        found = {str(name): int(at) for name, at in layout.get("coordinates", {}).items() if isinstance(at, int)}
+        stages = self.meta.pipeline.get("stages")
+        if isinstance(stages, list) and stages and isinstance(stages[0], int):
+            found = {"stage": stages[0]} | found
+        return found
+
+    @cached_property
+    def state(self) -> State:
+        """The one word for what it does or how it ended."""
+        said = self.get("state")
+        if said == RankState.CLOSED:
+            return State.FINISHED
+        if said == RankState.FAILED:
+            kind = str((self.exception or {}).get("type", "")).rpartition(".")[2]
+            return {"KeyboardInterrupt": State.INTERRUPTED, "SystemExit": State.EXITED}.get(kind, State.FAILED)
+        if self.rank in self.view.out_of_reach:
+            return State.UNREACHABLE
+        process = self.process
+        if process is not None and not process.alive:
+            return _gone(process)
+        if process is not None and process.stopped:
+            return State.SUSPENDED
+        if (self.waited_seconds or 0.0) >= BRIEF_WAIT_SECONDS:
+            return State.WAITING
+        if self.get("phase") == Phase.DATA:
+            return State.LOADING
+        if said == RankState.STARTING:
+            return State.STARTING
+        if said != RankState.RUNNING:
+            return State.UNKNOWN
+        return State.SILENT if self._too_quiet else State.RUNNING
+
+    @property
+    def _too_quiet(self) -> bool:
+        if self.get("phase") in _LONG_PHASES or not self.get("steps_done"):
+            return False
+        usual = max(self.get("step_ns"), self.get("phase_allowance_ns")) / 1e9
+        return (self.silent_seconds or 0.0) >= max(_SILENT_SECONDS, _SILENT_STEPS * usual)
+
+    @property
+    def moving(self) -> bool:
+        """Whether its process may still do something: it has not ended and its node answers."""
+        if self.get("state") in (RankState.CLOSED, RankState.FAILED) or self.rank in self.view.out_of_reach:
+            return False
+        return self.process is None or self.process.alive
+
+    @property
+    def phase(self) -> str:
+        """The name of the phase it is in, "" outside of any."""
+        return phase_name(self.get("phase"), self.meta.phases)
+
+    @property
+    def phase_seconds(self) -> float | None:
+        """How long it has been in its phase."""
+        return self.since("phase_begin_ns") if self.moving and self.get("phase") else None
+
+    @property
+    def waited_seconds(self) -> float | None:
+        """How long it has been blocked on communication with other ranks."""
+        return self.since("wait_since_ns") if self.moving else None
+
+    @property
+    def silent_seconds(self) -> float | None:
+        """How long ago it last published anything."""
+        return self.since("heartbeat_ns") if self.moving else None
+
+    def since(self, name: str) -> float | None:
+        """Seconds since the time in one field of its page; None when that is not set."""
+        then = self.get(name)
+        return max(0, self.view.now_ns - then) / 1e9 if then else None
+
+    @property
+    def call(self) -> Call | None:
+        """The last collective it issued."""
+        seq, op = self.get("collective_seq"), self.get("collective_op")
+        if not seq:
+            return None
+        return self._call(op, seq, self.get("collective_group"), self.get("collective_site"))
+
+    @property
+    def waits_in(self) -> Call | None:
+        """The collective or the message it is blocked in; None when it is not blocked."""
+        if not self.waited_seconds:
+            return None
+        wait, message = open_wait(self.view.recent_events(self.rank, _TAIL_EVENTS))
+        if message is not None:
+            op, site = int(message["op"]), int(message["site"])
+            return self._call(op, int(message["seq"]), int(message["group"]), site, int(message["value"]))
+        last = self.call
+        seq = int(wait["seq"]) if wait is not None else 0
+        if wait is None or not seq or (last is not None and last.seq == seq):
+            return last
+        return self._call(int(wait["op"]), seq, int(wait["group"]), int(wait["site"]))
+
+    def _call(self, op: int, seq: int, group: int, site: int, peer: int = -1) -> Call:
+        meta = self.meta
+        what = meta.ops.get(op) or Op("collective" if peer < 0 else "message")
+        return Call(what, seq, meta.groups.get(group), meta.sites.get(site), peer)
+
+    @property
+    def exception(self) -> dict[str, Any] | None:
+        """The exception that ended it: the last of its main thread; those of other threads did not end it."""
+        if self.get("state") != RankState.FAILED:
+            return None
+        raised = self.meta.exceptions
+        main = [e for e in raised if not e.get("thread")] or raised
+        return max(main, key=lambda e: int(e.get("t_ns") or 0)) if main else None
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words: what it raised and how its process went; "" while it lives or nobody knows."""
+        raised = self.exception
+        words = [f"raised {raised.get('type', 'an exception')}"] if raised is not None else []
+        process = self.process
+        if process is not None and not process.alive and not (words and process.exit_code in (0, 1, None)):
+            words.append(process.ending)
+        return ", ".join(words)
+
+    @cached_property
+    def stack(self) -> ThreadStack | None:
+        """The stack of its main thread in the last capture; None without one, or when it has moved on since."""
+        capture = self.view.capture
+        if capture is None or self.rank not in capture.ranks or self.get("heartbeat_ns") > capture.taken_ns:
+            return None
+        return main_thread(capture.ranks[self.rank].stacks)
+
+    @property
+    def user_frame(self) -> Frame | None:
+        """The innermost line of the user's own code on its stack."""
+        return self.stack.user_frame if self.stack is not None else None
+
+
+def _gone(process: ProcessState) -> State:
+    if process.exit_code in TERMINATION and not process.oom_killed:
+        return State.INTERRUPTED if process.exit_code == -signals.SIGINT else State.TERMINATED
+    return State.EXITED if process.exit_code == 0 else State.DEAD
+
+
+def open_wait(events: npt.NDArray[np.void]) -> tuple[np.void | None, np.void | None]:
+    """The wait that `events` of one rank end in, and the send or receive it is for; None for what there is not."""
+    waits = np.flatnonzero(np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END)))
+    if not len(waits) or events["kind"][waits[-1]] != Kind.WAIT_BEGIN:
+        return None, None
+    begin, before = events[waits[-1]], events[: waits[-1]]
+    issued = before[
+        np.isin(before["kind"], (Kind.P2P, Kind.COLLECTIVE))
+        & (before["group"] == begin["group"])
+        & (before["seq"] == begin["seq"])
+    ]
+    last = issued[-1] if len(issued) else None
+    return begin, last if last is not None and last["kind"] == Kind.P2P else None

@@ -1,0 +1,109 @@
+"""What one rank does and how it ended, in one word, whoever asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtobs.diagnose.status import statuses
+from dtobs.events import Kind, Phase, RankState, identify, phase_name
+from dtobs.exporters.sources import RANK_STATES
+from dtobs.host.process import ProcessState
+from dtobs.recording.meta import Op
+from dtobs.recording.rank import State
+from dtobs.recording.view import RunView
+from dtobs.testing.fake_run import FakeRun
+from dtobs.tui.rows import rank_rows
+
+ALIVE = ProcessState(1, alive=True, state="S")
+
+
+def run_of(root: Path, ranks: int = 2, seconds: float = 0.1) -> FakeRun:
+    run = FakeRun(root, ranks)
+    for _ in range(3):
+        for rank in run.ranks:
+            rank.step(forward=seconds)
+    return run
+
+
+def look(run: FakeRun, later: float, **process: ProcessState) -> RunView:
+    return run.view(later=later, processes={0: process.get("p0", ALIVE), 1: process.get("p1", ALIVE)})
+
+
+@pytest.mark.parametrize(
+    ("process", "state"),
+    [
+        (ProcessState(1, alive=True, state="T"), State.SUSPENDED),
+        (ProcessState(1, alive=False, exit_code=-9), State.DEAD),
+        (ProcessState(1, alive=False, exit_code=None), State.DEAD),
+        (ProcessState(1, alive=False, exit_code=7), State.DEAD),
+        (ProcessState(1, alive=False, exit_code=-15), State.TERMINATED),
+        (ProcessState(1, alive=False, exit_code=-15, oom_killed=True), State.DEAD),
+        (ProcessState(1, alive=False, exit_code=-2), State.INTERRUPTED),
+        (ProcessState(1, alive=False, exit_code=0), State.EXITED),
+    ],
+)
+def test_what_the_kernel_says(tmp_path: Path, process: ProcessState, state: State):
+    rank = look(run_of(tmp_path), 0, p1=process).rank(1)
+    assert rank.state is state
+    assert rank.moving is process.alive
+    assert (rank.silent_seconds is None) is not process.alive
+
+
+def test_silence_is_measured_in_the_own_steps(tmp_path: Path):
+    quick, slow = run_of(tmp_path / "quick"), run_of(tmp_path / "slow", seconds=40)
+    assert [look(quick, s).rank(0).state for s in (5, 12)] == [State.RUNNING, State.SILENT]
+    assert [look(slow, s).rank(0).state for s in (12, 150)] == [State.RUNNING, State.RUNNING]
+    assert look(slow, 500).rank(0).state is State.SILENT
+
+
+def test_a_long_phase_is_no_silence(tmp_path: Path):
+    run = run_of(tmp_path)
+    run.rank(0).phase("checkpoint")
+    run.rank(1).phase("data")
+    assert [r.state for r in look(run, 60).each_rank()] == [State.RUNNING, State.LOADING]
+
+
+def test_a_wait_is_shown_where_it_is(tmp_path: Path):
+    """It has finished its collective and waits for a message of the pipeline."""
+    run = run_of(tmp_path)
+    receive = Op("recv", shapes=((4,),), dtypes=("float32",))
+    for rank in run.ranks:
+        rank.collective("all_gather")
+    rank = run.rank(0)
+    rank.meta("op", id=identify(str(receive)), op="recv", shapes=[[4]], dtypes=["float32"])
+    rank.event(Kind.P2P, group=run.group(), seq=502, op=identify(str(receive)), value=1)
+    rank.event(Kind.WAIT_BEGIN, group=run.group(), seq=502)
+    rank.page(wait_since_ns=rank.clock_ns)
+    seen = look(run, 30).rank(0)
+    assert seen.state is State.WAITING
+    assert str(seen.waits_in) == "recv #502 from rank 1"
+    assert str(seen.call).startswith("all_gather")
+    assert rank_rows(look(run, 30))[0].doing == "waits in recv from rank 1"
+
+
+def test_who_is_suspended_does_not_wait(tmp_path: Path):
+    run = run_of(tmp_path)
+    for rank in run.ranks:
+        rank.collective(wait=True)
+    view = look(run, 30, p1=ProcessState(1, alive=True, state="T"))
+    assert [r.state for r in view.each_rank()] == [State.WAITING, State.SUSPENDED]
+
+
+def test_all_surfaces_use_the_same_word(tmp_path: Path):
+    run = run_of(tmp_path)
+    run.rank(0).page(state=RankState.CLOSED)
+    view = look(run, 0, p1=ProcessState(1, alive=False, exit_code=-15))
+    states = [rank.state.value for rank in view.each_rank()]
+    assert states == ["finished", "terminated"]
+    assert [s.state for s in statuses(view).values()] == states
+    assert [row.state for row in rank_rows(view)] == states
+    assert set(states) <= set(RANK_STATES)
+
+
+def test_names_of_phases():
+    assert phase_name(Phase.NONE) == ""
+    assert phase_name(Phase.BACKWARD) == "backward"
+    assert phase_name(40, {40: "evaluate"}) == "evaluate"
+    assert phase_name(41) == "phase 41"
