@@ -1,0 +1,111 @@
+"""The analysis of traces as one HTML file that needs no network and no script."""
+
+from __future__ import annotations
+
+from html import escape
+
+from dtobs.reports.clean import printable
+from dtobs.reports.style import STYLE
+from dtobs.reports.trace_text import milliseconds
+from dtobs.timeline.kineto.analyse import Trace
+from dtobs.timeline.kineto.figures import Figures
+from dtobs.timeline.kineto.names import bus_factor
+
+_COLOURS = (("compute", "k2"), ("exposed communication", "k-waits"), ("memory", "k4"), ("idle", "k-ended"))
+_MOST = 1024
+
+
+def render(trace: Trace, target: str) -> str:
+    """The whole document."""
+    found = trace.findings
+    head = f'<h1 class="warning">{escape(found[0].summary)}</h1>' if found else '<h1 class="good">Nothing found</h1>'
+    advice = f'<p class="next">{escape(found[0].next_step)}</p>' if found else ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in trace.notes)
+    body = [
+        head,
+        f'<p class="quiet">{escape(target)}, {len(trace.figures)} ranks</p>',
+        advice,
+        "<h2>Ranks</h2>",
+        _legend(),
+        _ranks(trace),
+        "<h2>Collectives</h2>" + _collectives(trace) if trace.collectives else "",
+        "<h2>Kernels</h2>" + _kernels(trace),
+        f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
+    ]
+    return printable(
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Traces – {escape(target)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _legend() -> str:
+    items = (
+        f'<li><svg viewBox="0 0 10 10"><rect class="{css}" width="10" height="10"/></svg>{name}</li>'
+        for name, css in _COLOURS
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _ranks(trace: Trace) -> str:
+    accused = trace.straggler.rank if trace.straggler else None
+    rows = []
+    for figure in list(trace.figures.values())[:_MOST]:
+        overlap = figure.overlap_percent
+        cells = [figure.span, figure.compute, figure.communication, figure.exposed, figure.idle]
+        idle = ", ".join(f"{k} {milliseconds(v)}" for k, v in figure.idle_by.items() if v > 0)
+        rows.append(
+            f"<tr{' class=accused' if figure.rank == accused else ''}><td>{figure.rank}</td><td>{_bar(figure)}</td>"
+            + "".join(f'<td class="number">{milliseconds(cell)}</td>' for cell in cells)
+            + f'<td class="number">{"–" if overlap is None else f"{overlap:.1f} %"}</td><td>{escape(idle)}</td></tr>'
+        )
+    titles = ("rank", "", "span", "compute", "communication", "exposed", "idle", "overlap", "idle by cause")
+    return _table(titles, rows)
+
+
+def _bar(figure: Figures) -> str:
+    parts = (figure.compute, figure.exposed or 0.0, figure.memory, figure.idle)
+    whole, at, boxes = sum(parts) or 1.0, 0.0, ""
+    for part, (name, css) in zip(parts, _COLOURS, strict=True):
+        width = 300 * part / whole
+        if width > 0:
+            boxes += f'<rect class="{css}" x="{at:.1f}" width="{width:.1f}" height="12"><title>{name}</title></rect>'
+        at += width
+    return f'<svg width="300" height="12" viewBox="0 0 300 12">{boxes}</svg>'
+
+
+def _collectives(trace: Trace) -> str:
+    rows = []
+    for call in trace.collectives[:_MOST]:
+        speed = call.algbw
+        bus = "–" if speed is None else f"{speed * bus_factor(call.op, call.size):.2f} GB/s"
+        cells = (
+            str(max(c for c, _, _, _ in call.by_rank.values())),
+            milliseconds(max(t for _, _, t, _ in call.by_rank.values())),
+            milliseconds(max(e for _, _, _, e in call.by_rank.values())),
+            milliseconds(call.wait),
+            bus,
+        )
+        rows.append(
+            f"<tr><td>{escape(call.op)}</td><td>{escape(call.group or '–')}</td><td>{call.size or '?'}</td>"
+            + "".join(f'<td class="number">{cell}</td>' for cell in cells)
+            + "</tr>"
+        )
+    return _table(("operation", "group", "ranks", "calls", "time", "exposed", "waited for the last", "bus"), rows)
+
+
+def _kernels(trace: Trace) -> str:
+    rows = [
+        f'<tr><td>{f.rank}</td><td><code>{escape(name[:200])}</code></td><td>{kind}</td><td class="number">{count}</td>'
+        f'<td class="number">{milliseconds(time)}</td></tr>'
+        for f in list(trace.figures.values())[:8]
+        for name, kind, count, time in f.kernels[:10]
+    ]
+    return _table(("rank", "kernel", "kind", "calls", "time"), rows)
+
+
+def _table(titles: tuple[str, ...], rows: list[str]) -> str:
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'

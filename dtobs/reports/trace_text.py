@@ -1,0 +1,109 @@
+"""The analysis of traces on a terminal: a line and a bar a rank, the collectives, who makes the others wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtobs.timeline.kineto.analyse import Collective, Trace
+from dtobs.timeline.kineto.figures import Figures
+from dtobs.timeline.kineto.names import bus_factor
+
+_BAR = 30
+_PARTS = (("compute", "█"), ("communication", "▒"), ("memory", "m"), ("idle", "·"))
+_MOST_RANKS, _MOST_CALLS, _MOST_KERNELS = 64, 12, 8
+
+
+def render(trace: Trace) -> str:
+    """The whole text."""
+    lines = [*_verdict(trace), "", *_ranks(trace)]
+    if trace.collectives:
+        lines += ["", *_collectives(trace)]
+    lines += ["", *_kernels(trace)]
+    lines += [f"note: {note}" for note in trace.notes]
+    return "\n".join(lines) + "\n"
+
+
+def render_comparison(found: dict[str, Any]) -> str:
+    """A comparison in a few lines."""
+    what = "step_us" if "step_us" in found else "span_us"
+    a, b = found[what]["a"], found[what]["b"]
+    change = f"{found['change_percent']:+.1f} %"
+    lines = [f"{found['verdict']}: a {what[:-3]} took {milliseconds(a)}, now {milliseconds(b)} ({change})"]
+    for title in ("kernels", "collectives"):
+        rows = [row for row in found[title] if row["a"] != row["b"]]
+        if rows:
+            lines.append(f"{title}, a rank{' and step' if what == 'step_us' else ''}:")
+            lines += [f"  {milliseconds(r['a']):>10} → {milliseconds(r['b']):>10}  {r['name'][:90]}" for r in rows]
+    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])]) + "\n"
+
+
+def milliseconds(value: float | None) -> str:
+    """A time of a trace, for people."""
+    return "–" if value is None else f"{value / 1e3:.3f} ms" if value < 1e6 else f"{value / 1e6:.3f} s"
+
+
+def _verdict(trace: Trace) -> list[str]:
+    lines = []
+    for finding in trace.findings:
+        lines += [f"{finding.severity}, {finding.confidence}: {finding.summary}", f"  next: {finding.next_step}"]
+    return lines or ["Nothing found: no rank makes the others wait."]
+
+
+def _ranks(trace: Trace) -> list[str]:
+    shown = list(trace.figures.values())[:_MOST_RANKS]
+    lines = ["rank  " + " " * _BAR + "        span     compute        comm     exposed  overlap        idle  mostly"]
+    for figure in shown:
+        overlap = figure.overlap_percent
+        worst = max(figure.idle_by, key=lambda k: figure.idle_by[k]) if figure.idle > 0 else ""
+        cells = [figure.span, figure.compute, figure.communication, figure.exposed]
+        lines.append(
+            f"{figure.rank:>4}  {_bar(figure)}"
+            + "".join(f"{milliseconds(cell):>12}" for cell in cells)
+            + f"{'–' if overlap is None else f'{overlap:.1f} %':>9}{milliseconds(figure.idle):>12}  {worst}"
+        )
+    if len(trace.figures) > len(shown):
+        lines.append(f"      and {len(trace.figures) - len(shown)} more ranks (--json has all)")
+    return [*lines, "      " + "  ".join(f"{sign} {name}" for name, sign in _PARTS)]
+
+
+def _bar(figure: Figures) -> str:
+    """How the span divides; communication is what of it is exposed."""
+    parts = (figure.compute, figure.exposed or 0.0, figure.memory, figure.idle)
+    whole = sum(parts)
+    if whole <= 0:
+        return " " * _BAR
+    text, total = "", 0.0
+    for part, (_, sign) in zip(parts, _PARTS, strict=True):
+        total += part
+        text += sign * (round(total / whole * _BAR) - len(text))
+    return text
+
+
+def _collectives(trace: Trace) -> list[str]:
+    lines = ["collective      group             ranks   calls        time     exposed     bus GB/s"]
+    for call in trace.collectives[:_MOST_CALLS]:
+        entry = _collective(call)
+        lines.append(entry)
+    return lines
+
+
+def _collective(call: Collective) -> str:
+    speed = call.algbw
+    count = max(c for c, _, _, _ in call.by_rank.values())
+    time = max(t for _, _, t, _ in call.by_rank.values())
+    exposed = max(e for _, _, _, e in call.by_rank.values())
+    bus = "–" if speed is None else f"{speed * bus_factor(call.op, call.size):.2f}"
+    return (
+        f"{call.op:<15} {call.group[:16] or '–':<16} {call.size or '?':>6} {count:>7} {milliseconds(time):>11}"
+        f" {milliseconds(exposed):>11} {bus:>12}"
+    )
+
+
+def _kernels(trace: Trace) -> list[str]:
+    first = next(iter(trace.figures.values()), None)
+    if first is None or not first.kernels:
+        return []
+    lines = [f"what takes longest on rank {first.rank}:"]
+    for name, kind, count, time in first.kernels[:_MOST_KERNELS]:
+        lines.append(f"  {milliseconds(time):>12}  {count:>7} ×  {kind:<13} {name[:80]}")
+    return lines

@@ -1,0 +1,89 @@
+"""Two sets of traces, before and after: what became faster or slower (``dtobs.trace-compare/1``)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from dtobs.timeline.kineto.analyse import Trace
+from dtobs.timeline.kineto.figures import Figures
+
+SCHEMA = "dtobs.trace-compare/1"
+NOISE = 0.03
+"""A step must change by this share for a verdict; twice of it where there are fewer than three steps on a side."""
+TOP = 10
+
+
+def compare(before: Trace, after: Trace) -> dict[str, Any]:
+    """What changed, as JSON; `a` is before, `b` after."""
+    common = sorted(set(before.figures) & set(after.figures))
+    notes = []
+    if only := sorted(set(before.figures) ^ set(after.figures)):
+        notes.append(f"only in one of the two: rank{'s'[: len(only) > 1]} {', '.join(map(str, only))}")
+    stepped = bool(common) and all(t.figures[r].steps > 0 for t in (before, after) for r in common)
+    if not stepped:
+        notes.append("not both have ProfilerSteps: the windows are compared as they are")
+    a, b = (_pace(t, common, stepped) for t in (before, after))
+    change = (b - a) / a if a else 0.0
+    verdict = "same" if abs(change) < NOISE else "better" if change < 0 else "worse"
+    return {
+        "schema": SCHEMA,
+        "ranks": {str(r): _rank(before.figures[r], after.figures[r]) for r in common},
+        "verdict": verdict,
+        "change_percent": round(100 * change, 2),
+        "step_us" if stepped else "span_us": {"a": round(a, 3), "b": round(b, 3)},
+        "kernels": _changes(_kernels(before, common, stepped), _kernels(after, common, stepped)),
+        "collectives": _changes(_collectives(before, common, stepped), _collectives(after, common, stepped)),
+        "findings": [],
+        "notes": notes,
+    }
+
+
+def _pace(trace: Trace, ranks: list[int], stepped: bool) -> float:
+    """What a step takes, else the whole window."""
+    return float(np.mean([f.span / (f.steps if stepped else 1) for f in _of(trace, ranks)])) if ranks else 0.0
+
+
+def _of(trace: Trace, ranks: list[int]) -> list[Figures]:
+    return [trace.figures[r] for r in ranks]
+
+
+def _rank(a: Figures, b: Figures) -> dict[str, dict[str, float | None]]:
+    names = ("span", "compute", "communication", "exposed", "memory", "idle")
+    found: dict[str, dict[str, float | None]] = {}
+    for name in names:
+        found[f"{name}_us"] = {"a": _rounded(getattr(a, name)), "b": _rounded(getattr(b, name))}
+    found["overlap_percent"] = {"a": _rounded(a.overlap_percent), "b": _rounded(b.overlap_percent)}
+    for kind in a.idle_by:
+        found[f"idle_{kind}_us"] = {"a": _rounded(a.idle_by[kind]), "b": _rounded(b.idle_by[kind])}
+    return found
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _kernels(trace: Trace, ranks: list[int], stepped: bool) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for figure in _of(trace, ranks):
+        for name, _, _, time in figure.kernels:
+            found[name] += time / len(ranks) / (figure.steps if stepped else 1)
+    return found
+
+
+def _collectives(trace: Trace, ranks: list[int], stepped: bool) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for call in trace.collectives:
+        for rank, (_, _, time, _) in call.by_rank.items():
+            if rank in ranks:
+                steps = trace.figures[rank].steps if stepped else 1
+                found[f"{call.op} {call.group}".strip()] += time / len(ranks) / steps
+    return found
+
+
+def _changes(a: dict[str, float], b: dict[str, float]) -> list[dict[str, Any]]:
+    """What changed most, by name: microseconds a rank and step."""
+    names = sorted(set(a) | set(b), key=lambda n: (-abs(b.get(n, 0.0) - a.get(n, 0.0)), n))[:TOP]
+    return [{"name": n, "a": round(a.get(n, 0.0), 3), "b": round(b.get(n, 0.0), 3)} for n in names]

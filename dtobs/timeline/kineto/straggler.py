@@ -1,0 +1,226 @@
+"""Who makes the others wait: by the time its lateness costs them, not by how often it is last.
+
+A rank's lateness at a call is judged without what it waited itself, for others in other groups, since the call before.
+Jitter makes every rank late now and then: accused is only a rank whose lateness, summed by step, would hardly come
+about when all ranks were alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.findings import Confidence
+from dtobs.timeline.kineto.figures import Figures
+from dtobs.timeline.kineto.load import Floats, Ints, Rank
+from dtobs.timeline.kineto.matching import Group, Matched
+
+KINDS = ("host-bound", "device", "input", "network")
+CHANCE, CERTAINTY = 1e-3, 1e-6
+WASTE = 0.02
+LEAST_EVENTS = 3
+JITTER = 0.3
+"""What a healthy rank's work may vary by from step to step."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that costs its peers most; `cost` is what they waited for it, summed, in microseconds."""
+
+    rank: int
+    cost: float
+    kind: str
+    confidence: Confidence
+    share: float  #: of the time that anybody waited for anybody
+    late: float  #: median lateness a step
+    extra: dict[str, float]  #: what it has more of than its peers, by kind
+
+
+@dataclass
+class _Lateness:
+    """Events of lateness: at which step, who, what it cost, and how late each rank was there."""
+
+    steps: Ints
+    who: Ints
+    cost: Floats
+    signed: dict[int, dict[int, float]]  #: rank → step → lateness against the median of its peers
+
+
+def straggler(matched: Matched, ranks: dict[int, Rank], figures: dict[int, Figures]) -> Straggler | None:
+    """The rank to accuse, or None."""
+    groups = [g for g in matched.groups if g.begin.shape[1] > 1]
+    if len(ranks) < 2 or not groups:
+        return None
+    steps = _steps(groups, ranks, matched.offsets)
+    late = _lateness(groups, steps)
+    costs = {r: float(late.cost[late.who == r].sum()) for r in ranks}
+    rank = max(costs, key=lambda r: (costs[r], -r))
+    total = sum(costs.values())
+    span = max(f.span for f in figures.values())
+    by_step = np.array(list(late.signed.get(rank, {}).values()))
+    peers = max(len(g.ranks) for g in groups if rank in g.ranks) - 1 if total else 1
+    if not total or costs[rank] / total < 0.5 or costs[rank] / peers < WASTE * span or len(by_step) < LEAST_EVENTS:
+        return None
+    alike = len({r for g in groups for r in g.ranks})
+    steps_seen = max(len({s for table in late.signed.values() for s in table}), 1)
+    work = max(span / steps_seen - float(np.median(by_step)), span * 1e-3)
+    chance = 2 * alike * min(_binomial(late, rank, alike), _student(by_step), _jitter(by_step / work))
+    if chance >= CHANCE:
+        return None
+    kind, extra = _kind(rank, matched, figures)
+    sure = chance < CERTAINTY and _complete(matched, ranks, rank) and extra[kind] >= 0.5 * float(by_step.sum())
+    confidence = Confidence.CERTAIN if sure else Confidence.LIKELY
+    if not _complete(matched, ranks, rank) and 2 * len(ranks) <= _world(matched, ranks):
+        confidence = Confidence.POSSIBLE
+    return Straggler(rank, costs[rank], kind, confidence, costs[rank] / total, float(np.median(by_step)), extra)
+
+
+def _world(matched: Matched, ranks: dict[int, Rank]) -> int:
+    members = {m for g in matched.groups for m in g.members} | set(ranks)
+    largest = max((call.size for rank in ranks.values() for call in rank.calls), default=0)
+    return max(len(members), largest)
+
+
+def _complete(matched: Matched, ranks: dict[int, Rank], rank: int) -> bool:
+    """Whether the files of all ranks are there, whole, and the groups that they speak of known."""
+    known = all(g.key[1] or g.key[2] or (g.calls[0].size == len(g.ranks)) for g in matched.groups if rank in g.ranks)
+    return known and _world(matched, ranks) == len(ranks) and not any(r.damage for r in ranks.values())
+
+
+def _steps(groups: list[Group], ranks: dict[int, Rank], offsets: dict[int, float]) -> list[Ints]:
+    """The number of the step of each call: by ProfilerSteps, else by how the calls repeat, else each on its own."""
+    number = next((r for r in sorted(ranks) if len({n for n, _, _ in ranks[r].steps}) > 1), None)
+    if number is not None:
+        edges = np.array([begin for _, begin, _ in ranks[number].steps]) - offsets[number]
+        return [np.searchsorted(edges, g.last) for g in groups]
+    largest = max(groups, key=lambda g: g.begin.shape[1])
+    period = _period([(c.op, c.nbytes) for c in largest.calls])
+    edges = largest.last[::period]
+    return [np.searchsorted(edges, g.last, side="right") for g in groups]
+
+
+def _period(signs: list[tuple[str, int]]) -> int:
+    """After how many calls the same calls come again; 1 when they never do, or all are alike."""
+    count = len(signs)
+    for period in range(1, min(count // 2, 4096) + 1):
+        if signs[period:] == signs[:-period]:
+            return period
+    return 1
+
+
+def _lateness(groups: list[Group], steps: list[Ints]) -> _Lateness:
+    waits = _waits(groups)
+    where, who, cost = [], [], []
+    signed: dict[int, dict[int, float]] = {}
+    for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
+        lost = (group.last - group.begin).sum(axis=0)
+        skip = int(lost[0] > 2 * float(lost[1:].max()))  # the profilers' own start, not the ranks'
+        begin, at = group.begin[:, skip:], step[skip:]
+        before = np.concatenate([group.end[:, :1] - np.inf, group.end[:, :-1]], axis=1)[:, skip:]
+        own = np.array([_waited(waits, r, number, before[i], begin[i]) for i, r in enumerate(group.ranks)])
+        last = begin.argmax(axis=0)
+        column = np.arange(begin.shape[1])
+        excused = own[last, column]
+        lateness = np.maximum(begin[last, column] - begin - excused, 0.0).sum(axis=0)
+        where.append(at)
+        who.append(np.array(group.ranks)[last])
+        cost.append(lateness)
+        for row, rank in enumerate(group.ranks):
+            others = np.median(np.delete(begin, row, axis=0), axis=0)
+            mine = begin[row] - others
+            mine = np.where(mine > 0, np.maximum(mine - own[row], 0.0), mine)
+            totals = np.bincount(at, mine)
+            table = signed.setdefault(rank, {})
+            for s in np.unique(at).tolist():
+                table[s] = table.get(s, 0.0) + float(totals[s])
+    return _Lateness(np.concatenate(where), np.concatenate(who), np.concatenate(cost), signed)
+
+
+def _waits(groups: list[Group]) -> dict[int, list[tuple[int, Floats, Floats]]]:
+    """For each rank, by group: when it arrived, and the sum of what it had waited there until then and with it."""
+    found: dict[int, list[tuple[int, Floats, Floats]]] = {}
+    for number, group in enumerate(groups):
+        for row, rank in enumerate(group.ranks):
+            waited = np.concatenate([[0.0], np.cumsum(group.last - group.begin[row])])
+            found.setdefault(rank, []).append((number, group.begin[row], waited))
+    return found
+
+
+def _waited(
+    waits: dict[int, list[tuple[int, Floats, Floats]]], rank: int, group: int, begin: Floats, end: Floats
+) -> Floats:
+    """What a rank waited for others between two times, in other groups than `group`."""
+    total = np.zeros(len(end))
+    for number, arrived, waited in waits[rank]:
+        if number != group:
+            total += waited[np.searchsorted(arrived, end)] - waited[np.searchsorted(arrived, begin)]
+    return total
+
+
+def _binomial(late: _Lateness, rank: int, alike: int) -> float:
+    """How likely one of `alike` equal ranks has its share of the cost, by the number of steps that carry it."""
+    steps, where = np.unique(late.steps, return_inverse=True)
+    total = np.bincount(where, late.cost, len(steps))
+    mine = np.bincount(where, np.where(late.who == rank, late.cost, 0.0), len(steps))
+    count = int(total.sum() ** 2 / max(float((total**2).sum()), 1e-300))
+    often = math.floor(count * float(mine.sum() / total.sum()))
+    rate = 1 / alike
+    every = math.lgamma(count + 1)
+    return sum(
+        math.exp(
+            every - math.lgamma(k + 1) - math.lgamma(count - k + 1) + _power(rate, k) + _power(1 - rate, count - k)
+        )
+        for k in range(often, count + 1)
+    )
+
+
+def _power(rate: float, times: int) -> float:
+    return times * math.log(rate)
+
+
+def _jitter(ratios: Floats) -> float:
+    """How likely the lateness of every step, in work of a peer, is where work varies by `JITTER` (normal)."""
+    least = float(ratios.min())
+    if least <= 0:
+        return 1.0
+    spread = JITTER * math.sqrt(1 + (1 + least) ** 2)
+    return float((math.erfc(least / spread / math.sqrt(2)) / 2) ** len(ratios))
+
+
+def _student(values: Floats) -> float:
+    """How likely a mean like that of `values` is where the true one is 0 (one-sided, Student's t)."""
+    freedom = len(values) - 1
+    spread = float(values.std(ddof=1))
+    mean = float(values.mean())
+    if mean <= 0:
+        return 1.0
+    t = mean / max(spread / math.sqrt(len(values)), mean * 1e-6)
+    angle = math.atan(t / math.sqrt(freedom))
+    at = np.linspace(angle, math.pi / 2, 4001)
+    density: npt.NDArray[np.float64] = np.cos(at) ** (freedom - 1)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return float(scale * np.trapezoid(density, at))
+
+
+def _kind(rank: int, matched: Matched, figures: dict[int, Figures]) -> tuple[str, dict[str, float]]:
+    """What the rank has more of than its peers."""
+    waited = dict.fromkeys(figures, 0.0)
+    for group in matched.groups:
+        for row, member in enumerate(group.ranks):
+            waited[member] += float((group.last - group.begin[row]).sum())
+    peers = [r for r in figures if r != rank]
+
+    def extra(value: dict[int, float]) -> float:
+        return value[rank] - float(np.median([value[r] for r in peers]))
+
+    host = {r: sum(f.idle_by[c] for c in ("host-bound", "allocation", "synchronisation")) for r, f in figures.items()}
+    found = {
+        "host-bound": extra({r: host[r] - f.loading for r, f in figures.items()}),
+        "device": extra({r: f.compute + f.memory for r, f in figures.items()}),
+        "input": extra({r: f.loading for r, f in figures.items()}),
+        "network": extra({r: max(f.communication - waited[r], 0.0) for r, f in figures.items()}),
+    }
+    return max(found, key=lambda k: found[k]), found
