@@ -17,6 +17,7 @@ from dtobs.findings import CATALOGUE, Confidence, Finding, Severity
 from dtobs.recording.journal import Entry
 from dtobs.recording.rank import State
 from dtobs.recording.view import RunView
+from dtobs.words import duration_text
 
 _NOTICED_SECONDS = 5.0
 _CRASHES = {
@@ -165,7 +166,5 @@ def _ended_from_outside(ranks: dict[int, RankStatus]) -> str:
 
 
 def _pause(quiet: Stall) -> str:
-    return (
-        f"nothing has moved for {quiet.seconds:.0f} s; it counts as a stall after {quiet.threshold_seconds:.0f} s "
-        f"({quiet.why})"
-    )
+    limit = duration_text(quiet.threshold_seconds)
+    return f"nothing has moved for {duration_text(quiet.seconds)}; it counts as a stall after {limit} ({quiet.why})"

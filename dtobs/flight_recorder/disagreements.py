@@ -8,7 +8,8 @@ from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.callsites import RECENT, Desync
 from dtobs.flight_recorder.mismatch import Mismatch
 from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.wording import Words, ranks_text
+from dtobs.flight_recorder.wording import Words
+from dtobs.words import ranks_text
 
 _CODES = {"operation": "collective-mismatch", "dtype": "dtype-mismatch", "shape": "shape-mismatch"}
 _THING = {"operation": "another collective", "dtype": "another element type", "shape": "another shape"}

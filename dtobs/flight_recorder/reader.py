@@ -19,6 +19,7 @@ from dtobs.errors import DumpError
 from dtobs.flight_recorder.columns import RankColumns
 from dtobs.flight_recorder.decode import MAX_BYTES
 from dtobs.flight_recorder.wire import Receiver
+from dtobs.words import duration_text
 
 SECONDS_PER_FILE = 180.0
 """Wall-clock bound for one file; the child's own CPU limit ends it long before on an idle machine."""
@@ -60,7 +61,7 @@ class DumpReader:
             waiting.register(child.stdout, select.POLLIN)
             if not waiting.poll(SECONDS_PER_FILE * 1e3):
                 self.close()
-                raise DumpError(f"it could not be read within {SECONDS_PER_FILE:.0f} s")
+                raise DumpError(f"it could not be read within {duration_text(SECONDS_PER_FILE)}")
             return Receiver(child.stdout, self.texts).receive()
         except (EOFError, BrokenPipeError) as error:
             code = child.wait()  # it has closed its end: it is ending or gone

@@ -14,6 +14,7 @@ from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.columns import COMPLETED, SCHEDULED, STARTED
 from dtobs.flight_recorder.frontier import Frontier
 from dtobs.flight_recorder.model import Dumps
+from dtobs.words import duration_text
 
 MIN_WAIT_SECONDS = 5.0
 MAX_USUAL_SECONDS = 60.0
@@ -49,7 +50,7 @@ def judge(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> Snapsh
         text = f"{len(stale)} of {len(dumps.ranks)} dumps are older than what the other ranks had completed by then"
         return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited)
     if waited is not None and waited < MAX_USUAL_SECONDS * USUAL_FACTOR and waited < _patience(dumps):
-        text = f"nothing in them had waited longer than {waited:.1f} s when they were taken"
+        text = f"nothing in them had waited longer than {duration_text(waited)} when they were taken"
         return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited)
     return Snapshot("", stale, waited)
 

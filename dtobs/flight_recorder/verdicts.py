@@ -14,7 +14,8 @@ from dtobs.flight_recorder.order import came_before, odd_rows
 from dtobs.flight_recorder.p2p import PendingPair
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
 from dtobs.flight_recorder.waits import Call, Root
-from dtobs.flight_recorder.wording import Words, ranks_text
+from dtobs.flight_recorder.wording import Words
+from dtobs.words import ranks_do, ranks_text, verb
 
 
 class Verdicts:
@@ -49,11 +50,10 @@ class Verdicts:
         if two_readings and not self._usual(call):
             return self._alone(root, call)
         ranks = words.ranks(root.rows)
-        verb = "have" if len(ranks) > 1 else "has"
         hidden = [r for r in root.rows if self.dumps.ranks[r].untracked]
         summary = (
-            f"{ranks_text(ranks)} {verb} not issued {words.call(call.entry)}, in which {words.named(call.waiting)}"
-            f" wait{'s' if waiting == 1 else ''}{words.site(call.entry)}; {words.doing(root.rows[0])}"
+            f"{ranks_do(ranks, 'have')} not issued {words.call(call.entry)}, in which "
+            f"{words.named(call.waiting)} {verb(waiting, 'wait')}{words.site(call.entry)}; {words.doing(root.rows[0])}"
         )
         if hidden:
             summary += "; it has sent or received since, which this backend does not record"
@@ -104,7 +104,7 @@ class Verdicts:
         """
         words = self.words
         summary = (
-            f"{words.named(call.waiting)} wait{'s' if len(call.waiting) == 1 else ''} in {words.call(call.entry)}"
+            f"{words.named(call.waiting)} {verb(len(call.waiting), 'wait')} in {words.call(call.entry)}"
             f"{words.site(call.entry)}, which none of the other {len(root.rows)} ranks issued: a call more than its"
             f" peers make, or they have stopped before it; of them {words.doing(root.rows[0])}"
         )
@@ -288,8 +288,11 @@ class Verdicts:
         missing = self.dumps.missing_ranks
         waiting = root.calls[0].waiting if root.calls else ()
         shown = f"of {ranks_text(missing)}" if missing else "of ranks whose numbers the dumps do not tell"
-        verb = "waits" if len(waiting) == 1 else "wait"
-        what = f"; {words.named(waiting)} {verb} in {words.call(root.calls[0].entry)}" if root.calls else ""
+        what = (
+            f"; {words.named(waiting)} {verb(len(waiting), 'wait')} in {words.call(root.calls[0].entry)}"
+            if root.calls
+            else ""
+        )
         return Finding(
             "dumps-missing",
             f"what the ranks wait for is not in these dumps: the dumps {shown} are missing{what}",

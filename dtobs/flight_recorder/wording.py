@@ -6,25 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dtobs.flight_recorder.model import Dumps
+from dtobs.words import count, ranks_text
 
 MAX_LISTED = 16
 _STATE = ("scheduled", "started", "completed", "unknown")
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 1, 4-7``, ``ranks 0-63`` …, at most eight runs."""
-    ordered = sorted(set(ranks))
-    if not ordered:
-        return "no rank"
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:8]]
-    more = len(ordered) - sum(b - a + 1 for a, b in runs[:8])
-    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts) + (f" and {more} more" if more else "")
 
 
 class Words:
@@ -41,7 +26,7 @@ class Words:
         """``ranks 1, 4-7`` of rows, or only how many where that would be long."""
         ranks = self.ranks(rows)
         text = ranks_text(ranks)
-        return text if len(text) <= 40 else f"{len(ranks)} ranks"
+        return text if len(text) <= 40 else count(len(ranks), "rank")
 
     def call(self, entry: int) -> str:
         """``all_reduce [4, 3] Float #12 of group 0 (default_pg)``."""

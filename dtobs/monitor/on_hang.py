@@ -27,6 +27,7 @@ from dtobs.monitor.exits import Watched, append_lines
 from dtobs.recording.capture import Capture
 from dtobs.recording.policy import Policy
 from dtobs.recording.rundir import RunDirectory
+from dtobs.words import duration_text
 
 COMMAND_SECONDS = 60.0
 """A command that takes longer is ended, with all it started."""
@@ -155,7 +156,7 @@ class OnHang:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # our child, not waited for yet: the number is still its own
                 process.wait()
-                return f"the command was ended after {COMMAND_SECONDS:.0f} s; its output is in {path}"
+                return f"the command was ended after {duration_text(COMMAND_SECONDS)}; its output is in {path}"
         return f"the command exited with code {process.returncode}; its output is in {path}"
 
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from dtobs.host.process import start_ticks
+from dtobs.words import duration_text
 
 MAX_BYTES = 4 << 20
 _POLL_SECONDS = 0.03
@@ -53,7 +54,7 @@ def by_signal(pid: int, ticks: int, number: int, file: Path, seconds: float) -> 
         size = now
     if size > before:
         return _tail(file, before)
-    raise NoStacks(f"no stacks in {file.name} after {seconds:.1f} s")
+    raise NoStacks(f"no stacks in {file.name} after {duration_text(seconds)}")
 
 
 def by_pyspy(pid: int, seconds: float = 4.0) -> str:
@@ -70,7 +71,7 @@ def by_pyspy(pid: int, seconds: float = 4.0) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise NoStacks(f"py-spy: nothing after {seconds:.1f} s") from None
+        raise NoStacks(f"py-spy: nothing after {duration_text(seconds)}") from None
     except OSError as error:
         raise NoStacks(f"py-spy: {error.strerror}") from error
     if done.returncode != 0:

@@ -12,6 +12,7 @@ from dtobs.errors import RecordingDisabled
 from dtobs.monitor.capture import capture_ranks, make_room
 from dtobs.recording.capture import Capture
 from dtobs.recording.view import RunView
+from dtobs.words import duration_text
 
 KEEP = 10
 _MAX_PER_STALL = 4
@@ -63,8 +64,8 @@ class Watchdog:
 
     def _capture(self, view: RunView, stalled: Stall, picture: Picture) -> None:
         reason = (
-            f"nothing has moved for {stalled.seconds:.0f} s; "
-            f"the limit is {stalled.threshold_seconds:.0f} s: {stalled.why}"
+            f"nothing has moved for {duration_text(stalled.seconds)}; "
+            f"the limit is {duration_text(stalled.threshold_seconds)}: {stalled.why}"
         )
         capture = self.take(view, reason, previous=self.capture)
         self.capture, self._picture = capture, picture

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dtobs.words import duration_text
+
 MAX_BYTES = 32 << 20
 MAX_ENTRIES = 512
 """Of a Flight Recorder dump, kept: what a hang is about is at its end, and many ranks have to fit into memory."""
@@ -48,7 +50,7 @@ def ask(path: str, handler: str, seconds: float, max_bytes: int = MAX_BYTES) -> 
             if len(body) > max_bytes:
                 raise Unanswered(f"{handler}: more than {max_bytes} bytes")
             if left <= 0:
-                raise Unanswered(f"{handler}: not finished after {seconds:.1f} s")
+                raise Unanswered(f"{handler}: not finished after {duration_text(seconds)}")
             if connection.sock is not None:
                 connection.sock.settimeout(left)
     except (OSError, http.client.HTTPException) as error:
@@ -105,4 +107,4 @@ def python_lock(path: str, seconds: float) -> PythonLock:
         ask(path, "ping", 1.0)  # still there, so it is the lock that is missing and not the process
     except Unanswered as error:
         return PythonLock("unknown", str(error))
-    return PythonLock("held", f"native threads answered, Python did not for {seconds:.1f} s")
+    return PythonLock("held", f"native threads answered, Python did not for {duration_text(seconds)}")

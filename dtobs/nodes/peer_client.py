@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from dtobs.errors import brief
 from dtobs.nodes.bundle import MAX_BYTES
+from dtobs.words import duration_text
 
 CONNECT_SECONDS = 2.0
 _CHUNK = 1 << 20
@@ -48,7 +49,7 @@ def _connect(connection: http.client.HTTPConnection) -> None:
     except (ConnectionRefusedError, ConnectionResetError) as error:
         raise Unanswered("refused", "connection refused") from error
     except TimeoutError as error:
-        raise Unanswered("silent", f"no answer within {CONNECT_SECONDS:.0f} s") from error
+        raise Unanswered("silent", f"no answer within {duration_text(CONNECT_SECONDS)}") from error
     except OSError as error:
         raise Unanswered("silent", (error.strerror or str(error)).lower()) from error
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dtobs.findings import Severity
-from dtobs.preflight import network, units
+from dtobs.preflight import network
 from dtobs.preflight.environment import RULES, Setting, differences
 from dtobs.preflight.model import Evidence, Facts, Problem
+from dtobs.words import bytes_text, duration_text, ranks_text
 
 FREE_BYTES = 10 << 30
 """Less room than this for runs is worth a word: one checkpoint of a small model takes gigabytes."""
@@ -64,7 +65,7 @@ def _absent(seen: Evidence) -> Iterator[Problem]:
         else:
             said = sorted({seen.errors[rank].partition(": ")[2] for rank in ranks if rank in seen.errors})
             why = f" ({'; '.join(said)})" if said else ""
-            parts.append(f"{units.ranks(ranks)} of {shown} did not come up{why}")
+            parts.append(f"{ranks_text(ranks)} of {shown} did not come up{why}")
     yield Problem(
         "rendezvous-incomplete",
         Severity.CRITICAL,
@@ -85,7 +86,7 @@ def _stopped(seen: Evidence) -> Iterator[Problem]:
         yield Problem(
             "rank-silent",
             Severity.CRITICAL,
-            f"rank {rank} on {seen.label(rank)} has given no sign of life for {quiet:.0f} s,"
+            f"rank {rank} on {seen.label(rank)} has given no sign of life for {duration_text(quiet)},"
             f" in '{seen.stages.get(rank, 'start')}'",
             "Look at this host: is it loaded, out of memory, or is the process suspended?",
             (rank,),
@@ -113,7 +114,7 @@ def _unfinished(seen: Evidence, ranks: list[int]) -> Problem:
     return Problem(
         "not-finished",
         Severity.CRITICAL,
-        f"{units.ranks(ranks)} did not finish; rank {first} on {seen.label(first)}: {said}",
+        f"{ranks_text(ranks)} did not finish; rank {first} on {seen.label(first)}: {said}",
         "A stage that hangs here hangs the run as well: look at the links and interfaces of the hosts named.",
         tuple(ranks),
         seen.labels(ranks),
@@ -133,7 +134,7 @@ def _environment(seen: Evidence, backend: str) -> Iterator[Problem]:
             who = (
                 "all ranks"
                 if len(ranks) == seen.world
-                else f"{units.ranks(ranks)} ({', '.join(seen.labels(ranks)[:8])})"
+                else f"{ranks_text(ranks)} ({', '.join(seen.labels(ranks)[:8])})"
             )
             yield Problem(
                 "environment",
@@ -147,7 +148,7 @@ def _environment(seen: Evidence, backend: str) -> Iterator[Problem]:
     for name, values in differences(by_rank).items():
         usual = max(values, key=lambda value: len(values[value]))
         odd = sorted(rank for value, ranks in values.items() if value != usual for rank in ranks)
-        shown = "; ".join(f"{value!r} on {units.ranks(ranks)}" for value, ranks in values.items())
+        shown = "; ".join(f"{value!r} on {ranks_text(ranks)}" for value, ranks in values.items())
         yield Problem(
             "environment-differs",
             Severity.WARNING,
@@ -184,7 +185,7 @@ def _disks(seen: Evidence) -> Iterator[Problem]:
         if facts.disk is None:
             continue
         disk, host = facts.disk, seen.labels([rank])
-        room = f"{units.size(disk.free_bytes)} free of {units.size(disk.total_bytes)}"
+        room = f"{bytes_text(disk.free_bytes)} free of {bytes_text(disk.total_bytes)}"
         place = f"{disk.path} on {host[0]}" + (f" ({disk.filesystem})" if disk.filesystem else "")
         if disk.error or disk.free_bytes < FULL_BYTES:
             said = f"{disk.error}; " if disk.error else "is full: "
@@ -209,7 +210,7 @@ def _disks(seen: Evidence) -> Iterator[Problem]:
             yield Problem(
                 "disk",
                 Severity.WARNING,
-                f"{place} takes {units.size(disk.write_bytes_per_second)}/s, and {units.duration(disk.sync_seconds)}"
+                f"{place} takes {bytes_text(disk.write_bytes_per_second)}/s, and {duration_text(disk.sync_seconds)}"
                 " to sync 4 KiB",
                 "Write checkpoints to faster storage: the run waits for them.",
                 (rank,),
@@ -237,19 +238,19 @@ _LIMITS = (
     _Limit(
         "memlock",
         lambda facts, _: facts.infiniband and facts.locked_bytes >= 0,
-        lambda facts: f"only {units.size(facts.locked_bytes)} may be locked, on a host with InfiniBand",
+        lambda facts: f"only {bytes_text(facts.locked_bytes)} may be locked, on a host with InfiniBand",
         f"RDMA needs it unlimited: {_RAISE} (memlock).",
     ),
     _Limit(
         "shared-memory",
         lambda facts, _: 0 <= facts.shm_bytes < SHM_BYTES,
-        lambda facts: f"/dev/shm has {units.size(facts.shm_bytes)}",
+        lambda facts: f"/dev/shm has {bytes_text(facts.shm_bytes)}",
         "Data-loader workers and NCCL die there with a bus error: give the container --shm-size or --ipc=host.",
     ),
     _Limit(
         "shared-memory",
         lambda facts, _: facts.shm_bytes >= SHM_BYTES > 4 * facts.shm_free_bytes,
-        lambda facts: f"/dev/shm has {units.size(facts.shm_free_bytes)} left of {units.size(facts.shm_bytes)}",
+        lambda facts: f"/dev/shm has {bytes_text(facts.shm_free_bytes)} left of {bytes_text(facts.shm_bytes)}",
         "Remove what earlier jobs left there (ls -l /dev/shm).",
     ),
 )

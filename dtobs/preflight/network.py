@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dtobs.findings import Severity
-from dtobs.preflight import blame, units
+from dtobs.preflight import blame
 from dtobs.preflight.model import Evidence, Problem
+from dtobs.words import bytes_text, duration_text, ranks_text
 
 CLOCK_SECONDS = 0.1
 """Two hosts' logs cannot be brought into one order when their clocks are further apart."""
@@ -72,7 +73,7 @@ def clocks(seen: Evidence) -> Iterator[Problem]:
         yield Problem(
             "clock-skew",
             Severity.WARNING,
-            f"the clock of {seen.label(rank)} is {units.duration(abs(off))} {way} {other}",
+            f"the clock of {seen.label(rank)} is {duration_text(abs(off))} {way} {other}",
             "Let chrony or systemd-timesyncd keep the clocks of all hosts: logs and traces are put in order by them.",
             (rank,),
             seen.labels([rank]),
@@ -110,7 +111,7 @@ def links(seen: Evidence) -> Iterator[Problem]:
     for link, median in blame.slow_within(seen.links, node_of):
         ranks = [link.source, link.target]
         pair = (f"rank {link.source}", f"rank {link.target}")
-        rate = f"{units.size(link.bytes_per_second)}/s, the other pairs {units.size(median)}/s"
+        rate = f"{bytes_text(link.bytes_per_second)}/s, the other pairs {bytes_text(median)}/s"
         yield _slow(seen, f"on {seen.label(link.source)}, {pair[0]} → {pair[1]} does {rate}", ranks, pair)
 
 
@@ -127,7 +128,7 @@ def values(seen: Evidence) -> Iterator[Problem]:
     else:
         link = broken[0]
         what = f"{link.wrong_bytes} bytes from rank {link.source} to rank {link.target} arrived wrong"
-    who = f"{units.ranks(ranks)} on {', '.join(seen.labels(ranks)[:8])}"
+    who = f"{ranks_text(ranks)} on {', '.join(seen.labels(ranks)[:8])}"
     yield Problem(
         "wrong-values",
         Severity.CRITICAL,
@@ -152,4 +153,4 @@ def _slow(seen: Evidence, text: str, ranks: list[int], link: tuple[str, str]) ->
 
 
 def _measured(way: str, value: float) -> str:
-    return f"in {units.duration(value)}" if way == "answers" else f"{units.size(value)}/s"
+    return f"in {duration_text(value)}" if way == "answers" else f"{bytes_text(value)}/s"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dtobs.preflight import units
 from dtobs.preflight.model import Evidence, Report
+from dtobs.words import bytes_text, count, duration_text
 
 _MOST_LINKS = 24
 
@@ -21,12 +21,11 @@ def render(report: Report) -> str:
 def _problems(report: Report) -> Iterator[str]:
     seen = report.evidence
     hosts = len({(h.host, h.node) for h in seen.hellos.values()})
-    scope = f"{len(seen.hellos)} of {seen.world} ranks on {hosts} host{'s' if hosts != 1 else ''}"
+    scope = f"{len(seen.hellos)} of {seen.world} ranks on {count(hosts, 'host')}"
     if not report.problems:
-        yield f"preflight: ok, {scope}, {report.seconds:.0f} s"
+        yield f"preflight: ok, {scope}, {duration_text(report.seconds)}"
         return
-    count = len(report.problems)
-    yield f"preflight: {count} problem{'s' if count != 1 else ''}, {scope}, {report.seconds:.0f} s"
+    yield f"preflight: {count(len(report.problems), 'problem')}, {scope}, {duration_text(report.seconds)}"
     for problem in report.problems:
         yield ""
         yield f"{problem.severity.upper()}  {problem.check}: {problem.summary}"
@@ -41,7 +40,7 @@ def _hosts(seen: Evidence) -> Iterator[str]:
         if facts.disk is None:
             continue
         disk = facts.disk
-        speed = f"{units.size(disk.write_bytes_per_second)}/s, sync {units.duration(disk.sync_seconds)}"
+        speed = f"{bytes_text(disk.write_bytes_per_second)}/s, sync {duration_text(disk.sync_seconds)}"
         rows.append(
             [
                 seen.label(rank),
@@ -49,8 +48,8 @@ def _hosts(seen: Evidence) -> Iterator[str]:
                 str(facts.cores),
                 str(facts.devices),
                 facts.versions.get("torch", ""),
-                units.size(facts.shm_bytes) if facts.shm_bytes >= 0 else "none",
-                f"{units.size(disk.free_bytes)} free, {disk.error or speed}",
+                bytes_text(facts.shm_bytes) if facts.shm_bytes >= 0 else "none",
+                f"{bytes_text(disk.free_bytes)} free, {disk.error or speed}",
             ]
         )
     yield from _table(["host", "ranks", "cores", "devices", "torch", "/dev/shm", "run folder"], rows)
@@ -65,8 +64,8 @@ def _links(seen: Evidence) -> Iterator[str]:
         rows.append(
             [
                 f"{seen.label(link.source)} rank {link.source} → {seen.label(link.target)} rank {link.target}",
-                f"{units.size(link.bytes_per_second)}/s",
-                units.duration(link.latency_seconds),
+                f"{bytes_text(link.bytes_per_second)}/s",
+                duration_text(link.latency_seconds),
                 f"{clock.clock_ahead_seconds * 1e3:+.1f} ms" if clock is not None else "",
             ]
         )
@@ -79,9 +78,9 @@ def _speed(seen: Evidence) -> Iterator[str]:
     rows = [
         [
             s.operation,
-            units.size(s.size_bytes),
-            units.duration(s.seconds),
-            f"{units.size(s.bus_bytes_per_second)}/s",
+            bytes_text(s.size_bytes),
+            duration_text(s.seconds),
+            f"{bytes_text(s.bus_bytes_per_second)}/s",
         ]
         for s in seen.speeds
     ]

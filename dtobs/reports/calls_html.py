@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 
 from dtobs.diagnose.pictures import CallTable, Cell
-from dtobs.reports.likeness import named
+from dtobs.words import ranks_text
 
 WORDS = {
     "completed": "done",
@@ -32,7 +32,7 @@ def render(tables: tuple[CallTable, ...]) -> str:
 
 
 def _table(table: CallTable, *, opened: bool) -> str:
-    heads = "".join(f"<th>{escape(named(ranks, 28))}</th>" for ranks in table.columns)
+    heads = "".join(f"<th>{escape(ranks_text(ranks, 4))}</th>" for ranks in table.columns)
     rows = []
     for seq, row in zip(table.seqs, table.rows, strict=True):
         usual = usual_text(row, table.columns)

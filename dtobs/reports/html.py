@@ -9,8 +9,9 @@ from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.findings import Finding
 from dtobs.reports import calls_html, strip_svg, waits_svg
 from dtobs.reports.clean import printable
-from dtobs.reports.likeness import ranges, readable, stacks_by_likeness
+from dtobs.reports.likeness import readable, stacks_by_likeness
 from dtobs.reports.style import STYLE
+from dtobs.words import duration_text, ranks_text, runs_text
 
 _MAX_ROWS = 2048
 _MAX_STACKS = 64
@@ -79,7 +80,7 @@ def _given(name: str, value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
         return f"{escape(name)}{_grid(value[:_MAX_LISTED])}{_more(value)}"
     if isinstance(value, list) and all(type(one) is int for one in value):
-        return f"{escape(name)} <code>{escape(ranges(value) if len(value) > 8 else ', '.join(map(str, value)))}</code>"
+        return f"{escape(name)} <code>{escape(runs_text(value))}</code>"
     if isinstance(value, dict):
         pairs = ", ".join(f"{key}: {given}" for key, given in value.items())
         return f"{escape(name)} <code>{escape(pairs)}</code>"
@@ -112,7 +113,7 @@ def _ranks(diagnosis: Diagnosis) -> str:
     more = len(diagnosis.ranks) - len(chosen)
     beside = f'<p class="quiet">… and {more} more ranks</p>' if more else ""
     if diagnosis.missing_ranks:
-        beside += f"<p>Never recorded: ranks {ranges(diagnosis.missing_ranks)}</p>"
+        beside += f"<p>Never recorded: {ranks_text(diagnosis.missing_ranks)}</p>"
     return (
         '<h2>Ranks</h2><table><tr><th class="number">rank</th><th>state</th><th>host</th>'
         '<th class="number">step</th><th>phase</th><th>last collective</th><th>called at</th></tr>'
@@ -121,7 +122,7 @@ def _ranks(diagnosis: Diagnosis) -> str:
 
 
 def _row(status: RankStatus, accused: bool) -> str:
-    waited = f" {status.waited_seconds:.0f} s" if status.waited_seconds is not None else ""
+    waited = f" {duration_text(status.waited_seconds)}" if status.waited_seconds is not None else ""
     state = f"{status.state}{waited}{f': {status.ending}' if status.ending else ''}"
     cells = [status.host, "", status.phase, status.last_collective, status.site]
     texts = [f"<td>{escape(cell)}</td>" for cell in cells]
@@ -134,8 +135,8 @@ def _stacks(diagnosis: Diagnosis) -> str:
     accused = diagnosis.verdict.ranks if diagnosis.verdict else ()
     groups = stacks_by_likeness(diagnosis.ranks.values(), accused)
     blocks = [
-        f"<details{' open' if number < 2 else ''}><summary>{'rank' if len(ranks) == 1 else 'ranks'} "
-        f"{ranges(ranks)}</summary><pre>{escape(chr(10).join(readable(stack)))}</pre></details>"
+        f"<details{' open' if number < 2 else ''}><summary>"
+        f"{ranks_text(ranks)}</summary><pre>{escape(chr(10).join(readable(stack)))}</pre></details>"
         for number, (ranks, stack) in enumerate(groups[:_MAX_STACKS])
     ]
     if len(groups) > _MAX_STACKS:

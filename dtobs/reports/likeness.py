@@ -28,25 +28,3 @@ def stacks_by_likeness(statuses: Iterable[RankStatus], first: Iterable[int] = ()
 def readable(stack: Iterable[str]) -> list[str]:
     """A stack without the frames that every module call goes through, installed files named from their package on."""
     return [_PACKAGES.sub("", frame) for frame in stack if not _PLUMBING.search(frame)]
-
-
-def ranges(ranks: Iterable[int]) -> str:
-    """ "0-3, 7, 9-10"."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def named(ranks: tuple[int, ...], characters: int = 40) -> str:
-    """ "rank 3", "ranks 0-3, 7", and "ranks 0-3, 8-11, … (512)" where that would be longer than `characters`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    text = f"ranks {ranges(ranks)}"
-    if len(text) <= characters:
-        return text if len(ranks) < 6 else f"{text} ({len(ranks)})"
-    cut = text[:characters].rpartition(",")[0] or "ranks"
-    return f"{cut}, … ({len(ranks)})"

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.diagnose.pictures import Strip
+from dtobs.words import duration_text
 
 MAX_ROWS = 1024
 _GUTTER, _WIDTH, _AXIS = 70, 960, 22
@@ -28,7 +29,7 @@ def render(strip: Strip) -> str:
     )
     total, width = len(ranks) * height, _GUTTER + _WIDTH + 10
     return (
-        f'<p class="quiet">{escape(strip.title)}, over {_seconds(strip.seconds)}'
+        f'<p class="quiet">{escape(strip.title)}, over {duration_text(strip.seconds)}'
         f"{f', every {every}th rank' if every > 1 else ''}</p>{_legend(strip, used)}"
         f'<div class="wide"><svg viewBox="0 -6 {width} {total + _AXIS + 6}" width="{width}" '
         f'height="{total + _AXIS + 6}" role="img" aria-label="rank by time">{paths}{_labels(ranks, height)}'
@@ -70,11 +71,7 @@ def _labels(ranks: tuple[int, ...], height: int) -> str:
 
 
 def _axis(seconds: float, top: int) -> str:
-    ticks = ((0, "start", f"−{_seconds(seconds)}"), (_WIDTH, "end", "last seen"))
+    ticks = ((0, "start", f"−{duration_text(seconds)}"), (_WIDTH, "end", "last seen"))
     return "".join(
         f'<text x="{_GUTTER + x}" y="{top + 15}" text-anchor="{anchor}">{text}</text>' for x, anchor, text in ticks
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

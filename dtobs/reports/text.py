@@ -12,7 +12,8 @@ from dtobs.findings import Finding, Severity
 from dtobs.recording.rank import State
 from dtobs.reports.calls_html import WORDS, usual_text
 from dtobs.reports.clean import printable
-from dtobs.reports.likeness import named, ranges, readable, stacks_by_likeness
+from dtobs.reports.likeness import readable, stacks_by_likeness
+from dtobs.words import count, duration_text, ranks_text, verb
 
 _MAX_ROWS = 16
 _MAX_STACKS = 6
@@ -20,7 +21,6 @@ _MAX_FRAMES = 10
 _MAX_NODES = 6
 _MAX_CALLS = 4
 _MAX_COLUMNS = 3
-_MAX_HEAD = 12
 _LABEL = 9
 _STYLES = {"critical": "1;31", "warning": "1;33", "good": "1;32", "dim": "2", "bold": "1"}
 
@@ -52,7 +52,7 @@ def _verdict(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     verdict = diagnosis.verdict
     if verdict is None:
         heading = paint("nothing found", "good")
-        return f"{heading} in {diagnosis.target} ({_count(diagnosis.world_size, 'rank')})"
+        return f"{heading} in {diagnosis.target} ({count(diagnosis.world_size, 'rank')})"
     lines = [
         paint(line, verdict.severity.value)
         for line in textwrap.wrap(_sentence(verdict.summary), width, break_long_words=False)
@@ -93,7 +93,7 @@ def _table(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
         counts = Counter(status.state for status in rest)
         lines.append(f"… and {len(rest)} more: {', '.join(f'{n} {state}' for state, n in counts.most_common())}")
     if diagnosis.missing_ranks:
-        lines.append(_cut(f"never recorded: ranks {ranges(diagnosis.missing_ranks)}", width))
+        lines.append(_cut(f"never recorded: {ranks_text(diagnosis.missing_ranks)}", width))
     return "\n".join(lines)
 
 
@@ -106,11 +106,11 @@ def _row_style(number: int, shown: list[RankStatus], accused: set[int]) -> str:
 def _row(status: RankStatus) -> tuple[str, str, str, str, str]:
     state = status.state
     if status.waited_seconds is not None and state == "waiting":
-        state = f"waiting {_short(status.waited_seconds)}"
+        state = f"waiting {duration_text(status.waited_seconds)}"
     elif status.ending and state != State.FINISHED:
         state = f"{state}: {status.ending}"
     elif status.silent_seconds is not None and status.silent_seconds >= 10:
-        state = f"{state} {_short(status.silent_seconds)}"
+        state = f"{state} {duration_text(status.silent_seconds)}"
     return (
         str(status.rank),
         state,
@@ -127,10 +127,10 @@ def _waits(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     lines = [paint("who waits for whom", "bold")]
     for index, node in enumerate(picture.nodes[:_MAX_NODES]):
         awaited = {r for source, target in picture.edges if source == index for r in picture.nodes[target].ranks}
-        verb = ("waits in " if len(node.ranks) == 1 else "wait in ") if node.waits else ""
-        text = f"{named(node.ranks)} {verb}{node.text}"
+        said = f"{verb(len(node.ranks), 'wait')} in " if node.waits else ""
+        text = f"{ranks_text(node.ranks)} {said}{node.text}"
         if awaited:
-            text += f", for {named(tuple(sorted(awaited)))}"
+            text += f", for {ranks_text(tuple(sorted(awaited)))}"
         wrapped = textwrap.wrap(text, width - 2, subsequent_indent="    ")
         lines += [f"  {line}" for line in wrapped[:3]]
     return "\n".join(lines)
@@ -142,7 +142,7 @@ def _calls(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
         return ""
     table = diagnosis.pictures.calls[0]
     shown = _around_trouble(table)
-    heads = [named(ranks, _MAX_HEAD) for ranks in table.columns[:_MAX_COLUMNS]]
+    heads = [ranks_text(ranks, 2) for ranks in table.columns[:_MAX_COLUMNS]]
     widths = [max(len(head), 10) for head in heads]
     first = max((len(str(table.seqs[row])) for row in shown), default=0) + 1
     call = width - 4 - first - sum(2 + column for column in widths)
@@ -174,8 +174,7 @@ def _stacks(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     groups = stacks_by_likeness(diagnosis.ranks.values(), accused)
     blocks = []
     for ranks, stack in groups[:_MAX_STACKS]:
-        title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
-        lines = [paint(f"main thread of {title}, most recent call first", "bold")]
+        lines = [paint(f"main thread of {ranks_text(ranks)}, most recent call first", "bold")]
         shown = readable(stack)
         lines += [_cut(f"  {frame}", width, keep_end=True) for frame in shown[:_MAX_FRAMES]]
         if len(shown) > _MAX_FRAMES:
@@ -226,13 +225,3 @@ def _cut(line: str, width: int, *, keep_end: bool = False) -> str:
     if len(line) <= width:
         return line
     return f"  …{line[-(width - 3) :]}" if keep_end else f"{line[: width - 1]}…"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _short(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -6,7 +6,7 @@ import textwrap
 from html import escape
 
 from dtobs.diagnose.pictures import WaitNode, WaitPicture
-from dtobs.reports.likeness import named
+from dtobs.words import ranks_text
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 280, 96, 64, 22
 _CHARACTERS, _SITE_CHARACTERS = 42, 38
@@ -72,7 +72,7 @@ def _needed(picture: WaitPicture, reach: list[set[int]]) -> list[tuple[int, int]
 def _node(node: WaitNode, x: int, y: int) -> str:
     kind = "node accused" if node.accused else "node"
     said = textwrap.wrap(f"{'wait in ' if node.waits else ''}{node.text}", _CHARACTERS)
-    lines = [named(node.ranks, _CHARACTERS - 8), *said[:3]]
+    lines = [ranks_text(node.ranks, 4), *said[:3]]
     if len(said) > 3:
         lines[-1] = f"{lines[-1][: _CHARACTERS - 1]}…"
     text = "".join(

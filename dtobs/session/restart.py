@@ -8,6 +8,7 @@ from pathlib import Path
 from dtobs.errors import DtobsError
 from dtobs.host.process import boot_id
 from dtobs.recording.attempts import Clock, earlier_attempts, setback
+from dtobs.words import count, duration_text
 
 
 def describe_setback(run_dir: Path, attempt: int, step: int) -> str:
@@ -20,5 +21,5 @@ def describe_setback(run_dir: Path, attempt: int, step: int) -> str:
         return ""
     if cost is None:
         return ""
-    again = f"{cost.steps} step{'' if cost.steps == 1 else 's'} to do again"
-    return f"restart {attempt}: {again}, {cost.seconds:.1f} s since the last step ended"
+    again = f"{count(cost.steps, 'step')} to do again"
+    return f"restart {attempt}: {again}, {duration_text(cost.seconds)} since the last step ended"

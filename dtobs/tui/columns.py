@@ -11,6 +11,7 @@ from typing import Literal
 from dtobs.tui import words
 from dtobs.tui.model import Frame
 from dtobs.tui.rows import Level, RankRow
+from dtobs.words import NONE, bytes_text, duration_text
 
 Tone = Literal[Level, "", "dim", "strong", "busy", "waiting"]
 Piece = tuple[str, Tone]
@@ -59,7 +60,7 @@ def _state(row: RankRow, scale: Scale) -> list[Piece]:
 
 def _phase(row: RankRow, scale: Scale) -> list[Piece]:
     if not row.phase:
-        return [(words.NONE, "dim")]
+        return [(NONE, "dim")]
     long = row.phase_seconds is not None and row.phase_seconds >= 1.0
     since = f" {words.age(row.phase_seconds)}" if long else ""
     return [(words.shorten(row.phase, 12), ""), (since, "warn" if (row.phase_seconds or 0) >= 30 else "dim")]
@@ -77,7 +78,7 @@ def _bar(row: RankRow, scale: Scale) -> list[Piece]:
 def _norm(row: RankRow, scale: Scale) -> list[Piece]:
     value = row.local_norm
     if value is None:
-        return [(words.NONE, "dim")]
+        return [(NONE, "dim")]
     odd = not math.isfinite(value) or (scale.norm > 0 and value > 10 * scale.norm)
     return [(words.number(value), "bad" if odd else "")]
 
@@ -89,37 +90,37 @@ def _loss(row: RankRow, scale: Scale) -> list[Piece]:
 
 def _memory(row: RankRow, scale: Scale) -> list[Piece]:
     if row.memory_bytes is None:
-        return [(words.NONE, "dim")]
+        return [(NONE, "dim")]
     share = row.memory_bytes / row.memory_total_bytes if row.memory_total_bytes else None
     if share is None:
-        return [(words.size(row.memory_bytes), "")]
-    return [(f"{words.size(row.memory_bytes)} {share:.0%}", "warn" if share > 0.95 else "")]
+        return [(bytes_text(row.memory_bytes), "")]
+    return [(f"{bytes_text(row.memory_bytes)} {share:.0%}", "warn" if share > 0.95 else "")]
 
 
 def _collective(row: RankRow, scale: Scale) -> list[Piece]:
     if not row.collective:
-        return [(words.NONE, "dim")]
+        return [(NONE, "dim")]
     return [(words.shorten(row.collective, 16), ""), (f" #{row.collective_seq}", "dim")]
 
 
 def _seen(row: RankRow, scale: Scale) -> list[Piece]:
     age = row.heartbeat_seconds
     if age is None:
-        return [(words.NONE, "dim")]
+        return [(NONE, "dim")]
     return [("now" if age < 1 else words.age(age), "warn" if age >= _STALE_SECONDS else "dim")]
 
 
 def _time(name: str) -> Callable[[RankRow, Scale], list[Piece]]:
     def cell(row: RankRow, scale: Scale) -> list[Piece]:
         value = getattr(row, name)
-        return [(words.duration(value), "" if value is not None else "dim")]
+        return [(duration_text(value), "" if value is not None else "dim")]
 
     return cell
 
 
 COLUMNS: tuple[Column, ...] = (
     Column("rank", "rank", 6, 0, True, _rank, "rank"),
-    Column("host", "host", 14, 9, False, lambda r, s: [(words.shorten(r.host, 14) or words.NONE, "dim")]),
+    Column("host", "host", 14, 9, False, lambda r, s: [(words.shorten(r.host, 14) or NONE, "dim")]),
     Column("state", "state", 19, 0, False, _state, "state"),
     Column("step", "step", 7, 0, True, lambda r, s: [(f"{r.step:,}", "")]),
     Column("phase", "phase", 17, 3, False, _phase),

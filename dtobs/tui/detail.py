@@ -12,6 +12,7 @@ from dtobs.recording.meta import Meta
 from dtobs.recording.rank import Rank
 from dtobs.recording.view import RunView
 from dtobs.tui import words
+from dtobs.words import bytes_text, duration_text, runs_text
 
 MAX_STEPS = 24
 MAX_EVENTS = 60
@@ -91,12 +92,12 @@ def _facts(rank: Rank) -> list[tuple[str, str]]:
         ("phase", f"{rank.phase or 'none'}{_for(rank.phase_seconds)}"),
         ("blocked", f"in {waits_in}{_for(rank.waited_seconds)}" if waits_in is not None else ""),
         ("collective", str(call.op) if call is not None else ""),
-        ("group", f"{group} #{call.seq}, ranks {words.ranks(group.ranks)}" if call is not None and group else ""),
+        ("group", f"{group} #{call.seq}, ranks {runs_text(group.ranks)}" if call is not None and group else ""),
         ("call site", str(call.site or "") if call is not None else ""),
         ("issued", _ago(rank.since("collective_ns"))),
         ("heartbeat", _ago(rank.since("heartbeat_ns"))),
-        ("memory", words.size(float(page["rss_bytes"]))),
-        ("device", words.size(float(page["device_bytes"])) if page["device_bytes"] > 0 else ""),
+        ("memory", bytes_text(float(page["rss_bytes"]))),
+        ("device", bytes_text(float(page["device_bytes"])) if page["device_bytes"] > 0 else ""),
         ("dtobs", f"{failures} probe failures" if failures else ""),
     ]
 
@@ -138,10 +139,10 @@ def _site(e: np.void, meta: Meta) -> str:
 _WHAT: dict[int, Callable[[np.void, Meta], str]] = {
     Kind.PHASE_BEGIN: lambda e, m: phase_name(int(e["phase"]), m.phases),
     Kind.PHASE_END: lambda e, m: phase_name(int(e["phase"]), m.phases),
-    Kind.STEP_END: lambda e, m: words.duration(float(e["value"])) if e["value"] > 0 else "",
+    Kind.STEP_END: lambda e, m: duration_text(float(e["value"])) if e["value"] > 0 else "",
     Kind.COLLECTIVE: lambda e, m: _collective(e, m) + _site(e, m),
     Kind.WAIT_BEGIN: _collective,
-    Kind.WAIT_END: lambda e, m: f"after {words.duration(float(e['value']))}",
+    Kind.WAIT_END: lambda e, m: f"after {duration_text(float(e['value']))}",
     Kind.P2P: lambda e, m: f"{_op(e, m)} with {int(e['value'])} #{int(e['seq'])}" + _site(e, m),
 }
 

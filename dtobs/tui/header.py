@@ -11,6 +11,7 @@ from dtobs.findings import Severity
 from dtobs.tui import palette, words
 from dtobs.tui.model import Frame
 from dtobs.tui.plain import facts, place
+from dtobs.words import count
 
 _LABEL = Style(color=palette.GREY)
 _VALUE = Style(color=palette.BRIGHT, bold=True)
@@ -56,10 +57,9 @@ def chips(frame: Frame) -> Text:
     for severity, word in ((Severity.CRITICAL, "critical"), (Severity.WARNING, "warning")):
         number = frame.count(severity)
         if number:
-            plural = "s" if severity == Severity.WARNING and number > 1 else ""
             style = Style(color="#101318", bgcolor=palette.SEVERITY[severity.value], bold=True)
             line.append(" ")
-            line.append(f" {number} {word}{plural} ", style)
+            line.append(f" {count(number, word, word if word == 'critical' else '')} ", style)
     if not frame.findings and frame.rows:
         line.append(" no findings ", Style(color=palette.GREEN))
     return line

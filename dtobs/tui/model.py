@@ -17,6 +17,7 @@ from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import ideal, recent_shares
 from dtobs.timeline.pipeline import pipelines
 from dtobs.tui.rows import Accused, RankRow, rank_rows
+from dtobs.words import duration_text
 
 Status = Literal["empty", "starting", "running", "quiet", "hurt", "ended", "broken", "gone"]
 HISTORY_STEPS = 256
@@ -210,7 +211,7 @@ def _status(view: RunView, rows: Sequence[RankRow]) -> tuple[Status, str]:
         return "starting", "starting"
     quiet = min(row.heartbeat_seconds or 0.0 for row in living)
     if quiet >= _QUIET_SECONDS:
-        return "quiet", f"no sign of life for {quiet:.0f} s"
+        return "quiet", f"no sign of life for {duration_text(quiet)}"
     return "running", "running"
 
 

@@ -9,6 +9,7 @@ from dtobs.tui import words
 from dtobs.tui.columns import Scale, fitting
 from dtobs.tui.model import FindingRow, Frame
 from dtobs.tui.order import Order, arrange
+from dtobs.words import NONE, count, duration_text, ranks_text
 
 
 def render(frame: Frame, width: int = 100, order: Order | None = None, limit: int = 64) -> str:
@@ -17,7 +18,7 @@ def render(frame: Frame, width: int = 100, order: Order | None = None, limit: in
     if frame.rows:
         lines += ["", *_table(frame, width, order or Order(), limit)]
     if frame.missing_ranks:
-        lines.append(f"no recording from rank {words.ranks(frame.missing_ranks)}")
+        lines.append(f"no recording from {ranks_text(frame.missing_ranks)}")
     lines += ["", *_findings(frame, width)] if frame.rows else []
     lines += [f"damaged: {line}" for line in frame.damaged]
     return "\n".join(words.shorten(line.rstrip(), width) for line in lines) + "\n"
@@ -25,36 +26,36 @@ def render(frame: Frame, width: int = 100, order: Order | None = None, limit: in
 
 def facts(frame: Frame) -> list[tuple[str, str]]:
     """The figures of the whole run as (label, value), the most important first; unknown ones are left out."""
-    step = words.NONE if frame.step is None else f"{frame.step:,}"
+    step = NONE if frame.step is None else f"{frame.step:,}"
     if frame.total_steps:
         step += f"/{frame.total_steps:,}"
     pairs = [
         ("step", step),
         ("loss", words.number(frame.loss)),
-        ("tokens/s", words.count(frame.tokens_per_second)),
-        ("step time", words.duration(frame.step_seconds)),
-        ("MFU", words.NONE if frame.mfu is None else f"{frame.mfu:.1%}"),
-        ("skew", words.duration(frame.skew_seconds)),
+        ("tokens/s", words.si(frame.tokens_per_second)),
+        ("step time", duration_text(frame.step_seconds)),
+        ("MFU", NONE if frame.mfu is None else f"{frame.mfu:.1%}"),
+        ("skew", duration_text(frame.skew_seconds)),
         ("bubble", _bubble(frame)),
         ("grad norm", words.number(frame.gradient_norm)),
         ("val loss", words.number(frame.validation_loss)),
         ("lr", words.number(frame.learning_rate)),
     ]
-    return [pair for pair in pairs if pair[1] != words.NONE]
+    return [pair for pair in pairs if pair[1] != NONE]
 
 
 def _bubble(frame: Frame) -> str:
     """``31% (schedule 27%)``: measured, and what the schedule cannot avoid."""
     if frame.bubble is None:
-        return words.NONE
+        return NONE
     bound = "" if frame.bubble_ideal is None else f" (schedule {frame.bubble_ideal:.0%})"
     return f"{frame.bubble:.0%}{bound}"
 
 
 def place(frame: Frame) -> str:
     """``8 ranks on 2 hosts · replicate 4 × shard 2 · attempt 1``."""
-    ranks = f"{frame.world_size:,} rank{'s' if frame.world_size != 1 else ''}"
-    hosts = f"{frame.hosts:,} host{'s' if frame.hosts != 1 else ''}"
+    ranks = count(frame.world_size, "rank")
+    hosts = count(frame.hosts, "host")
     parts = [f"{ranks} on {hosts}", frame.layout, f"attempt {frame.attempt}" if frame.attempt else ""]
     return " · ".join(part for part in parts if part)
 
@@ -63,7 +64,7 @@ def findings_count(frame: Frame) -> str:
     """``1 critical, 2 warnings``; "no findings" without any."""
     critical, warnings = frame.count(Severity.CRITICAL), frame.count(Severity.WARNING)
     parts = [f"{critical} critical" if critical else ""]
-    parts.append(f"{warnings} warning{'s' if warnings != 1 else ''}" if warnings else "")
+    parts.append(f"{count(warnings, 'warning')}" if warnings else "")
     return ", ".join(part for part in parts if part) or "no findings"
 
 
@@ -111,8 +112,8 @@ def _findings(frame: Frame, width: int) -> list[str]:
 
 
 def heading(finding: FindingRow) -> str:
-    """``critical  rank-not-joined  rank 3  step 120  for 1m12s  (certain)``."""
-    which = f"rank{'s' if len(finding.ranks) != 1 else ''} {words.ranks(finding.ranks)}" if finding.ranks else ""
+    """``critical  rank-not-joined  rank 3  step 120  for 72 s  (certain)``."""
+    which = ranks_text(finding.ranks) if finding.ranks else ""
     step = f"step {finding.step:,}" if finding.step is not None else ""
     age = f"for {words.age(finding.age_seconds)}" if finding.age_seconds is not None else ""
     parts = [finding.severity, finding.code, which, step, age, f"({finding.confidence})"]

@@ -18,6 +18,7 @@ from textual.widgets import Static
 from dtobs.tui import palette, words
 from dtobs.tui.detail import RankDetail, StepLine
 from dtobs.tui.model import FindingRow
+from dtobs.words import NONE, duration_text, runs_text
 
 _LABEL = Style(color=palette.GREY)
 _HEAD = Style(color=palette.TEAL, bold=True)
@@ -100,8 +101,8 @@ def evidence_screen(finding: FindingRow) -> Panel:
         _pairs(
             [
                 ("severity", f"{finding.severity}, {finding.confidence}"),
-                ("ranks", words.ranks(finding.ranks, limit=40) or words.NONE),
-                ("step", words.NONE if finding.step is None else f"{finding.step:,}"),
+                ("ranks", runs_text(finding.ranks, limit=40) or NONE),
+                ("step", NONE if finding.step is None else f"{finding.step:,}"),
                 ("found", finding.found_utc),
                 ("do next", finding.next_step),
             ]
@@ -168,10 +169,10 @@ def _steps(steps: tuple[StepLine, ...]) -> Table:
     for step in steps:
         table.add_row(
             f"{step.step:,}",
-            words.duration(step.wall_seconds),
+            duration_text(step.wall_seconds),
             _partition(step, longest),
             words.number(step.loss),
-            words.number(step.local_norm) if step.local_norm == step.local_norm else words.NONE,
+            words.number(step.local_norm) if step.local_norm == step.local_norm else NONE,
         )
     return table
 
@@ -193,5 +194,5 @@ def _events(detail: RankDetail) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for event in detail.events:
-        table.add_row(f"-{words.duration(event.age_seconds)}", event.kind, f"{event.step:,}", Text(event.what))
+        table.add_row(f"-{duration_text(event.age_seconds)}", event.kind, f"{event.step:,}", Text(event.what))
     return table

@@ -112,7 +112,7 @@ def test_rank_that_does_not_join(folder: Path):
             Confidence.LIKELY,
         )
         assert "rank 1 has not issued all_reduce [7] Float" in finding.summary
-        assert "ranks 0, 2 wait" in finding.summary
+        assert "ranks 0 and 2 wait" in finding.summary
     with_stacks = analyses(folder)[0].findings[0]
     assert "test_flight_recorder_real.py" in with_stacks.summary
     assert "in one_does_not_join" in with_stacks.summary

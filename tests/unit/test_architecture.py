@@ -18,7 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LINES = 500
 
-VOCABULARY = {"errors", "events", "findings"}
+VOCABULARY = {"errors", "events", "findings", "words"}
 ANALYSIS = VOCABULARY | {"host", "recording", "flight_recorder", "timeline", "detectors"}
 EVERYTHING_READ = ANALYSIS | {"nodes", "diagnose", "exporters"}
 
@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": {"errors"},
     "findings": {"errors", "events"},
+    "words": set(),
     "host": VOCABULARY,
     "recording": VOCABULARY | {"host"},
     "nodes": VOCABULARY | {"recording", "host"},

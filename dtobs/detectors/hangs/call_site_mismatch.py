@@ -13,11 +13,11 @@ What to do next: look at the line named; it runs on one rank only, or once too o
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.describe import group_name
 from dtobs.detectors.hangs.desync import Desync
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import ranks_text
 
 
 def find(situation: Situation) -> list[Finding]:
@@ -37,8 +37,8 @@ def _finding(situation: Situation, one: Desync) -> Finding:
     group = group_name(situation, one.group)
     return Finding(
         "call-site-mismatch",
-        f"{named([one.rank])} made {calls_} {direction} than {peers} in group {group}: its call #{one.seq} at {site}"
-        f" met the one at {expected}, and nothing noticed; results are mixed up from there on",
+        f"{ranks_text([one.rank])} made {calls_} {direction} than {peers} in group {group}: its call #{one.seq} at "
+        f"{site} met the one at {expected}, and nothing noticed; results are mixed up from there on",
         (one.rank,) if one.sure else tuple(sorted((one.rank, one.peer))),
         confidence=Confidence.LIKELY if one.sure else Confidence.POSSIBLE,
         step=int(call["step"]),

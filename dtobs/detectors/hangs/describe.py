@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.situation import Absence, Situation
 from dtobs.host.stacks import Frame, ThreadStack
+from dtobs.words import duration_text, ranks_do
 
 _MAX_RANKS_SHOWN = 8
 _MAX_FRAMES = 12
 
 Evidence = dict[str, Any]
-
-
-def seconds(value: float) -> str:
-    """ "0.4 s", "75 s", "12 min", "3.5 h"."""
-    if value < 120:
-        return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
-    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
 def phase_name(situation: Situation, rank: int) -> str:
@@ -147,7 +140,6 @@ def waiters(situation: Situation, absence: Absence) -> str:
     ranks = absence.waiting
     if not ranks:
         return "its peers wait"
-    longest = seconds(max(situation.waited_seconds(rank) for rank in ranks))
-    verb = "has waited" if len(ranks) == 1 else "have waited"
+    longest = duration_text(max(situation.waited_seconds(rank) for rank in ranks))
     place = f" {waits_in(situation, ranks[0])}" if absence.group else ""
-    return f"{named(ranks, 4)} {verb} {longest}{place}"
+    return f"{ranks_do(ranks, 'have', 4)} waited {longest}{place}"

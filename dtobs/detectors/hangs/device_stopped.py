@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import absent
-from dtobs.detectors.hangs.describe import Evidence, seconds, stack_evidence
+from dtobs.detectors.hangs.describe import Evidence, stack_evidence
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.errors import DumpError
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
 from dtobs.host.kernel_log import XID_NOTE
 from dtobs.recording.capture import RankCapture
+from dtobs.words import duration_text, ranks_text
 
 _ON_DEVICES = ("nccl", "xccl", "hccl", "mccl")
 
@@ -76,11 +76,11 @@ def _only_errors(situation: Situation, captured: dict[int, RankCapture]) -> list
     ranks = tuple(dict.fromkeys(int(error["rank"]) for error in errors))
     if not ranks or situation.stall is None:
         return []
-    stalled = seconds(situation.stall.seconds)
+    stalled = duration_text(situation.stall.seconds)
     return [
         Finding(
             "device-stopped",
-            f"the device of {named(ranks)} failed: the kernel logged {errors[0]['error']}; "
+            f"the device of {ranks_text(ranks)} failed: the kernel logged {errors[0]['error']}; "
             f"nothing has moved for {stalled}",
             ranks,
             Confidence.LIKELY,

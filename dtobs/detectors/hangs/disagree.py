@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.describe import Evidence, group_name
 from dtobs.detectors.hangs.mismatch import Mismatch
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import ranks_text
 
 _MAX_CALLS_SHOWN = 8
 
@@ -18,7 +18,7 @@ def disagreements(situation: Situation, code: str, what: str) -> list[Finding]:
 
 def _finding(situation: Situation, found: Mismatch, what: str) -> Finding:
     sides = [
-        f"{named(ranks)} called {operation}{_site(situation, found, ranks[0])}"
+        f"{ranks_text(ranks)} called {operation}{_site(situation, found, ranks[0])}"
         for operation, ranks in found.versions[:3]
     ]
     if found.majority:  # the odd one first, then what the others did

@@ -9,11 +9,11 @@ What to do next: the stack names the call into native code. Release the lock the
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import alike
 from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import ranks_text
 
 
 def find(situation: Situation) -> list[Finding]:
@@ -25,7 +25,7 @@ def find(situation: Situation) -> list[Finding]:
         found.append(
             Finding(
                 "gil-held",
-                f"native code holds the Python lock of {named(ranks)}{f' {line}' if line else ''}: "
+                f"native code holds the Python lock of {ranks_text(ranks)}{f' {line}' if line else ''}: "
                 f"its native threads answered and Python did not{peers}",
                 ranks,
                 Confidence.CERTAIN,

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from dtobs.detectors.base import named
-from dtobs.detectors.hangs.describe import collective, seconds
+from dtobs.detectors.hangs.describe import collective
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.detectors.hangs.stall import last_movement_ns
@@ -24,6 +23,7 @@ from dtobs.events import RankState
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.contact import Contact
 from dtobs.recording.view import RunView
+from dtobs.words import duration_text, ranks_do, ranks_text
 
 _HEARD_AFTER_NS = 1_000_000_000
 _LINK = (
@@ -59,15 +59,15 @@ def find(situation: Situation, lost: dict[int, Contact], whole: RunView) -> list
 def _judge(situation: Situation, contact: Contact, whole: RunView) -> Finding | None:
     broke = [e.rank for e in situation.endings.values() if e.kind is End.PEER_LOST]
     gave_up = [e.rank for e in situation.endings.values() if e.kind is End.TIMED_OUT]
-    who, last = f"node {contact.node}{_host(contact)} with {named(contact.ranks)}", _last(whole, contact)
+    who, last = f"node {contact.node}{_host(contact)} with {ranks_text(contact.ranks)}", _last(whole, contact)
     if contact.state == "refused" and broke:
         return _finding(
             whole,
             contact,
             "rank-dead",
-            f"{named(contact.ranks)} {_be(contact)} dead: every process of node {contact.node}{_host(contact)} is gone "
-            f"since {_clock(contact)}: the machine answers, its monitor's port is closed, and {named(broke)} lost the "
-            f"connection to a peer. Whether it was restarted or its processes were killed cannot be told from "
+            f"{ranks_do(contact.ranks, 'are')} dead: every process of node {contact.node}{_host(contact)} is gone "
+            f"since {_clock(contact)}: the machine answers, its monitor's port is closed, and {ranks_text(broke)} lost "
+            f"the connection to a peer. Whether it was restarted or its processes were killed cannot be told from "
             f"here{last}",
             Confidence.LIKELY,
             _MACHINE,
@@ -89,8 +89,8 @@ def _judge(situation: Situation, contact: Contact, whole: RunView) -> Finding | 
         whole,
         contact,
         "rank-not-joined",
-        f"{named(contact.ranks)} may not have joined: {_effect(situation, broke)}, and what {named(contact.ranks)} "
-        f"{'does' if len(contact.ranks) == 1 else 'do'} is not known since {_clock(contact)}, when the monitor of "
+        f"{ranks_text(contact.ranks)} may not have joined: {_effect(situation, broke)}, and what "
+        f"{ranks_do(contact.ranks, 'do')} is not known since {_clock(contact)}, when the monitor of "
         f"node {contact.node}{_host(contact)} ceased to answer ({contact.why}){last}",
         Confidence.POSSIBLE,
         _MONITOR,
@@ -127,12 +127,12 @@ def _finding(
 def _effect(situation: Situation, broke: list[int]) -> str:
     """What the others suffer: "rank 0 has waited 30 s in …", "ranks 0 and 1 lost the connection to a peer"."""
     if broke:
-        return f"{named(broke)} lost the connection to a peer"
+        return f"{ranks_text(broke)} lost the connection to a peer"
     for rank, at in sorted(situation.blocked.items()):
         place = f" in {collective(situation, rank, at.group, at.seq)}" if at.group else " for its peers"
-        return f"rank {rank} has waited {seconds(situation.waited_seconds(rank))}{place}"
+        return f"rank {rank} has waited {duration_text(situation.waited_seconds(rank))}{place}"
     silent = situation.stall.seconds if situation.stall is not None else 0.0
-    return f"nothing has moved for {seconds(silent)}" if silent else "its peers gave up waiting"
+    return f"nothing has moved for {duration_text(silent)}" if silent else "its peers gave up waiting"
 
 
 def _last(whole: RunView, contact: Contact) -> str:
@@ -142,10 +142,6 @@ def _last(whole: RunView, contact: Contact) -> str:
 
 def _host(contact: Contact) -> str:
     return f" ({contact.host})" if contact.host else ""
-
-
-def _be(contact: Contact) -> str:
-    return "is" if len(contact.ranks) == 1 else "are"
 
 
 def _clock(contact: Contact) -> str:

@@ -9,14 +9,14 @@ What to do next: check the links between the hosts of this group, and run ``dtob
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs import device_stopped
 from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.circle import circle, unmatched
-from dtobs.detectors.hangs.describe import blocked_in, collective, group_name, seconds, stack_evidence
+from dtobs.detectors.hangs.describe import blocked_in, collective, group_name, stack_evidence
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import duration_text, ranks_text, verb
 
 
 def find(situation: Situation) -> list[Finding]:
@@ -48,12 +48,12 @@ def _finding(situation: Situation, group: int, seq: int, ranks: tuple[int, ...],
     every = set(ranks) == set(members)
     call = collective(situation, ranks[0], group, seq)
     if every:
-        said = f"{named(ranks)} all issued {call} and none has completed it for {seconds(silent)}"
+        said = f"{ranks_text(ranks)} all issued {call} and none has completed it for {duration_text(silent)}"
     else:
         others = tuple(r for r in members if r not in ranks)
         said = (
-            f"all {len(members)} ranks issued {call}, {named(others)} completed it, and {named(ranks)} "
-            f"{'has' if len(ranks) == 1 else 'have'} been blocked in it for {seconds(silent)}"
+            f"all {len(members)} ranks issued {call}, {ranks_text(others)} completed it, and {ranks_text(ranks)} "
+            f"{verb(len(ranks), 'have')} been blocked in it for {duration_text(silent)}"
         )
     return Finding(
         "network-stalled",
@@ -80,7 +80,7 @@ def _lost_messages(situation: Situation, silent: float) -> list[Finding]:
     return [
         Finding(
             "network-stalled",
-            f"rank {first} has waited {seconds(silent)} {blocked_in(situation, first)}: rank "
+            f"rank {first} has waited {duration_text(silent)} {blocked_in(situation, first)}: rank "
             f"{situation.blocked[first].peer} issued its half, and it does not arrive{_hosts(situation, tuple(ranks))}",
             tuple(ranks),
             Confidence.LIKELY,

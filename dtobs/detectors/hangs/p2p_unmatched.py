@@ -14,6 +14,7 @@ from dtobs.detectors.hangs.circle import circle, unmatched
 from dtobs.detectors.hangs.describe import Evidence, blocked_in, circle_evidence
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import count
 
 _MAX_SHOWN = 4
 
@@ -50,12 +51,8 @@ def _counts(situation: Situation, rank: int, peer: int) -> Evidence:
         return sum(calls.exchanged(one, other, op, group) for group in calls.exchange_groups(rank, peer))
 
     received, sent = total(rank, peer, "recv"), total(peer, rank, "send")
-    said = f"rank {rank} asked for {_messages(received)} from rank {peer}, which sent {sent}"
+    said = f"rank {rank} asked for {count(received, 'message')} from rank {peer}, which sent {sent}"
     if received <= sent:
         sent, received = total(rank, peer, "send"), total(peer, rank, "recv")
-        said = f"rank {rank} sent {_messages(sent)} to rank {peer}, which asked for {received}"
+        said = f"rank {rank} sent {count(sent, 'message')} to rank {peer}, which asked for {received}"
     return {"what": "messages", "rank": rank, "peer": peer, "sent": sent, "received": received, "said": said}
-
-
-def _messages(count: int) -> str:
-    return f"{count} message{'' if count == 1 else 's'}"

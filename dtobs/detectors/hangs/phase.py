@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import alike
-from dtobs.detectors.hangs.describe import line_of, seconds, stack_evidence, waiters, waiting_evidence
+from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import duration_text, ranks_text, verb
 
 
 def stuck_in(situation: Situation, code: str, phase: str, saying: Callable[[str, str], str]) -> list[Finding]:
@@ -20,14 +20,14 @@ def stuck_in(situation: Situation, code: str, phase: str, saying: Callable[[str,
     for ranks, absence in alike(situation, code):
         page = situation.view.page(ranks[0])
         since = int(page["phase_begin_ns"])
-        taken = seconds((situation.view.now_ns - since) / 1e9)
+        taken = duration_text((situation.view.now_ns - since) / 1e9)
         line = line_of(situation, ranks[0])
-        predicate = saying("has" if len(ranks) == 1 else "have", taken)
+        predicate = saying(verb(len(ranks), "have"), taken)
         peers = f", while {waiters(situation, absence)}" if absence.waiting else ""
         found.append(
             Finding(
                 code,
-                f"{named(ranks)} {predicate}{f' {line}' if line else ''}{peers}",
+                f"{ranks_text(ranks)} {predicate}{f' {line}' if line else ''}{peers}",
                 ranks,
                 Confidence.CERTAIN if situation.main_stack(ranks[0]) is not None else Confidence.LIKELY,
                 step=int(page["step"]),

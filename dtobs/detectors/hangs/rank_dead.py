@@ -9,12 +9,12 @@ What to do next: look at the host's kernel log and at the scheduler for who kill
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import stack_evidence, where
 from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import ranks_do
 
 _SILENT = (End.DIED, End.TERMINATED, End.INTERRUPTED)
 _TOLD_NEXT = (
@@ -49,11 +49,10 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
     everybody = len(ranks) == len(view.ranks) > 1
     seen = first.timed and first.kind is not End.ABORTED
     confidence = Confidence.CERTAIN if seen else Confidence.POSSIBLE if everybody else Confidence.LIKELY
-    verb = "is" if len(ranks) == 1 else "are"
     pids = ", ".join(str(e.process.pid) for e in endings[:8] if e.process)
     return Finding(
         "rank-dead",
-        f"{named(ranks)} {verb} dead: {'every process' if everybody else f'pid {pids}'} {way}, "
+        f"{ranks_do(ranks, 'are')} dead: {'every process' if everybody else f'pid {pids}'} {way}, "
         f"last {where(situation, first.rank)} of step {int(view.page(first.rank)['step'])}",
         ranks,
         confidence,

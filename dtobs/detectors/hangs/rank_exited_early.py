@@ -9,12 +9,12 @@ What to do next: make every rank do the same number of steps; uneven data shards
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Absence, Situation
 from dtobs.detectors.hangs.unused import unused
 from dtobs.findings import Confidence, Finding
+from dtobs.words import ranks_text
 
 _LEFT_NEXT = "Look at what made this rank leave (sys.exit, an error it handled) while its peers went on."
 
@@ -41,7 +41,7 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
     steps = f" after {done} steps, of which its peers did {others}" if done != others else f" after {done} steps"
     return Finding(
         "rank-exited-early",
-        f"{named(ranks)} {_how(situation, first.rank)}{steps}, while {waiters(situation, first)}",
+        f"{ranks_text(ranks)} {_how(situation, first.rank)}{steps}, while {waiters(situation, first)}",
         ranks,
         Confidence.CERTAIN,
         step=int(view.page(first.rank)["step"]),

@@ -10,11 +10,9 @@ that depends on data, or a host-side operation that takes very long there.
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import alike
 from dtobs.detectors.hangs.describe import (
     group_name,
-    seconds,
     stack_evidence,
     waiters,
     waiting_evidence,
@@ -22,6 +20,7 @@ from dtobs.detectors.hangs.describe import (
 )
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import duration_text, ranks_text
 
 
 def find(situation: Situation) -> list[Finding]:
@@ -35,8 +34,8 @@ def find(situation: Situation) -> list[Finding]:
         found.append(
             Finding(
                 "rank-not-joined",
-                f"{named(ranks)} never joined: {waiters(situation, absence)}, "
-                f"and {named(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}",
+                f"{ranks_text(ranks)} never joined: {waiters(situation, absence)}, "
+                f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}",
                 ranks,
                 Confidence.CERTAIN if seen and absence.group else Confidence.LIKELY,
                 step=int(situation.view.page(ranks[0])["step"]),
@@ -51,4 +50,4 @@ def find(situation: Situation) -> list[Finding]:
 def _quiet(situation: Situation, rank: int) -> str:
     page = situation.view.page(rank)
     silent = (situation.view.now_ns - int(page["heartbeat_ns"])) / 1e9
-    return f" and has not been heard of for {seconds(silent)}" if silent > 1 else ""
+    return f" and has not been heard of for {duration_text(silent)}" if silent > 1 else ""

@@ -8,10 +8,10 @@ What to do next: fewer loader workers, smaller buffers, or a larger memory limit
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.describe import stack_evidence, where
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import bytes_text, ranks_do
 
 
 def find(situation: Situation) -> list[Finding]:
@@ -21,13 +21,12 @@ def find(situation: Situation) -> list[Finding]:
         return []
     view, first = situation.view, killed[0]
     ranks = tuple(e.rank for e in killed)
-    verb = "was" if len(ranks) == 1 else "were"
     used = float(view.page(first.rank)["rss_bytes"])
-    memory = f", last seen with {used / 2**30:.1f} GiB" if used > 0 else ""
+    memory = f", last seen with {bytes_text(used)}" if used > 0 else ""
     return [
         Finding(
             "rank-oom-killed",
-            f"{named(ranks)} {verb} killed by the kernel for memory{memory}, {where(situation, first.rank)}",
+            f"{ranks_do(ranks, 'were')} killed by the kernel for memory{memory}, {where(situation, first.rank)}",
             ranks,
             Confidence.CERTAIN,
             step=int(view.page(first.rank)["step"]),

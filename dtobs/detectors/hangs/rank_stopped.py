@@ -8,11 +8,11 @@ What to do next: resume it with ``kill -CONT PID``, and find out who stopped it.
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import alike
 from dtobs.detectors.hangs.describe import stack_evidence, waiters, waiting_evidence, where
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.findings import Confidence, Finding
+from dtobs.words import ranks_do
 
 
 def find(situation: Situation) -> list[Finding]:
@@ -22,12 +22,11 @@ def find(situation: Situation) -> list[Finding]:
         processes = [p for rank in ranks if (p := situation.view.process(rank)) is not None]
         traced = any(p.state == "t" for p in processes)
         peers = f"; {waiters(situation, absence)}" if absence.waiting else ""
-        verb = "is" if len(ranks) == 1 else "are"
         pids = " ".join(str(p.pid) for p in processes[:8])
         found.append(
             Finding(
                 "rank-stopped",
-                f"{named(ranks)} {verb} suspended{' by a debugger' if traced else ''} (pid {pids}), "
+                f"{ranks_do(ranks, 'are')} suspended{' by a debugger' if traced else ''} (pid {pids}), "
                 f"{where(situation, ranks[0])}{peers}",
                 ranks,
                 Confidence.CERTAIN,

@@ -10,12 +10,12 @@ started and is not there yet is at another line; one whose process is gone has s
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
-from dtobs.detectors.hangs.describe import Evidence, seconds
+from dtobs.detectors.hangs.describe import Evidence
 from dtobs.detectors.hangs.stall import DEFAULT_FLOOR_SECONDS
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.arrivals import Arrival, lives, read_arrivals, seconds_on_the_way, seconds_waited
 from dtobs.recording.view import RunView
+from dtobs.words import duration_text, ranks_do, ranks_text, verb
 
 PATIENCE_FACTOR = 2.0
 """How many hang timeouts ranks may be apart: hosts start at different speeds, and import from slow disks."""
@@ -50,12 +50,12 @@ def _finding(
     there = tuple(sorted(waiting))
     world = arrivals[there[0]].world_size
     errors = {arrivals[rank].error for rank in there} - {""}
-    verb = "has" if len(there) == 1 else "have"
     site = arrivals[there[0]].site
     return Finding(
         "rendezvous-incomplete",
-        f"{named(missing)} of {world} {'is' if len(missing) == 1 else 'are'} missing at the rendezvous: "
-        f"{_where(arrivals, missing)}, while {named(there, 4)} {verb} waited {seconds(longest)} in init_process_group"
+        f"{ranks_text(missing)} of {world} {verb(len(missing), 'are')} missing at the rendezvous: "
+        f"{_where(arrivals, missing)}, while {ranks_do(there, 'have', 4)} waited {duration_text(longest)} "
+        f"in init_process_group"
         f"{f' at {site}' if site else ''}{f' and gave up ({min(errors)})' if errors else ''}",
         missing,
         Confidence.CERTAIN if all(rank in arrivals for rank in missing) else Confidence.LIKELY,
@@ -73,7 +73,7 @@ def _where(arrivals: dict[int, Arrival], missing: tuple[int, ...]) -> str:
         fates.setdefault(_fate(arrivals, rank), []).append(rank)
     if len(fates) == 1:
         return next(iter(fates))
-    return "; ".join(f"{named(tuple(ranks), 4)}: {fate}" for fate, ranks in fates.items())
+    return "; ".join(f"{ranks_text(tuple(ranks), 4)}: {fate}" for fate, ranks in fates.items())
 
 
 def _fate(arrivals: dict[int, Arrival], rank: int) -> str:
@@ -86,7 +86,7 @@ def _fate(arrivals: dict[int, Arrival], rank: int) -> str:
     if alive is False:
         before = "before it called init_process_group" if arrival.state == "started" else "meanwhile"
         return f"{place} ended {before}"
-    return f"{place} started and has not called init_process_group for {seconds(seconds_on_the_way(arrival))}"
+    return f"{place} started and has not called init_process_group for {duration_text(seconds_on_the_way(arrival))}"
 
 
 def _evidence(rank: int, arrival: Arrival | None, waited: float | None = None) -> Evidence:

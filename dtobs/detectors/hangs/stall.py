@@ -27,6 +27,7 @@ import numpy.typing as npt
 from dtobs.events import Phase, RankState
 from dtobs.recording.excused import excused_ns
 from dtobs.recording.view import RunView
+from dtobs.words import duration_text
 
 DEFAULT_FLOOR_SECONDS = 60.0
 STEP_FACTOR = 4.0
@@ -103,7 +104,7 @@ def silence(view: RunView) -> Stall | None:
     if seconds > threshold:  # only now is it worth reading the step histories
         slow = _slow_step_seconds(view, [int(rank) for rank in pages["rank"]])
         if STEP_FACTOR * slow > threshold:
-            threshold, why = STEP_FACTOR * slow, f"its slow steps take {slow:.1f} s"
+            threshold, why = STEP_FACTOR * slow, f"its slow steps take {duration_text(slow)}"
         compiles = _compiling(view, since_ns)
         longer = PHASE_FACTORS[Phase.COMPILE] * _floor(pages)[0]
         if compiles is not None and longer > threshold:

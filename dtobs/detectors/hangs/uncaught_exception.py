@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
 from dtobs.detectors.hangs.endings import End, Ending, all_told
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.detectors.hangs.unused import unused
 from dtobs.findings import Confidence, Finding
+from dtobs.words import ranks_text
 
 _MAX_TRACEBACK = 40
 _MAX_MESSAGE = 300
@@ -61,7 +61,7 @@ def _finding(situation: Situation, endings: Sequence[Ending], confidence: Confid
     message = _message(first)
     return Finding(
         "uncaught-exception",
-        f"{named(ranks)} raised {name}{f': {message}' if message else ''}{f' at {place}' if place else ''}",
+        f"{ranks_text(ranks)} raised {name}{f': {message}' if message else ''}{f' at {place}' if place else ''}",
         ranks,
         confidence,
         step=int(said.get("step") or situation.view.page(first.rank)["step"]),

@@ -10,11 +10,11 @@ branch not taken), or pass ``find_unused_parameters=True``.
 
 from __future__ import annotations
 
-from dtobs.detectors.base import named
 from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
 from dtobs.detectors.hangs.situation import Situation
 from dtobs.detectors.hangs.unused import Unused, unused
 from dtobs.findings import Confidence, Finding
+from dtobs.words import count, ranks_text
 
 
 def find(situation: Situation) -> list[Finding]:
@@ -30,17 +30,17 @@ def _finding(situation: Situation, same: list[Unused]) -> Finding:
     view, ranks = situation.view, tuple(one.rank for one in same)
     absence = next((a for a in situation.absences if a.rank == first.rank), None)
     since = int(view.page(first.rank)["step_begin_ns"])
-    what = f"{first.count} parameter{'s' if first.count != 1 else ''}" if first.count else "parameters"
+    what = count(first.count, "parameter") if first.count else "parameters"
     name = f", the first of them {first.first}" if first.first else ""
     if first.ending is not None:
         since = first.ending.t_ns - int(view.page(first.rank)["clock_offset_ns"])
         then = f"DDP refused the next forward{_at(first)}"
     else:
         then = f"{waiters(situation, absence)}" if absence else "its peers wait for them"
-        then += f", and {named(ranks)} went on {line_of(situation, first.rank)}".rstrip()
+        then += f", and {ranks_text(ranks)} went on {line_of(situation, first.rank)}".rstrip()
     return Finding(
         "unused-parameters",
-        f"the backward of {named(ranks)} in step {first.step} left {what} without a gradient{name}; {then}",
+        f"the backward of {ranks_text(ranks)} in step {first.step} left {what} without a gradient{name}; {then}",
         ranks,
         Confidence.CERTAIN,
         step=first.step,

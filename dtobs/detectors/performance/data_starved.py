@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.base import named
 from dtobs.detectors.performance.window import step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import duration_text, ranks_do
 
 LEAST_STEPS = 12
 SHARE = 0.25
@@ -39,12 +39,11 @@ def data_starved(view: RunView) -> list[Finding]:
         return []
     worst = max(starved, key=lambda r: (starved[r][0], -r))
     share, typical, _, _ = starved[worst]
-    verb = "waits" if len(starved) == 1 else "wait"
     upto = "up to " if len(starved) > 1 else ""
     return [
         Finding(
             "data-starved",
-            f"{named(list(starved))} {verb} for data {upto}{share:.0%} of the time ({typical * 1e3:.0f} ms a step)",
+            f"{ranks_do(starved, 'wait')} for data {upto}{share:.0%} of the time ({duration_text(typical)} a step)",
             tuple(starved),
             Confidence.CERTAIN,
             step=min(step for _, _, step, _ in starved.values()),

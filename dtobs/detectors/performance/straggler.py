@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.base import named
 from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.detectors.performance.window import Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
 
 LEAST_STEPS, MOST_STEPS = 12, 512
 RATIO, PAIRED, SHARE = 1.25, 1.10, 0.8
@@ -81,7 +81,7 @@ def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | Non
     where = f" on {host}" if host else ""
     return Finding(
         "straggler",
-        f"{named([rank])}{where} works {float(np.median(ratio)):.2f} times as long as its peers"
+        f"{ranks_text([rank])}{where} works {float(np.median(ratio)):.2f} times as long as its peers"
         f" ({part} +{longer * 1e3:.0f} ms a step); they wait for it",
         (rank,),
         Confidence.LIKELY,

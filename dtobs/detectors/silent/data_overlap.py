@@ -14,10 +14,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.base import named
 from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
 
 WINDOW = 64
 LEAST_STEPS = 3
@@ -38,7 +38,7 @@ def data_overlap(view: RunView) -> list[Finding]:
             found.append(
                 Finding(
                     "data-overlap",
-                    f"{named(ranks)} read the same data in {int(equal.sum())} of {compared} steps",
+                    f"{ranks_text(ranks)} read the same data in {int(equal.sum())} of {compared} steps",
                     tuple(ranks),
                     Confidence.CERTAIN if equal.sum() >= 2 * LEAST_STEPS else Confidence.LIKELY,
                     step=int(steps[0]),

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.base import named
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
 
 STEPS = 10
 FALL = 16.0
@@ -44,7 +44,7 @@ def fp16_underflow(view: RunView) -> list[Finding]:
         found.append(
             _finding(
                 collapsed,
-                f"the loss scale of {named(list(collapsed))} fell to {_last(view, collapsed):g} and stays there",
+                f"the loss scale of {ranks_text(list(collapsed))} fell to {_last(view, collapsed):g} and stays there",
                 int(first["step"]),
             )
         )
@@ -53,7 +53,7 @@ def fp16_underflow(view: RunView) -> list[Finding]:
         found.append(
             _finding(
                 vanished,
-                f"{float(worst['gradient_zeros']):.0%} of the sampled gradients of {named(list(vanished))} are zero",
+                f"{float(worst['gradient_zeros']):.0%} of the sampled gradients of {ranks_text(vanished)} are zero",
                 int(worst["step"]),
             )
         )

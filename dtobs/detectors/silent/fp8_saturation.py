@@ -17,10 +17,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.base import named
 from dtobs.events import FP8_ROLES
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
 
 SAMPLES = 3
 SATURATED, FLUSHED = 0.01, 0.5
@@ -65,7 +65,7 @@ def _describe(role: str, way: str, verb: str, share: float, ranks: dict[int, npt
     ]
     return Finding(
         "fp8-saturation",
-        f"{share:.0%} of the FP8 {role}s of {named(list(ranks))} {verb} in the sampled layers",
+        f"{share:.0%} of the FP8 {role}s of {ranks_text(list(ranks))} {verb} in the sampled layers",
         tuple(ranks),
         Confidence.LIKELY,
         step=max(int(record["step"]) for record in ranks.values()),

@@ -15,10 +15,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.base import named
 from dtobs.events import NONFINITE_MARK, Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_do
 
 SCALER_PATIENCE = 10
 
@@ -86,7 +86,6 @@ def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) ->
     parameter = table[row].name if 0 <= row < len(table) else "an unknown parameter"
     module = parameter.rpartition(".")[0] or "the root module"
     more = f" and {count - 1} more parameters" if count > 1 else ""
-    verb = "computes" if len(bad) == 1 else "compute"
     evidence = [
         {
             "what": "local gradient",
@@ -99,7 +98,7 @@ def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) ->
     ]
     return Finding(
         "gradient-nonfinite",
-        f"{named(list(bad))} {verb} NaN or infinity in step {step}: first in the gradient of {parameter}{more}",
+        f"{ranks_do(list(bad), 'compute')} NaN or infinity in step {step}: first in the gradient of {parameter}{more}",
         tuple(bad),
         Confidence.CERTAIN,
         step=step,

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.base import named
 from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView, StepWindow
+from dtobs.words import ranks_text
 
 WINDOW = 256
 RECENT = 64
@@ -146,7 +146,7 @@ def _always_off(window: StepWindow, group: list[int], logs: Floats) -> list[Find
     return [
         Finding(
             "local-gradient-outlier",
-            f"the gradient of {named([group[worst]])} is {_times(ratio)} that of its peers in every step",
+            f"the gradient of {ranks_text([group[worst]])} is {_times(ratio)} that of its peers in every step",
             (group[worst],),
             Confidence.LIKELY if len(group) > 2 else Confidence.POSSIBLE,
             step=int(window.steps[0]),
@@ -171,7 +171,7 @@ def _describe(
     many = f"in {len(at)} steps since step {step}" if len(at) > 1 else f"in step {step}"
     return Finding(
         "local-gradient-outlier",
-        f"the gradient of {named([rank])} is {_times(ratio)} what it usually is against its peers, {many}",
+        f"the gradient of {ranks_text([rank])} is {_times(ratio)} what it usually is against its peers, {many}",
         (rank,),
         Confidence.LIKELY,
         step=step,

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.base import named
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_do
 
 
 def loss_nonfinite(view: RunView) -> list[Finding]:
@@ -32,11 +32,10 @@ def loss_nonfinite(view: RunView) -> list[Finding]:
     if any(((h := view.rank_steps(r))["nonfinite"][h["step"] < step] > 0).any() for r in view.ranks):
         return []
     ranks = [r for r, (at, _, _) in first.items() if at == step]
-    verb = "has" if len(ranks) == 1 else "have"
     return [
         Finding(
             "loss-nonfinite",
-            f"{named(ranks)} {verb} a loss of {first[ranks[0]][1]} in step {step}",
+            f"{ranks_do(ranks, 'have')} a loss of {first[ranks[0]][1]} in step {step}",
             tuple(ranks),
             Confidence.CERTAIN,
             step=step,

@@ -16,11 +16,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.base import named
 from dtobs.detectors.peers import odd_ones
 from dtobs.detectors.silent.replicas import ReplicaSet, from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_do, ranks_text
 
 
 def replica_divergence(view: RunView) -> list[Finding]:
@@ -54,10 +54,9 @@ def _describe(view: RunView, copies: ReplicaSet) -> Finding:
         since = f"after step {step}, the oldest step that is kept"
     if majority:
         others = sorted(set(copies.ranks) - set(odd))
-        verb = "differs" if len(odd) == 1 else "differ"
-        summary = f"{named(odd)} {verb} from {named(others)} in {name}{more}, first seen {since}"
+        summary = f"{ranks_do(odd, 'differ')} from {ranks_text(others)} in {name}{more}, first seen {since}"
     else:
-        summary = f"{named(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
+        summary = f"{ranks_text(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
     return Finding(
         "replica-divergence",
         summary,

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.base import named
 from dtobs.detectors.peers import data_groups, odd_ones, rows_of
 from dtobs.detectors.silent.replicas import from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView, StepWindow
+from dtobs.words import ranks_text
 
 WINDOW = 64
 LEAST_STEPS = 3
@@ -52,7 +52,7 @@ def _initial(view: RunView) -> list[Finding]:
         found.append(
             Finding(
                 "seed-policy",
-                f"{named(odd)} began with other parameters {than}(first {copies.names[which]}): the model was"
+                f"{ranks_text(odd)} began with other parameters {than}(first {copies.names[which]}): the model was"
                 " initialised with different seeds and nothing copied it to the others",
                 tuple(odd),
                 Confidence.CERTAIN,
@@ -89,7 +89,9 @@ def _declared(view: RunView) -> list[Finding]:
                     same.setdefault(values[rank], []).append(rank)
             for value, ranks in same.items():
                 if len(ranks) > 1:
-                    text = f"{name} must differ between ranks that read different data: {named(ranks)} have {value}"
+                    text = (
+                        f"{name} must differ between ranks that read different data: {ranks_text(ranks)} have {value}"
+                    )
                     found.append(_broken(ranks, text, name, values))
     return found
 
@@ -163,7 +165,7 @@ def _must_be_equal(window: StepWindow, group: list[int], states: npt.NDArray[np.
     return [
         Finding(
             "seed-policy",
-            f"the generators of {named(odd)} differ {whom} since step {first}; they were declared equal",
+            f"the generators of {ranks_text(odd)} differ {whom} since step {first}; they were declared equal",
             tuple(odd),
             Confidence.CERTAIN,
             step=first,
@@ -193,7 +195,7 @@ def _must_differ(
     return [
         Finding(
             "seed-policy",
-            f"{named(ranks)} draw the same random numbers in every step; {why}",
+            f"{ranks_text(ranks)} draw the same random numbers in every step; {why}",
             tuple(ranks),
             Confidence.CERTAIN if declared else Confidence.LIKELY,
             step=first,

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtobs.detectors import FAMILIES, detectors, run_detectors
-from dtobs.detectors.base import named
 from dtobs.findings import CATALOGUE
 from tests.unit.detectors.runs import noisy_run
 
@@ -90,8 +89,3 @@ def test_every_detector_names_a_code_and_says_what_why_and_what_next():
     assert {CATALOGUE[d.__name__.replace("_", "-")].family for d in detectors(("silent", "performance"))} < set(
         FAMILIES
     )
-
-
-def test_ranks_in_words():
-    assert [named(r) for r in ([3], [5, 2], [5, 0, 2])] == ["rank 3", "ranks 2 and 5", "ranks 0, 2 and 5"]
-    assert named(range(128)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 120 more"

@@ -50,7 +50,7 @@ def test_ranks_that_never_started_started_and_ended_are_told_apart(run):
     write_arrival(run, replace(on_its_way(2, 61), pid=dead_pid()))
     (finding,) = found(load_run(run.root)).values()
     assert (finding.code, finding.ranks, finding.confidence) == ("rendezvous-incomplete", (1, 2, 3), "likely")
-    assert "ranks 1, 2 and 3 of 4 are missing at the rendezvous: " in finding.summary
+    assert "ranks 1-3 of 4 are missing at the rendezvous: " in finding.summary
     assert f"rank 1: process {os.getpid()} on " in finding.summary
     assert "started and has not called init_process_group for 61 s" in finding.summary
     assert "ended before it called init_process_group" in finding.summary

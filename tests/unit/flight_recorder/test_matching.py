@@ -204,7 +204,7 @@ class TestDumpsOfAJobInMotion:
         taken = BASE_NS + 2 * 10**6 + 10**9
         analysis = analyse_dumps(dumps_from_objects({0: waits, 1: late}, {0: taken, 1: taken}))
         assert analysis.findings == ()
-        assert "nothing in them had waited longer than 1.0 s" in analysis.notes[0]
+        assert "nothing in them had waited longer than 1 s" in analysis.notes[0]
         hours = taken + 3600 * 10**9
         assert codes(waits, late, taken_ns={0: hours, 1: hours}) == [("rank-not-joined", (1,))]
 

@@ -9,7 +9,7 @@ import pytest
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.findings import Confidence, Finding
 from dtobs.reports import html, text
-from dtobs.reports.likeness import ranges, readable, stacks_by_likeness
+from dtobs.reports.likeness import readable, stacks_by_likeness
 
 VERDICT = Finding(
     "stuck-in-dataloader",
@@ -69,7 +69,7 @@ def test_the_accused_rank_is_always_in_the_table():
 def test_equal_stacks_are_shown_once():
     shown = text.render(diagnosis(64))
     assert "main thread of rank 1, most recent call first" in shown
-    assert "main thread of ranks 0, 2-63, most recent call first" in shown
+    assert "main thread of ranks 0 and 2-63, most recent call first" in shown
     assert shown.count("file0.py:0 in function_0") == 1
 
 
@@ -88,13 +88,8 @@ def test_other_findings_and_missing_ranks_and_notes():
     slow = Finding("straggler", "rank 0 takes 1.4 times as long", (0,), Confidence.LIKELY)
     shown = text.render(diagnosis(findings=(VERDICT, slow), missing_ranks=(5, 6, 7, 9), notes=("x is damaged",)))
     assert "also found\n  straggler (likely): rank 0 takes 1.4 times as long" in shown
-    assert "never recorded: ranks 5-7, 9" in shown
+    assert "never recorded: ranks 5-7 and 9" in shown
     assert shown.endswith("note: x is damaged\n")
-
-
-def test_ranges():
-    assert ranges([]) == ""
-    assert ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
 
 
 def test_likeness_puts_the_accused_first_then_the_rare():

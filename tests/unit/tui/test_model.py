@@ -201,7 +201,7 @@ def test_detail(tmp_path: Path) -> None:
     detail = rank_detail(FakeSource(run).view(), 0)
     facts = dict(detail.facts)
     assert facts["collective"] == "all_reduce(sum, float32[1024])"
-    assert facts["group"] == "default #2, ranks 0–7"
+    assert facts["group"] == "default #2, ranks 0-7"
     assert facts["call site"] == "train.py:20 in train_step"
     assert facts["phase"] == "backward for 42 s"
     assert facts["blocked"] == "in all_reduce(sum, float32[1024]) #2 of default for 42 s"
