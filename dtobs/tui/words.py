@@ -59,6 +59,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [_mean(values[a:b]) for a, b in pairwise(edges)]
+    values = [v / 2 for v in values]  # so that the difference of two of them is finite
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return " " * len(values)
