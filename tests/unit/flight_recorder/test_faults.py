@@ -100,8 +100,8 @@ def test_summary_says_who_where_and_what_instead():
     job = Job(Layout(dp=4, tp=1, pp=1), Fault("rank-not-joined", 2, "dp"), entries=50, steps=10)
     (finding,) = analyse(job).findings
     assert finding.summary == (
-        "rank 2 has not issued all_reduce [4096, 1024] Float #33 of group 1 (mesh_dp), in which ranks 0, 1 and 3 wait at"
-        " /app/buckets.py:30 in reduce; the last it called was all_reduce [1] Float #8 of group 0 (default_pg) at"
+        "rank 2 has not issued all_reduce [4096, 1024] Float #33 of group 1 (mesh_dp), in which ranks 0, 1 and 3 wait"
+        " at /app/buckets.py:30 in reduce; the last it called was all_reduce [1] Float #8 of group 0 (default_pg) at"
         " /app/clip.py:19 in global_norm"
     )
     assert finding.group == "1 (mesh_dp)"
