@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from dtobs.events import Phase
-from dtobs.probes.base import Context, Probe
-from dtobs.probes.progress import Progress
+from dtobs.probes.base import Probe
 
 
 def _queue_callback() -> Callable[[Callable[[], None]], None] | None:
@@ -26,60 +25,32 @@ def _queue_callback() -> Callable[[Callable[[], None]], None] | None:
 
 
 class Backward(Probe):
-    """Wraps ``torch.autograd.backward``. `last_issued` names the collective that the final wait is for."""
+    """Wraps ``torch.autograd.backward``. The final wait is for the collective that this thread issued last."""
 
     name = "backward"
     about_model = False
 
-    def __init__(self, progress: Progress, last_issued: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._progress = progress
-        self._last_issued = last_issued
-        self._original: Any = None
-        self._wrapper: Any = None
-        self._running = False
-        self._waiting = False
-        self._inside = 0
         self.before: list[Callable[[Any], object]] = []  #: what other probes do when an outermost backward begins
         self.after: list[Callable[[], object]] = []
 
-    def install(self, context: Context) -> None:
-        original = torch.autograd.backward
-        begin, end = context.guard(self, self._begin), context.guard(self, self._end)
-        self._queue = _queue_callback() if context.world_size > 1 else None
-        self._graph_done = context.guard(self, self._wait)
+    def install(self) -> None:
+        self._progress, self._last_issued = self.context.progress, self.context.last_issued
+        self._running = self._waiting = False
+        self._inside = 0
+        self._queue = _queue_callback() if self.context.world_size > 1 else None
+        self._graph_done = self.guard(self._wait)
+        self.around(torch.autograd, "backward", self._begin, self._end)
 
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            token = begin(tensors)
-            self._inside += 1
-            if self._inside == 1:
-                for hook in self.before:
-                    hook(tensors)
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                self._inside -= 1
-                if not self._inside:
-                    for done in self.after:
-                        done()
-                if token is not None:
-                    end(*token)
-
-        backward.__doc__ = original.__doc__
-        self._original, self._wrapper = original, backward
-        torch.autograd.backward = backward
-
-    def remove(self) -> None:
-        if self._original is not None and torch.autograd.backward is self._wrapper:
-            torch.autograd.backward = self._original
-        self._original = None
-
-    def _begin(self, tensors: Any) -> tuple[int, Any] | None:
+    def _begin(self, tensors: Any, *_args: Any, **_named: Any) -> tuple[int, Any]:
         depth = self._progress.begin(Phase.BACKWARD)
-        if depth < 0:
-            return None
+        self._inside += 1
+        if self._inside == 1:
+            for hook in self.before:
+                hook(tensors)
         handle = None
-        if self._queue is not None and not self._running and self._progress.host_waits:
+        if depth >= 0 and self._queue is not None and not self._running and self._progress.host_waits:
             node = _grad_fn(tensors)
             if node is not None and not compiled_autograd():
                 handle = node.register_prehook(self._on_first_gradient)
@@ -95,7 +66,12 @@ class Backward(Probe):
         self._waiting = True
         self._progress.wait_begin(*self._last_issued())
 
-    def _end(self, depth: int, handle: Any) -> None:
+    def _end(self, token: tuple[int, Any]) -> None:
+        depth, handle = token
+        self._inside -= 1
+        if not self._inside:
+            for hook in self.after:
+                hook()
         if handle is not None:
             handle.remove()
             self._running = False

@@ -6,6 +6,7 @@ import functools
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -13,12 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import STEP_DTYPE
+from dtobs.probes import patches
+from dtobs.probes.deferred import Deferred
 from dtobs.recording.page import INDEX
 from dtobs.recording.recorder import Recorder
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dtobs.probes.progress import Progress
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +36,7 @@ _FAILURES = INDEX["probe_failures"]
 class Context:
     """What the session shares with its probes.
 
-    `record` is the step in progress, a 0-d array of STEP_DTYPE that probes fill in; the session clears it when a step
+    `record` is the step in progress, a 0-d array of STEP_DTYPE that probes fill in; `Progress` clears it when a step
     begins (floats NaN, ``nonfinite`` and ``nonfinite_param`` -1, the rest 0) and appends it when the step ends.
     """
 
@@ -42,10 +47,17 @@ class Context:
     optimizer: torch.optim.Optimizer | None = None
     mesh: DeviceMesh | None = None
     replicas: Any = "auto"  #: "auto", None, or a ProcessGroup whose ranks hold equal plain parameters
+    levels: dict[str, str] = field(default_factory=dict)  #: by name of the probe, where it is not its first level
     step: int = 0  #: the step in progress
     phase: int = 0  #: the phase in progress, an `events.Phase` or the number of a custom one
     record: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros((), STEP_DTYPE))
     probes: list[Probe] = field(default_factory=list)
+    last_issued: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Group and sequence number of the collective that the calling thread issued last; zeros for none."""
+    on_split_backward: list[Callable[[Any], object]] = field(default_factory=list)
+    """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
+    progress: Progress = field(init=False)
+    _failed: list[Probe] = field(default_factory=list)
 
     def guard(self, probe: Probe, hook: Callable[P, R]) -> Callable[P, R | None]:
         """Wrap a hook of `probe`: an exception switches the probe off and is recorded; its time is counted.
@@ -70,7 +82,7 @@ class Context:
         return guarded
 
     def switch_off(self, probe: Probe, error: BaseException) -> None:
-        """Take a failing probe out, say so in the recording, and count it."""
+        """Silence a failing probe, say so in the recording, and count it; `take_out_failed` removes its hooks."""
         probe.active = False
         page = self.recorder.page
         page.ints[_FAILURES] += 1
@@ -81,51 +93,81 @@ class Context:
             reason=f"{type(error).__name__}: {error}",
             traceback=traceback.format_exc(limit=8),
         )
+        self._failed.append(probe)
+        page.commit()
+
+    def take_out_failed(self) -> None:
+        """Remove the hooks of probes that failed since: only where torch is not calling hooks from a dictionary."""
+        while self._failed:
+            self.take_out(self._failed.pop())
+
+    def take_out(self, probe: Probe) -> None:
+        """Remove the hooks of `probe`; where that fails, say so."""
         try:
             probe.remove()
-        except Exception as second:  # noqa: BLE001 - as above
-            self.recorder.meta.add("probe", name=probe.name, state="failed", reason=f"while removing it: {second}")
-        page.commit()
+        except Exception as error:  # noqa: BLE001 - as above; the other probes are taken out all the same
+            probe.active = False
+            self.recorder.meta.add("probe", name=probe.name, state="failed", reason=f"while removing it: {error}")
 
 
 class Probe:
-    """One thing observed. `install` hooks in, `remove` undoes every hook (idempotent, also after a failed install).
+    """One thing observed. `install` hooks in and leaves the undo of each hook in `undo`; `remove` runs them all.
 
     The session calls the other methods, guarded; each default does nothing.
     """
 
     name = "probe"
     about_model = True  #: installed anew when another model is watched
+    context: Context
 
     def __init__(self) -> None:
         self.active = True
+        self.undo = ExitStack()
+        self.late = Deferred()  #: numbers that a device delivers late; asked for at the end of each step
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         """Hook in. Called when the session starts, and again (after `remove`) when a model is given later."""
 
     def remove(self) -> None:
-        """Undo every hook."""
+        """Undo every hook, the last one first; also after a failed install, and again without effect."""
+        self.late.clear()
+        self.undo.close()
 
     def abandon(self) -> None:
         """This process is a fork of the one observed: let go of what must not be ended or written here."""
 
-    def step_begin(self, context: Context) -> None:
-        """A step begins; `context.step` is its number."""
+    def guard(self, hook: Callable[P, R]) -> Callable[P, R | None]:
+        """`hook` as torch and the loop may call it."""
+        return self.context.guard(self, hook)
 
-    def batch(self, context: Context, tensors: dict[str, torch.Tensor]) -> None:
+    def around(
+        self,
+        owner: Any,
+        name: str,
+        begin: Callable[..., Any],
+        end: Callable[..., object],
+        when: Callable[..., bool] | None = None,
+    ) -> None:
+        """Wrap ``owner.name`` until the probe is removed: see `patches.around`; `begin` and `end` are guarded here."""
+        self.undo.callback(patches.around(owner, name, self.guard(begin), self.guard(end), when))
+
+    def step_begin(self) -> None:
+        """A step begins; ``context.step`` is its number."""
+
+    def batch(self, tensors: dict[str, torch.Tensor]) -> None:
         """The input of one micro-batch, as the loop was given it."""
 
-    def backward_begin(self, context: Context, tensors: Any) -> None:
+    def backward_begin(self, tensors: Any) -> None:
         """``torch.autograd.backward`` is called with `tensors`; not for calls inside one."""
 
-    def backward_end(self, context: Context) -> None:
+    def backward_end(self) -> None:
         """It returned, or raised."""
 
-    def before_optimizer(self, context: Context) -> None:
+    def before_optimizer(self) -> None:
         """The optimizer is about to step: gradients are reduced (and clipped, where the loop clips)."""
 
-    def after_optimizer(self, context: Context) -> None:
+    def after_optimizer(self) -> None:
         """The optimizer has stepped."""
 
-    def step_end(self, context: Context) -> None:
-        """The step ends; the last moment to fill in `context.record`."""
+    def step_end(self) -> None:
+        """The step ends; the last moment to fill in ``context.record``."""

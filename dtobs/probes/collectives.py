@@ -15,11 +15,10 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
 from dtobs.events import Kind, Phase, identify
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 from dtobs.probes.c10d_ops import Interception, Operator, discover
 from dtobs.probes.call_site import CallSites
 from dtobs.probes.process_groups import GroupTable
-from dtobs.probes.progress import Progress
 from dtobs.recording.page import INDEX
 
 _GROUP, _SEQ, _OP = INDEX["collective_group"], INDEX["collective_seq"], INDEX["collective_op"]
@@ -34,34 +33,29 @@ _REDUCE_NAMES: dict[int, str] = {
     int(value): name.lower()  # type: ignore[call-overload]
     for name, value in ReduceOp.RedOpType.__members__.items()
 }
-LEVELS = ("full", "cheap", "off")
 
 
 class Collectives(Probe):
-    """`level` "full" records all; "cheap" leaves out call site and reduce operation; "off" installs nothing."""
+    """The level "full" records all; "cheap" leaves out call site and reduce operation."""
 
     name = "collectives"
     about_model = False
 
-    def __init__(self, progress: Progress, level: str = "full") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._progress = progress
-        self._level = level
-        self._interception = Interception()
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._last = threading.local()
 
-    def install(self, context: Context) -> None:
-        if self._level == "off":
-            return
-        self._context = context
-        self._recorder = context.recorder
+    def install(self) -> None:
+        context = self.context
+        self._progress, self._recorder = context.progress, context.recorder
+        self._level = context.levels.get(self.name, "full")
         self.groups = GroupTable(context.recorder.meta)
         self._sites = CallSites(context.recorder.meta)
-        self._interception.install(discover(), self._kernel)
-
-    def remove(self) -> None:
-        self._interception.undo()
+        interception = Interception()
+        self.undo.callback(interception.undo)
+        interception.install(discover(), self._kernel)
+        context.last_issued = self.last_of_thread
 
     def last_of_thread(self) -> tuple[int, int]:
         """Group number and sequence number of what this thread issued last; (0, 0) when nothing."""
@@ -80,7 +74,7 @@ class Collectives(Probe):
                 # Arguments at the end that have their default are left out; the default is asynchronous.
                 record(args, 0 <= async_at < len(args) and not args[async_at])
             except Exception as error:  # noqa: BLE001 - the host contract: the collective runs whatever it was
-                self._context.switch_off(self, error)
+                self.context.switch_off(self, error)
             try:
                 return redispatch(keys & mask, *args)
             except BaseException:
@@ -94,7 +88,7 @@ class Collectives(Probe):
                 record(args, True)
                 progress.wait_begin(*self.last_of_thread())
             except Exception as error:  # noqa: BLE001 - as above
-                self._context.switch_off(self, error)
+                self.context.switch_off(self, error)
             try:
                 return redispatch(keys & mask, *args)
             finally:
@@ -108,7 +102,7 @@ class Collectives(Probe):
         # Reading the reduce operation runs TorchScript: a third of what recording costs.
         reduce_at = operator.reduce_op if self._level == "full" else -1
         peer_to_peer, scale, barrier = operator.peer_to_peer, operator.scale_by_group, name == "barrier"
-        context, events, page = self._context, self._recorder.events, self._recorder.page
+        context, events, page = self.context, self._recorder.events, self._recorder.page
         ints, floats, commit, write = page.ints, page.floats, page.commit, events.write
         unbox, state_of, numbers = ProcessGroup.unbox, self.groups.state, self._numbers
         here = self._sites.here if self._level == "full" else None

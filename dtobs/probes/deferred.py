@@ -4,44 +4,55 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_PENDING = 64
-Then = Callable[[npt.NDArray[Any]], bool]
+Then = Callable[[npt.NDArray[Any]], object]
 
 
 class Deferred:
-    """Copies small device tensors to the host and calls back once they have arrived: a step or so later.
+    """Calls back once a device has reached a point: a step or so later. Nothing here synchronises; `poll` only asks.
 
-    Nothing here synchronises: the copy is queued behind the computation, and `poll` only asks. Values that pile up
-    beyond `MAX_PENDING` are dropped and counted.
+    What piles up beyond `most` is dropped and counted.
     """
 
-    def __init__(self) -> None:
-        self._pending: deque[tuple[torch.Event, torch.Tensor, Then]] = deque()
+    def __init__(self, most: int = MAX_PENDING) -> None:
+        self._pending: deque[tuple[Any, Callable[[], object]]] = deque()
+        self._most = most
         self.dropped = 0
 
     def put(self, values: torch.Tensor, then: Then) -> None:
-        """Queue the copy of `values`; `then` gets them as a numpy array, in the order of the calls.
+        """Queue a copy of `values` to the host; `then` gets it as a numpy array, in the order of the calls.
 
         When it answers False (it has no use for them yet), it is asked again at a later poll.
         """
-        if len(self._pending) >= MAX_PENDING:
+        import torch
+
+        if len(self._pending) >= self._most:
             self.dropped += 1
             return
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
+        host.copy_(values.detach(), non_blocking=True)
         event = torch.Event(values.device)
         event.record()
-        self._pending.append((event, host, then))
+        self.after(event, lambda: then(host.numpy()))
+
+    def after(self, event: Any, then: Callable[[], object]) -> None:
+        """Call `then` once `event` has passed; False as in `put`."""
+        if len(self._pending) >= self._most:
+            self.dropped += 1
+            return
+        self._pending.append((event, then))
 
     def poll(self) -> None:
         """Hand over what has arrived."""
         while self._pending and self._pending[0][0].query():
-            if not self._pending[0][2](self._pending[0][1].numpy()):
+            if self._pending[0][1]() is False:
                 return
             self._pending.popleft()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from dtobs.probes.deferred import Deferred
 
 MAX_PENDING = 4096
 
@@ -23,7 +24,7 @@ def stream_marks(device: torch.device) -> Callable[[], Any]:
     return mark
 
 
-class DeviceTimes:
+class DeviceTimes(Deferred):
     """Marks on the current stream; `poll` hands over the times of those that have passed, in order.
 
     An anchor ties the device's clock to the host's: an event whose host time is taken when it is recorded. What the
@@ -31,31 +32,22 @@ class DeviceTimes:
     """
 
     def __init__(self, mark: Callable[[], Any]) -> None:
+        super().__init__(MAX_PENDING)
         self.mark = mark  #: makes an event and records it on the current stream
         self._anchor: tuple[Any, int] | None = None
-        self._pending: deque[tuple[Any, Any, Any, Callable[[int, int], None]]] = deque()
-        self.dropped = 0
 
     def anchor(self) -> None:
         """Tie the clocks here: best where the device has little queued."""
         self._anchor = (self.mark(), time.monotonic_ns())
 
-    def put(self, begin: Any, then: Callable[[int, int], None]) -> None:
+    def span(self, begin: Any, then: Callable[[int, int], None]) -> None:
         """What began at the mark `begin` ends here; `then(begin_ns, end_ns)` is called from a later `poll`."""
-        if self._anchor is None or begin is None or len(self._pending) >= MAX_PENDING:
+        if self._anchor is None or begin is None:
             self.dropped += 1
             return
-        self._pending.append((self._anchor, begin, self.mark(), then))
+        (event, host_ns), end = self._anchor, self.mark()
 
-    def poll(self) -> None:
-        """Hand over what has passed."""
-        while self._pending and self._pending[0][2].query():
-            (event, host_ns), begin, end, then = self._pending.popleft()
-            then(
-                host_ns + round(event.elapsed_time(begin) * 1e6),
-                host_ns + round(event.elapsed_time(end) * 1e6),
-            )
+        def passed() -> None:
+            then(*(host_ns + round(event.elapsed_time(mark) * 1e6) for mark in (begin, end)))
 
-    def clear(self) -> None:
-        """Forget what is pending."""
-        self._pending.clear()
+        self.after(end, passed)

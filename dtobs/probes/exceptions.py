@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from dtobs.events import Kind, RankState, identify, phase_name
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 from dtobs.probes.call_site import CallSites
 
 MAX_MESSAGE = 2000
@@ -33,37 +33,17 @@ class Exceptions(Probe):
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[int] = set()
-        self._hooks: tuple[Any, Any] | None = None
         self.saw: Callable[[BaseException], object] = _ignore
 
-    def install(self, context: Context) -> None:
-        self._context = context
-        self._sites = CallSites(context.recorder.meta)
-        before, before_thread = sys.excepthook, threading.excepthook
-        record = context.guard(self, self.record)
+    def install(self) -> None:
+        self._sites = CallSites(self.context.recorder.meta)
+        self.saw = self.guard(self.record)
+        self.around(sys, "excepthook", lambda _kind, error, _trace: self.record(error), _ignore)
+        self.around(threading, "excepthook", self._of_thread, _ignore)
 
-        def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            record(error)
-            before(kind, error, trace)
-
-        def thread_excepthook(args: Any) -> None:
-            if args.exc_value is not None:
-                record(args.exc_value, thread=args.thread.name if args.thread else "")
-            before_thread(args)
-
-        self.saw = record
-        self._before = (before, before_thread)
-        self._hooks = (excepthook, thread_excepthook)
-        sys.excepthook, threading.excepthook = excepthook, thread_excepthook
-
-    def remove(self) -> None:
-        hooks, self._hooks = self._hooks, None
-        if hooks is None:
-            return
-        if sys.excepthook is hooks[0]:
-            sys.excepthook = self._before[0]
-        if threading.excepthook is hooks[1]:
-            threading.excepthook = self._before[1]
+    def _of_thread(self, args: Any) -> None:
+        if args.exc_value is not None:
+            self.record(args.exc_value, thread=args.thread.name if args.thread else "")
 
     def record(self, error: BaseException, thread: str = "") -> None:
         """Write the exception down, once. An interrupt or an exit with a code is no failure, and is written as well."""
@@ -72,7 +52,7 @@ class Exceptions(Probe):
             return
         self._seen.add(id(error))
         failed = not isinstance(error, KeyboardInterrupt | SystemExit)
-        context = self._context
+        context = self.context
         recorder = context.recorder
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -121,10 +101,10 @@ class Signals(Probe):
     about_model = False
     _fd = -1
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        recorder = context.recorder
+        recorder = self.context.recorder
         path = recorder.run_dir.signals(recorder.rank, recorder.attempt)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
@@ -168,5 +148,5 @@ def _chain(error: BaseException) -> list[dict[str, str]]:
     return found
 
 
-def _ignore(error: BaseException) -> None:
-    """Before the probe is installed, and where it is switched off."""
+def _ignore(_: object) -> None:
+    """Before the probe is installed, and after the hooks that were there have run."""

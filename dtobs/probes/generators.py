@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 
 SLOW_PERIOD = 16
 
@@ -23,10 +23,10 @@ class GeneratorProbe(Probe):
 
     name = "generators"
 
-    def step_end(self, context: Context) -> None:
+    def step_end(self) -> None:
         """The states as the step leaves them; a generator that the step did not use keeps its digest."""
-        record = context.record
-        if context.step % SLOW_PERIOD == 0:
+        record = self.context.record
+        if self.context.step % SLOW_PERIOD == 0:
             record["rng_python"] = _python()
             record["rng_numpy"] = _numpy()
         record["rng_torch"] = _torch(torch.get_rng_state())

@@ -24,11 +24,10 @@ import torch
 from torch import nn
 
 from dtobs.events import NONFINITE_MARK, UNUSED_MARK, Kind
-from dtobs.probes.base import Context, Probe
-from dtobs.probes.deferred import Deferred
+from dtobs.probes.base import Probe
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
-from dtobs.probes.modules import roots, wrap_call
+from dtobs.probes.modules import around_call, roots
 from dtobs.probes.norms import device_square, host_square
 from dtobs.probes.sampling import period
 
@@ -53,24 +52,21 @@ class GradientProbe(Probe):
 
     def __init__(self) -> None:
         super().__init__()
-        self._handles: list[RemovableHandle] = []
         # Of what is read on some steps only: a hook costs microseconds, also where it reads nothing.
         self._rest: list[tuple[nn.Parameter, Callable[[torch.Tensor], None]]] = []
         self._rest_handles: list[RemovableHandle] = []
-        self._undo: list[Callable[[], None]] = []
         self._tensors: list[Named] = []
-        self._deferred = Deferred()
         self._every, self._whole, self._alarm = 1, True, 0
         self._done = False
         self._readers: dict[int, Callable[[torch.Tensor], None]] = {}  # by id of the parameter that autograd sees
         self._unseen = False  # gradients of this step came past the hooks and have been reduced since
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         """Hook every parameter that wants a gradient."""
+        context = self.context
         model = context.model
         if model is None:
             return
-        self._context = context
         self._tensors = model_tensors(model, context.replicas)
         self._every = period([t.tensor for t in self._tensors], WHOLE_BYTES_A_STEP)
         self._ddp = wrappers(model)
@@ -95,38 +91,36 @@ class GradientProbe(Probe):
             self._rows = [i for i in wanted if self._tensors[i].name not in ignored]
         if gathered:
             # What autograd works on are the gathered parameters, and they do not exist before the first forward.
-            found = context.guard(self, self._find_gathered)
-            self._undo = [wrap_call(root, _ignore, found) for root in roots(model)]
-        self.step_begin(context)
+            for root in roots(model):
+                around_call(self, root, lambda *_args, **_named: True, self._find_gathered)
+        split = self.guard(self.read_accumulated)
+        context.on_split_backward.append(split)
+        self.undo.callback(context.on_split_backward.remove, split)
+        self.step_begin()
 
     def remove(self) -> None:
         """Take every hook away again."""
-        while self._undo:
-            self._undo.pop()()
         self._unhook_rest()
         self._rest = []
-        while self._handles:
-            self._handles.pop().remove()
-        self._deferred.clear()
         self._tensors = []
         self._readers = {}
+        super().remove()
 
-    def step_begin(self, context: Context) -> None:
+    def step_begin(self) -> None:
         """Forget the last step's gradients; decide how much of this step's to read."""
         self._done = self._unseen = False
         self._squares = [None] * len(self._tensors)
         self._sampled = [None] * len(self._tensors)
         self._alarm = max(0, self._alarm - 1)
-        self._read_whole(context.step % self._every == 0 or self._alarm > 0)
+        self._read_whole(self.context.step % self._every == 0 or self._alarm > 0)
 
-    def before_optimizer(self, context: Context) -> None:
+    def before_optimizer(self) -> None:
         """All local gradients are known now."""
-        self._finish(context)
+        self._finish()
 
-    def step_end(self, context: Context) -> None:
-        """For steps whose optimizer was skipped; and values of earlier steps that a device has delivered."""
-        self._finish(context)
-        self._deferred.poll()
+    def step_end(self) -> None:
+        """For steps whose optimizer was skipped."""
+        self._finish()
 
     def read_accumulated(self, module: nn.Module) -> None:
         """Read what `module` has accumulated: a pipeline that makes weight gradients apart adds them past the hooks.
@@ -147,10 +141,10 @@ class GradientProbe(Probe):
     def _hook(self, index: int, parameter: nn.Parameter, *, fresh: bool) -> None:
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._hooked:
             self._hooked.add(id(parameter))
-            read = self._context.guard(self, self._reader(index, fresh))
+            read = self.guard(self._reader(index, fresh))
             self._readers[id(parameter)] = read
             if self._every == 1 or index in self._sample:
-                self._handles.append(_listen(parameter, read))
+                self.undo.callback(_listen(parameter, read).remove)
                 return
             self._rest.append((parameter, read))
             if self._whole:
@@ -173,9 +167,9 @@ class GradientProbe(Probe):
         if self._all_gathered:
             return
         rows = {id(t.tensor): i for i, t in enumerate(self._tensors)}
-        assert self._context.model is not None
+        assert self.context.model is not None
         self._all_gathered = True
-        for sharded, parameter in fsdp_parameters(self._context.model).items():
+        for sharded, parameter in fsdp_parameters(self.context.model).items():
             if parameter is None:
                 self._all_gathered = False
             elif sharded in rows:
@@ -241,14 +235,15 @@ class GradientProbe(Probe):
             return float(torch.linalg.vector_norm(values, dtype=torch.float64).item()) ** 2
         self._read_whole(True)
         self._alarm = ALARM_STEPS
-        context = self._context
+        context = self.context
         # A loop that gives up at once never ends this step: the event is what remains.
         context.recorder.events.write(
             Kind.MARK, context.phase, context.step, op=NONFINITE_MARK, seq=index, value=square
         )
         return square
 
-    def _finish(self, context: Context) -> None:
+    def _finish(self) -> None:
+        context = self.context
         if self._done or not self._tensors:
             return
         self._done = True
@@ -258,7 +253,7 @@ class GradientProbe(Probe):
         if not found:
             return
         if whole and self._rows:
-            self._note_unused(context)
+            self._note_unused()
         rows, squares = zip(*found, strict=True)
         count = sum(square is not None for square in self._squares)
         late = [s for s in squares if isinstance(s, torch.Tensor)]
@@ -272,10 +267,11 @@ class GradientProbe(Probe):
         def arrived(values: npt.NDArray[Any]) -> bool:
             return context.recorder.amend_step(step, **self._summary(rows, values.tolist(), count, whole))
 
-        self._deferred.put(stacked, arrived)
+        self.late.put(stacked, arrived)
 
-    def _note_unused(self, context: Context) -> None:
+    def _note_unused(self) -> None:
         """Peers that used these parameters now wait for this rank's gradients of them."""
+        context = self.context
         unused = [row for row in self._rows if self._squares[row] is None]
         if unused:
             context.recorder.events.write(
@@ -324,7 +320,3 @@ def _first(values: torch.Tensor, count: int | None) -> torch.Tensor:
 
 def _found(squares: list[Square | None]) -> list[tuple[int, Square]]:
     return [(row, square) for row, square in enumerate(squares) if square is not None]
-
-
-def _ignore(_: object) -> int:
-    return 0

@@ -5,20 +5,20 @@ The input is what ``session.batch(...)`` is given; where nobody calls it, the ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from torch import nn
 
 from dtobs.events import Phase
-from dtobs.probes.base import Context, Probe
-from dtobs.probes.deferred import Deferred
+from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digest, host_digest
 from dtobs.probes.layout import local_tensor
-from dtobs.probes.modules import roots, wrap_call
+from dtobs.probes.modules import around_call, roots
 
 MAX_BYTES = 1 << 20
 """Of a larger tensor (images, video) this much is read, spread evenly over its elements."""
@@ -31,44 +31,40 @@ class InputProbe(Probe):
 
     def __init__(self) -> None:
         super().__init__()
-        self._undo: Callable[[], None] | None = None
         self._told = False
         self._digests: list[int | torch.Tensor] = []
-        self._deferred = Deferred()
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         """Watch the root module's arguments until `batch` is called for the first time."""
+        context = self.context
         if context.model is None:
             return
         root = roots(context.model)[0]
 
-        def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def take(root: nn.Module, *args: Any, **kwargs: Any) -> None:
             if not self._told and root.training and torch.is_grad_enabled():
-                self._add(context, _tensors((*args, *(kwargs[k] for k in sorted(kwargs)))))
+                self._add(_tensors((*args, *(kwargs[k] for k in sorted(kwargs)))))
 
-        self._undo = wrap_call(root, _ignore, _ignore, context.guard(self, take))
+        around_call(self, root, take, _ignore)
 
     def remove(self) -> None:
         """Take the hook away."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
         self._digests = []
-        self._deferred.clear()
+        super().remove()
 
-    def step_begin(self, context: Context) -> None:
+    def step_begin(self) -> None:
         """A new step has had no input yet."""
         self._digests = []
 
-    def batch(self, context: Context, tensors: dict[str, torch.Tensor]) -> None:
+    def batch(self, tensors: dict[str, torch.Tensor]) -> None:
         """One micro-batch, by name."""
         if not self._told:
             self._told, self._digests = True, []
-        self._add(context, _tensors(tensors[name] for name in sorted(tensors)))
+        self._add(_tensors(tensors[name] for name in sorted(tensors)))
 
-    def step_end(self, context: Context) -> None:
+    def step_end(self) -> None:
         """Fold what the step read into one number."""
-        self._deferred.poll()
+        context = self.context
         digests, step = self._digests, context.step
         if not digests:
             return
@@ -78,13 +74,13 @@ class InputProbe(Probe):
             return
         device = late[0].device
         stacked = torch.stack([torch.as_tensor(_signed(d)).to(device) for d in digests])
-        self._deferred.put(
+        self.late.put(
             stacked,
             lambda values: context.recorder.amend_step(step, input_digest=_fold(values.view(np.uint64))),
         )
 
-    def _add(self, context: Context, tensors: list[torch.Tensor]) -> None:
-        if context.phase == Phase.VALIDATION:
+    def _add(self, tensors: list[torch.Tensor]) -> None:
+        if self.context.phase == Phase.VALIDATION:
             return
         for tensor in tensors:
             held = _sample(local_tensor(tensor))

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.probes.backward import compiled_autograd
 from dtobs.probes.base import Context, Probe
-from dtobs.probes.deferred import Deferred
 from dtobs.probes.fsdp import Gathered, fsdp_shards
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.rotation import Rotation
@@ -69,32 +68,30 @@ class LedgerProbe(Probe):
 
     name = "ledger"
 
-    def __init__(self, *, everything: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._everything = everything
         self._rows: list[Row] = []
         self._rotation = Rotation(0)
         self._now: dict[int, _Look] = {}
         self._handles: list[Any] = []
-        self._deferred = Deferred()
         self._step = 0
         self._record = np.zeros((), LEDGER.dtype)
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         """Find out which ranks share the gradient of each parameter."""
+        context = self.context
         if context.model is None:
             return
         if context.optimizer is None:
-            self._off(context, "no optimizer was given, so nothing says what becomes of a gradient")
+            self._off("no optimizer was given, so nothing says what becomes of a gradient")
             return
         self._rows, unknown = find_rows(context)
         if unknown:
-            self._off(
-                context, f"nothing says which ranks share the gradient of {unknown[0]} and {len(unknown) - 1} more"
-            )
+            self._off(f"nothing says which ranks share the gradient of {unknown[0]} and {len(unknown) - 1} more")
         if not self._rows:
             return
-        self._rotation = Rotation(len(self._rows), everything=self._everything)
+        everything = context.levels.get(self.name) == "all"
+        self._rotation = Rotation(len(self._rows), everything=everything)
         sets = list(dict.fromkeys(row.ranks for row in self._rows))
         context.recorder.meta.add(
             "law",
@@ -105,33 +102,35 @@ class LedgerProbe(Probe):
             of=[sets.index(row.ranks) for row in self._rows],
             ignored=[n for n, row in enumerate(self._rows) if row.ignored],
         )
+        split = self.guard(self._weights_made_apart)
+        context.on_split_backward.append(split)
+        self.undo.callback(context.on_split_backward.remove, split)
 
     def remove(self) -> None:
         """Let go of everything."""
-        self.backward_end(None)
+        self.backward_end()
         self._rows, self._now = [], {}
-        self._deferred.clear()
+        super().remove()
 
-    def step_begin(self, context: Context) -> None:
+    def step_begin(self) -> None:
         """Choose the rows of this step."""
-        self._step = context.step
+        self._step = self.context.step
         self._now = {}
-        for number in self._rotation.rows(context.step):
+        for number in self._rotation.rows(self._step):
             row = self._rows[number]
-            self._now[number] = _Look(window(row.shape, row.parts, context.step))
+            self._now[number] = _Look(window(row.shape, row.parts, self._step))
 
-    def read_accumulated(self, _: nn.Module) -> None:
+    def _weights_made_apart(self, _: nn.Module) -> None:
         """A pipeline makes weight gradients apart, past AccumulateGrad: what a rank adds cannot be seen."""
         if self._rows:
-            self._off(self._context, "the pipeline's schedule adds weight gradients past autograd")
+            self._off("the pipeline's schedule adds weight gradients past autograd")
             self._rows, self._now, self._rotation = [], {}, Rotation(0)
 
-    def backward_begin(self, context: Context, tensors: Any) -> None:
+    def backward_begin(self, tensors: Any) -> None:
         """Listen to what this backward adds to the rows of the step."""
         if not self._now:
             return
         begin = time.perf_counter_ns()
-        self._context = context
         compiled = compiled_autograd()  # a hook would be traced
         for number, look in self._now.items():
             row = self._rows[number]
@@ -143,15 +142,15 @@ class LedgerProbe(Probe):
                 continue
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             # The handle knows the node only weakly, and the node keeps the parameter alive: both go when it returns.
-            self._handles.append((node, node.register_prehook(context.guard(self, self._reader(look)))))
+            self._handles.append((node, node.register_prehook(self.guard(self._reader(look)))))
         self._rotation.spent(time.perf_counter_ns() - begin)
 
-    def backward_end(self, context: Context | None) -> None:
+    def backward_end(self) -> None:
         """Stop listening."""
         while self._handles:
             self._handles.pop()[1].remove()
 
-    def before_optimizer(self, context: Context) -> None:
+    def before_optimizer(self) -> None:
         """All has been added and reduced: read what came out, and write both down."""
         if not self._now:
             return
@@ -167,12 +166,8 @@ class LedgerProbe(Probe):
                     written.append((number, Side.LOCAL, micro, part, 0, values[n]))
             part = self._part(self._rows[number])
             written.append((number, Side.FINAL, 0, part, self._flags(self._rows[number], look), final[0]))
-        self._write(context, written)
+        self._write(written)
         self._rotation.spent(time.perf_counter_ns() - begin)
-
-    def step_end(self, context: Context) -> None:
-        """Write what a device has delivered."""
-        self._deferred.poll()
 
     def _reader(self, look: _Look) -> Any:
         def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -215,10 +210,10 @@ class LedgerProbe(Probe):
         flags = Ledger.HELD_BACK if look.held_back else 0
         return flags | (Ledger.CUSTOM_HOOK if getattr(ddp, "_comm_hooks", None) else 0)
 
-    def _write(self, context: Context, written: list[tuple[int, Side, int, int, int, torch.Tensor]]) -> None:
+    def _write(self, written: list[tuple[int, Side, int, int, int, torch.Tensor]]) -> None:
         if not written:
             return
-        step, ring, record = self._step, context.recorder.law(LEDGER), self._record
+        step, ring, record = self._step, self.context.recorder.law(LEDGER), self._record
 
         def arrived(values: Any) -> bool:
             for (row, side, micro, part, flags, _), found in zip(written, values, strict=True):
@@ -232,10 +227,10 @@ class LedgerProbe(Probe):
         if device is None:
             arrived([values.tolist() for *_, values in written])
         else:
-            self._deferred.put(torch.stack([values.to(device) for *_, values in written]), arrived)
+            self.late.put(torch.stack([values.to(device) for *_, values in written]), arrived)
 
-    def _off(self, context: Context, reason: str) -> None:
-        context.recorder.meta.add("probe", name=self.name, state="off", reason=reason)
+    def _off(self, reason: str) -> None:
+        self.context.recorder.meta.add("probe", name=self.name, state="off", reason=reason)
 
 
 def find_rows(context: Context) -> tuple[list[Row], list[str]]:

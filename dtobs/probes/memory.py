@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 
 
 class Memory(Probe):
@@ -15,20 +15,17 @@ class Memory(Probe):
     name = "memory"
     about_model = False
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self.undo.callback(os.close, self._fd)
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._available = torch.cuda.is_available()
         self._total_known = False
-        self.step_end(context)
-        context.recorder.page.set(rss_bytes=context.record["rss_bytes"].item())
+        self.step_end()
+        self.context.recorder.page.set(rss_bytes=self.context.record["rss_bytes"].item())
 
-    def remove(self) -> None:
-        fd, self._fd = getattr(self, "_fd", -1), -1
-        if fd >= 0:
-            os.close(fd)
-
-    def step_end(self, context: Context) -> None:
+    def step_end(self) -> None:
+        context = self.context
         record = context.record
         record["rss_bytes"] = int(os.pread(self._fd, 128, 0).split()[1]) * self._page
         # Asking a device that nobody uses yet would create its context: half a gigabyte.

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from dtobs.events import Phase
-from dtobs.probes.base import Context, Probe
-from dtobs.probes.progress import Progress
+from dtobs.probes.base import Probe
 
 
 class Forward(Probe):
@@ -22,34 +21,25 @@ class Forward(Probe):
 
     name = "forward"
 
-    def __init__(self, progress: Progress) -> None:
-        super().__init__()
-        self._progress = progress
-        self._undo: list[Callable[[], None]] = []
-
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
+        context = self.context
         if context.model is None:
             return
-        end = context.guard(self, self._progress.end)
+        self._progress = context.progress
         for number, root in enumerate(roots(context.model)):
             # Every micro-batch goes through all of them: it counts once.
-            begin = context.guard(self, self._begin_first if number == 0 else self._begin)
-            self._undo.append(wrap_call(root, begin, end))
+            around_call(self, root, self._begin_first if number == 0 else self._begin, self._progress.end)
 
-    def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def _begin_first(self, training: bool) -> int:
-        depth = self._begin(training)
-        self._progress.micro_batches += training
+    def _begin_first(self, root: torch.nn.Module, *_args: Any, **_named: Any) -> int:
+        depth = self._begin(root)
+        self._progress.micro_batches += root.training
         return depth
 
-    def _begin(self, training: bool) -> int:
+    def _begin(self, root: torch.nn.Module, *_args: Any, **_named: Any) -> int:
         progress = self._progress
-        if not training:
+        if not root.training:
             return progress.begin(Phase.VALIDATION)
-        progress.adopt()
+        progress.claim_training_thread()
         return progress.begin(Phase.FORWARD)
 
 
@@ -58,45 +48,15 @@ def roots(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(model) if isinstance(model, torch.nn.ModuleList) and len(model) else [model]
 
 
-def wrap_call(
-    model: torch.nn.Module,
-    begin: Callable[[bool], int | None],
-    end: Callable[[int], object],
-    inputs: Callable[[tuple[Any, ...], dict[str, Any]], object] | None = None,
-) -> Callable[[], None]:
-    """Call `begin(training)` and `end(what begin returned)` around each call of `model`; returns the undo.
+def around_call(probe: Probe, module: torch.nn.Module, begin: Callable[..., Any], end: Callable[..., object]) -> None:
+    """Call `begin(module, its arguments)` and `end(what begin returned)` around each call of `module`."""
+    reference = weakref.ref(module)
 
-    `inputs` is given the arguments of the call before `begin`.
-    """
-    kind = type(model)
-    before = kind.__dict__.get("__call__")
-    original = kind.__call__
-    root = weakref.ref(model)
-
-    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def when(called: torch.nn.Module, *_args: Any) -> bool:
         # While a compiler traces, only the call itself may be seen; other modules of this class are not the root.
-        if torch.compiler.is_compiling() or root() is not self:
-            return original(self, *args, **kwargs)
-        if inputs is not None:
-            inputs(args, kwargs)
-        token = begin(self.training)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            if token is not None:
-                end(token)
+        return not torch.compiler.is_compiling() and reference() is called
 
-    kind.__call__ = __call__  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if kind.__dict__.get("__call__") is not __call__:
-            return  # somebody wrapped it after us: taking ours out would take theirs out as well
-        if before is None:
-            del kind.__call__
-        else:
-            kind.__call__ = before  # type: ignore[method-assign]
-
-    return undo
+    probe.around(type(module), "__call__", begin, end, when)
 
 
 class OptimizerSteps(Probe):
@@ -107,19 +67,18 @@ class OptimizerSteps(Probe):
 
     name = "optimizer"
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._progress = progress
-        self._handles: list[Any] = []
         self._depth: int | None = -1
         self.before: list[Callable[[], object]] = []
         self.after: list[Callable[[], object]] = []
 
-    def install(self, context: Context) -> None:
-        optimizer = context.optimizer
+    def install(self) -> None:
+        optimizer = self.context.optimizer
         if optimizer is None:
             return
-        begin, end = context.guard(self, self._begin), context.guard(self, self._end)
+        begin, end = self.guard(self._begin), self.guard(self._end)
+        ended = self.guard(self.context.progress.optimizer_stepped)
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             for hook in self.before:
@@ -132,18 +91,12 @@ class OptimizerSteps(Probe):
                 hook()
             ended()
 
-        ended = context.guard(self, self._progress.optimizer_stepped)
-        self._context = context
-        self._handles.append(optimizer.register_step_pre_hook(before))
-        self._handles.append(optimizer.register_step_post_hook(after))
-
-    def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        self.undo.callback(optimizer.register_step_pre_hook(before).remove)
+        self.undo.callback(optimizer.register_step_post_hook(after).remove)
 
     def _begin(self) -> None:
-        context = self._context
-        self._depth = self._progress.begin(Phase.OPTIMIZER)
+        context = self.context
+        self._depth = context.progress.begin(Phase.OPTIMIZER)
         if context.optimizer is not None:
             rate = context.optimizer.param_groups[0].get("lr")
             if isinstance(rate, float):  # a tensor may live on a device; the loop can report it
@@ -151,4 +104,4 @@ class OptimizerSteps(Probe):
 
     def _end(self) -> None:
         if self._depth is not None:
-            self._progress.end(self._depth)
+            self.context.progress.end(self._depth)

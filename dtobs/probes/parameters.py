@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dtobs.probes.base import Context, Probe
-from dtobs.probes.deferred import Deferred
+from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digest, host_digest, words
 from dtobs.probes.layout import Named, find_layout, local_tensor, model_tensors
 from dtobs.probes.sampling import period
@@ -28,13 +27,13 @@ class ParameterProbe(Probe):
     def __init__(self) -> None:
         super().__init__()
         self._tensors: list[Named] = []
-        self._deferred = Deferred()
         self._memory: dict[int, tuple[int, memoryview]] = {}  # address and memory of each row
         self._every = 1
         self._seen_initial = False
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         """Write the table and the layout."""
+        context = self.context
         if context.model is None:
             return
         self._tensors = model_tensors(context.model, context.replicas)
@@ -48,26 +47,24 @@ class ParameterProbe(Probe):
         """Let go of the model."""
         self._tensors = []
         self._memory = {}
-        self._deferred.clear()
+        super().remove()
 
-    def before_optimizer(self, context: Context) -> None:
+    def before_optimizer(self) -> None:
         """Once: what the parameters were before they were first changed."""
         if self._tensors and not self._seen_initial:
             self._seen_initial = True
-            self._read(context, context.step - 1, None)
+            self._read(self.context.step - 1, None)
 
-    def after_optimizer(self, context: Context) -> None:
+    def after_optimizer(self) -> None:
         """On every K-th step."""
+        context = self.context
         if np.isnan(context.record["learning_rate"]) and context.optimizer is not None:
             context.record["learning_rate"] = float(context.optimizer.param_groups[0]["lr"])
         if self._tensors and context.step % self._every == 0:
-            self._read(context, context.step, context.step)
+            self._read(context.step, context.step)
 
-    def step_end(self, context: Context) -> None:
-        """Digests of earlier steps that a device has delivered."""
-        self._deferred.poll()
-
-    def _read(self, context: Context, step: int, amend: int | None) -> None:
+    def _read(self, step: int, amend: int | None) -> None:
+        context = self.context
         values = np.zeros(len(self._tensors), np.uint64)
         late: list[int] = []
         for row, named in enumerate(self._tensors):
@@ -92,7 +89,7 @@ class ParameterProbe(Probe):
                 context.recorder.amend_step(amend, params_digest=_fold(values))
             return True
 
-        self._deferred.put(stacked, arrived)
+        self.late.put(stacked, arrived)
 
     def _host_digest(self, row: int, tensor: torch.Tensor) -> int:
         """The digest of a row. The memory of contiguous tensors is remembered: finding it costs more than a hash."""

@@ -2,49 +2,71 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 _ABSENT = object()
-"""The instance had no attribute of its own: it used its class's."""
+"""The owner had no attribute of its own: it used its class's."""
+Undo = Callable[[], None]
 
 
-class Patches:
-    """Attributes replaced, undone in the opposite order."""
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    """Set ``owner.name`` to ``make(what it was)``; the undo puts that back, unless somebody has replaced it since.
 
-    def __init__(self) -> None:
-        self._done: list[tuple[Any, str, Any, Any]] = []
+    The undo keeps neither the owner nor what was made alive. Raises AttributeError when there is no such attribute.
+    """
+    before = vars(owner).get(name, _ABSENT)
+    after = make(getattr(owner, name))
+    setattr(owner, name, after)
+    its_owner, ours = weakref.ref(owner), weakref.ref(after)
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Set ``owner.name`` to ``make(what it was)``.
+    def undo() -> None:
+        living, mine = its_owner(), ours()
+        if living is None or mine is None or vars(living).get(name) is not mine:
+            return
+        if before is _ABSENT:
+            delattr(living, name)
+        else:
+            setattr(living, name, before)
 
-        Raises AttributeError when `owner` has no such attribute of its own.
-        """
-        try:
-            before = vars(owner)[name]
-        except KeyError:
-            raise AttributeError(f"{owner!r} defines no {name}") from None
-        after = make(getattr(owner, name))
-        setattr(owner, name, after)
-        self._done.append((owner, name, before, after))
+    return undo
 
-    def shadow(self, instance: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Set ``instance.name``, on the instance alone, to ``make(what it was)``.
 
-        Raises AttributeError when there is no such attribute.
-        """
-        before = vars(instance).get(name, _ABSENT)
-        after = make(getattr(instance, name))
-        setattr(instance, name, after)
-        self._done.append((instance, name, before, after))
+def around(
+    owner: Any,
+    name: str,
+    begin: Callable[..., Any],
+    end: Callable[..., object],
+    when: Callable[..., bool] | None = None,
+) -> Undo:
+    """Call `begin` with the arguments before each call of ``owner.name`` and `end` with what `begin` returned after it.
 
-    def undo(self) -> None:
-        """Put back what was there, unless somebody else has replaced it since: then theirs stays, calling ours."""
-        while self._done:
-            owner, name, before, after = self._done.pop()
-            if vars(owner).get(name) is not after:
-                continue
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+    A `begin` that returns None has nothing to end. Calls for which `when` says no are left alone. Where somebody has
+    wrapped ours since, the undo leaves it in place, and it does nothing from then on.
+    """
+    on = True
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"), updated=())
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if when is not None and not when(*args):
+                return original(*args, **kwargs)
+            token = begin(*args, **kwargs) if on else None
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if token is not None:
+                    end(token)
+
+        return wrapper
+
+    restore = replace(owner, name, make)
+
+    def undo() -> None:
+        nonlocal on
+        on = False
+        restore()
+
+    return undo

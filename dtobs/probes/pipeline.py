@@ -8,16 +8,17 @@ computes, resolved when they have passed, so nothing here synchronises.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from dtobs.events import Phase, PipelineOp
+from dtobs.probes import patches
 from dtobs.probes import pipeline_schedule as private
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 from dtobs.probes.device_times import DeviceTimes, stream_marks
-from dtobs.probes.patches import Patches
 from dtobs.probes.pipeline_messages import MESSAGE_METHODS, Messages
-from dtobs.probes.progress import VALIDATION, Progress
+from dtobs.probes.progress import VALIDATION
 from dtobs.recording.pipeline_ring import PipelineWriter
 from dtobs.recording.plan import Plan
 
@@ -36,11 +37,9 @@ class PipelineProbe(Probe):
     name = "pipeline"
     about_model = False
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._progress = progress
-        self._patches = Patches()
-        self._watched: set[int] = set()
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ring: PipelineWriter | None = None
         self._plan: Plan | None = None
         self._device: DeviceTimes | None = None
@@ -51,16 +50,14 @@ class PipelineProbe(Probe):
         self._counted = 0  # micro-batches of the step before this call of the schedule
         self._first = self._last = self._sum = 0  # of this step's computations, in ns
         self._split: dict[int, Any] = {}  # stages that made weight gradients apart, by number, not reduced so far
-        self.on_split_backward: list[Callable[[Any], object]] = []
-        """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         """Nothing to hook before a schedule is given."""
-        self._context = context
+        self._progress = self.context.progress
 
     def remove(self) -> None:
         """Give the stages and torch's functions back, and close the ring."""
-        self._patches.undo()
+        super().remove()
         self._watched.clear()
         self._modules.clear()
         self._split.clear()
@@ -76,63 +73,51 @@ class PipelineProbe(Probe):
         """The ring is the parent's."""
         self._ring = None
 
-    def step_begin(self, context: Context) -> None:
+    def step_begin(self) -> None:
         """Nothing was computed in this step so far."""
         self._first = self._last = self._sum = 0
 
-    def step_end(self, context: Context) -> None:
+    def step_end(self) -> None:
         """The step's sums; times of a device may still be to come, also for earlier steps."""
         if self._device is not None:
             self._device.poll()
         if self._sum:
-            record = context.record
+            record = self.context.record
             record["pipeline_begin_ns"], record["pipeline_end_ns"] = self._first, self._last
             record["pipeline_compute_ns"] = self._sum
 
     def watch(self, schedule: Any) -> None:
         """Watch one schedule; again does nothing. Raises NotASchedule, RecordingDisabled."""
-        if id(schedule) in self._watched:
+        if schedule in self._watched:
             return
-        context = self._context
         plan, own = private.plan(schedule), private.stages(schedule)
-        recorder = context.recorder
+        recorder = self.context.recorder
         if self._ring is None:
             self._ring = PipelineWriter(recorder.run_dir.pipeline(recorder.rank, recorder.attempt))
         if own[0].device.type == "cuda":
             self._device = DeviceTimes(stream_marks(own[0].device))
         recorder.meta.add("pipeline", **plan.to_json(), messages=private.has_messages())
         if self._messages is None:
-            self._messages = Messages(self._write_message, lambda hook: context.guard(self, hook))
+            self._messages = Messages(self._write_message, self.guard)
         if not self._watched and private.has_messages():
             module = private.message_owner()
-            self._patches.replace(module, private.BATCH, self._messages.around_batch)
-            self._patches.replace(module, private.WAIT, self._messages.around_wait)
+            self.undo.callback(patches.replace(module, private.BATCH, self._messages.around_batch))
+            self.undo.callback(patches.replace(module, private.WAIT, self._messages.around_wait))
         self._plan = plan
-        self._watched.add(id(schedule))
+        self._watched.add(schedule)
         for chunk, stage in enumerate(own):
             self._wrap_stage(stage, chunk)
-        if private.last_stage(own) is not None and private.has_loss(schedule):
-            self._patches.shadow(schedule, private.LOSS, self._around_loss(len(own) - 1, own))
-        self._patches.shadow(schedule, "step", self._around_step)
+        last = private.last_stage(own)
+        if last is not None and private.has_loss(schedule):
+            self._around_compute(schedule, private.LOSS, last, len(own) - 1, lambda *_: PipelineOp.LOSS)
+        self.around(schedule, "step", self._begin_turn, self._end_turn)
 
     # the schedule
 
-    def _around_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        begin, end = self._guard(self._begin_turn), self._guard(self._end_turn)
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            begin()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                end()
-
-        return step
-
-    def _begin_turn(self) -> None:
+    def _begin_turn(self, *_args: Any, **_named: Any) -> bool:
         if not self._progress.in_step:
             self._progress.end(self._progress.begin(Phase.FORWARD))  # the first receive belongs to the step as well
-        step = self._context.step
+        step = self.context.step
         self._turn = self._turn + 1 if step == self._turns_step else 0
         self._turns_step = step
         self._forward_now, self._counted = -1, self._progress.micro_batches
@@ -140,15 +125,16 @@ class PipelineProbe(Probe):
             self._messages.clear()
         if self._device is not None:
             self._device.anchor()
+        return True
 
-    def _end_turn(self) -> None:
+    def _end_turn(self, _began: bool) -> None:
         for stage in list(self._split):
             self._stage_done(stage)
 
     def _stage_done(self, stage: int) -> None:
         module = self._split.pop(stage, None)
         if module is not None:
-            for hook in self.on_split_backward:
+            for hook in self.context.on_split_backward:
                 hook(module)
 
     # computations
@@ -156,72 +142,28 @@ class PipelineProbe(Probe):
     def _wrap_stage(self, stage: Any, chunk: int) -> None:
         number = int(stage.stage_index)
         forward, backward, weight = private.COMPUTE
-
-        def of_forward(args: Any, kwargs: Any) -> PipelineOp:
-            return PipelineOp.FORWARD
-
-        def of_backward(args: Any, kwargs: Any) -> PipelineOp:
-            # backward_one_chunk(chunk, loss=None, full_backward=True, last_backward=False)
-            full = args[2] if len(args) > 2 else kwargs.get("full_backward", True)
-            return PipelineOp.BACKWARD if full else PipelineOp.BACKWARD_INPUT
-
-        def of_weight(args: Any, kwargs: Any) -> PipelineOp:
-            return PipelineOp.BACKWARD_WEIGHT
-
-        for name, which in ((forward, of_forward), (backward, of_backward), (weight, of_weight)):
-            self._patches.shadow(stage, name, self._around_compute(number, chunk, which))
+        self._around_compute(stage, forward, stage, chunk, lambda *_args, **_named: PipelineOp.FORWARD)
+        self._around_compute(stage, backward, stage, chunk, _which_backward)
+        self._around_compute(stage, weight, stage, chunk, lambda *_args, **_named: PipelineOp.BACKWARD_WEIGHT)
         self._modules[number] = stage.submod
-        self._patches.shadow(stage, private.REDUCE, self._around_reduction(number))
+        self.around(stage, private.REDUCE, lambda *_args, **_named: self._stage_done(number), _nothing)
         assert self._messages is not None
         for name, op in MESSAGE_METHODS.items():
-            self._patches.shadow(stage, name, self._messages.around_ops(op, number, chunk))
+            self.undo.callback(patches.replace(stage, name, self._messages.around_ops(op, number, chunk)))
 
-    def _around_compute(
-        self, stage: int, chunk: int, which: Callable[[Any, Any], PipelineOp]
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        begin, end = self._guard(self._begin_compute), self._guard(self._end_compute)
+    def _around_compute(self, owner: Any, name: str, stage: Any, chunk: int, which: Callable[..., PipelineOp]) -> None:
+        """Time ``owner.name``, whose first argument is the micro-batch but for a loss, which is of the last forward."""
+        number = int(stage.stage_index)
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def compute(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
-                token = begin(which((micro_batch, *args), kwargs))
-                try:
-                    return original(micro_batch, *args, **kwargs)
-                finally:
-                    if token is not None:
-                        end(token, stage, chunk, micro_batch)
+        def begin(*args: Any, **named: Any) -> Any:
+            op = which(*args, **named)
+            return args[0] if op != PipelineOp.LOSS else None, self._begin_compute(op)
 
-            return compute
+        def end(token: Any) -> None:
+            micro_batch, began = token
+            self._end_compute(began, number, chunk, self._forward_now if micro_batch is None else micro_batch)
 
-        return make
-
-    def _around_loss(self, chunk: int, own: list[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        begin, end = self._guard(self._begin_compute), self._guard(self._end_compute)
-        number = int(own[chunk].stage_index)
-
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def loss(*args: Any, **kwargs: Any) -> Any:
-                token = begin(PipelineOp.LOSS)
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    if token is not None:
-                        end(token, number, chunk, self._forward_now)
-
-            return loss
-
-        return make
-
-    def _around_reduction(self, stage: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        before = self._guard(self._stage_done)
-
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def reduce(*args: Any, **kwargs: Any) -> Any:
-                before(stage)
-                return original(*args, **kwargs)
-
-            return reduce
-
-        return make
+        self.around(owner, name, begin, end)
 
     def _begin_compute(self, op: PipelineOp) -> tuple[PipelineOp, int, int, int, Any]:
         progress = self._progress
@@ -236,7 +178,7 @@ class PipelineProbe(Probe):
     ) -> None:
         now = time.monotonic_ns()
         op, depth, micro_batches, begin, mark = token
-        progress, context, device = self._progress, self._context, self._device
+        progress, context, device = self._progress, self.context, self._device
         progress.end(depth)
         if op == PipelineOp.FORWARD:
             self._forward_now = micro_batch
@@ -260,7 +202,7 @@ class PipelineProbe(Probe):
                 self._ring.write(op, begin_ns, end_ns, step, number, stage, chunk)
                 self._amend(step, begin_ns, end_ns)
 
-        device.put(mark, resolved)
+        device.span(mark, resolved)
 
     def _number(self, micro_batch: int) -> int:
         assert self._plan is not None
@@ -273,7 +215,7 @@ class PipelineProbe(Probe):
         self._sum += end - begin
 
     def _amend(self, step: int, begin: int, end: int) -> None:
-        context = self._context
+        context = self.context
         if step == context.step:
             self._add(begin, end)
             return
@@ -298,8 +240,14 @@ class PipelineProbe(Probe):
         size: int,
     ) -> None:
         if self._ring is not None and self._progress.part != VALIDATION:
-            number, step = self._number(micro_batch), self._context.step
+            number, step = self._number(micro_batch), self.context.step
             self._ring.write(op, begin, end, step, number, stage, chunk, peer, size)
 
-    def _guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        return self._context.guard(self, hook)
+
+def _which_backward(_micro_batch: int, _loss: Any = None, full_backward: bool = True, **_named: Any) -> PipelineOp:
+    """By the arguments of ``backward_one_chunk(chunk, loss=None, full_backward=True, last_backward=False)``."""
+    return PipelineOp.BACKWARD if full_backward else PipelineOp.BACKWARD_INPUT
+
+
+def _nothing(_: object) -> None:
+    """There is nothing to end."""

@@ -78,7 +78,7 @@ def empty_record() -> Record:
 class Progress:
     """One rank's progress. All methods are for the training thread; from another thread they do nothing.
 
-    `step_hooks` are called with "begin" and "end" at a step's borders, before the record is closed.
+    `on_step_begin` and `on_step_end` are called at a step's borders, before the record is closed.
     """
 
     def __init__(self, context: Context, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -120,6 +120,8 @@ class Progress:
         """Enter a phase; returns what `end` needs to leave it. A phase of the user's own wins over an observed one."""
         if threading.get_ident() != self.thread or not self.active:
             return -1
+        if phase != Phase.OPTIMIZER:  # inside the optimizer's hooks torch iterates over them
+            self._context.take_out_failed()
         depth = len(self._stack)
         top, by_user = (self._stack[-1][1], self._stack[-1][2]) if depth else (0, False)
         shown = top if top in _OUTER or (by_user and not explicit) else phase
@@ -172,7 +174,7 @@ class Progress:
         self._parts[self._part] += now - self._since
         self._part, self._since = part, now
 
-    def adopt(self) -> None:
+    def claim_training_thread(self) -> None:
         """The calling thread is the one that trains, as long as none has trained yet."""
         if not self.in_step and not self._stack and not self._ints[_STEPS_DONE]:
             self.thread = threading.get_ident()
@@ -213,7 +215,7 @@ class Progress:
         self._page.commit()
 
     def wait_end(self, group: int = 0, seq: int = 0) -> None:
-        """It goes on."""
+        """The thread stopped waiting."""
         if threading.get_ident() != self.thread or not self.active or not self._wait_depth:
             return
         self._wait_depth -= 1
@@ -227,17 +229,11 @@ class Progress:
             self._switch(self.part, now)
         self._page.commit()
 
-    def wait_over(self) -> None:
-        """No wait is open any more, however many were begun: an exception went through them."""
-        if self._wait_depth:
-            self._wait_depth = 1
-            self.wait_end()
-
     # steps
 
     def boundary(self, step: int | None = None) -> None:
         """The user says that a step begins here (and the one before, if any, ends)."""
-        self.adopt()
+        self.claim_training_thread()
         if threading.get_ident() != self.thread or not self.active:
             return
         self.explicit_steps = True

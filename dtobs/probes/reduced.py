@@ -17,8 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtobs.probes import gradients
-from dtobs.probes.base import Context, Probe
-from dtobs.probes.deferred import Deferred
+from dtobs.probes.base import Probe
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
 from dtobs.probes.norms import device_square, host_square
 from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, period, reduced_period
@@ -32,13 +31,13 @@ class ReducedGradientProbe(Probe):
     def __init__(self) -> None:
         super().__init__()
         self._tensors: list[Named] = []
-        self._deferred = Deferred()
         self._every = LEAST_REDUCED_PERIOD
         self._own_norm = math.nan
         self._whole = False
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         """Remember whose gradients to read."""
+        context = self.context
         if context.model is None:
             return
         tensors = model_tensors(context.model, context.replicas)
@@ -49,24 +48,21 @@ class ReducedGradientProbe(Probe):
     def remove(self) -> None:
         """Let go of the model."""
         self._tensors = []
-        self._deferred.clear()
+        super().remove()
 
-    def before_optimizer(self, context: Context) -> None:
+    def before_optimizer(self) -> None:
         """On every K-th step, K from the model's size."""
-        if self._tensors and context.step % self._every == 0 and not self._reported(context):
-            self._read(context)
+        if self._tensors and self.context.step % self._every == 0 and not self._reported():
+            self._read()
 
-    def step_end(self, context: Context) -> None:
-        """Values of earlier steps that a device has delivered."""
-        self._deferred.poll()
-
-    def _reported(self, context: Context) -> bool:
+    def _reported(self) -> bool:
         """Whether the loop itself says what its norm is (of this step, or of the last one)."""
-        said = context.recorder.page.get("reduced_norm")
-        of_this_step = not math.isnan(float(context.record["reduced_norm"]))
+        said = self.context.recorder.page.get("reduced_norm")
+        of_this_step = not math.isnan(float(self.context.record["reduced_norm"]))
         return of_this_step or not (math.isnan(said) or said == self._own_norm)
 
-    def _read(self, context: Context) -> None:
+    def _read(self) -> None:
+        context = self.context
         found: list[float | torch.Tensor] = []  # squares; of a device, a tensor that nobody has waited for
         shares: list[float] = []
         for named in self._tensors:
@@ -95,4 +91,4 @@ class ReducedGradientProbe(Probe):
                 context.record[name] = value
             return
         stacked = torch.stack([torch.as_tensor(s, dtype=torch.float64).to(device) for s in found])
-        self._deferred.put(stacked, lambda values: context.recorder.amend_step(step, **summary(values)))
+        self.late.put(stacked, lambda values: context.recorder.amend_step(step, **summary(values)))

@@ -1,7 +1,7 @@
 """The way into the process group: who has started, who waits in ``init_process_group``, who has met.
 
-`around` is what runs in place of it; used by a session that is attached before the group is there, and by
-``dtobs run`` before any session is.
+`wrap_init_process_group` makes what runs in place of it; used by a session that is attached before the group is there,
+and by ``dtobs run`` before any session is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtobs.probes.base import Context, Probe
-from dtobs.probes.patches import Patches
+from dtobs.probes import patches
+from dtobs.probes.base import Probe
 from dtobs.recording.arrivals import Arrival, arrive, become, write_arrival
 from dtobs.recording.page import INDEX
 from dtobs.recording.rundir import RunDirectory
@@ -26,24 +26,21 @@ class Rendezvous(Probe):
     name = "rendezvous"
     about_model = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._patches = Patches()
-
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
+        context = self.context
         if context.world_size == 1 or dist.is_initialized():
             return
         recorder = context.recorder
         patience = recorder.page.ints[INDEX["hang_timeout_ns"]] / 1e9
         arrival = arrive(context.rank, context.world_size, recorder.attempt, patience)
         write_arrival(recorder.run_dir, arrival)
-        self._patches.replace(dist, "init_process_group", around(recorder.run_dir, lambda: arrival))
-
-    def remove(self) -> None:
-        self._patches.undo()
+        watched = wrap_init_process_group(recorder.run_dir, lambda: arrival)
+        self.undo.callback(patches.replace(dist, "init_process_group", watched))
 
 
-def around(run: RunDirectory, who: Callable[[], Arrival]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def wrap_init_process_group(
+    run: RunDirectory, who: Callable[[], Arrival]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What makes ``init_process_group`` tell of itself in `run`; `who` is asked when it is called."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import signal
 
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """One that neither torch, NCCL, profilers nor debuggers use."""
@@ -18,15 +18,11 @@ class Stacks(Probe):
     name = "stacks"
     about_model = False
 
-    def install(self, context: Context) -> None:
-        recorder = context.recorder
+    def install(self) -> None:
+        recorder = self.context.recorder
         path = recorder.run_dir.stacks(recorder.rank, recorder.attempt)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=True, chain=False)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.undo.callback(os.close, file)
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+        self.undo.callback(faulthandler.unregister, STACKS_SIGNAL)
         recorder.meta.add("process", stacks_file=str(path), stacks_signal=int(STACKS_SIGNAL))
-
-    def remove(self) -> None:
-        fd, self._fd = getattr(self, "_fd", -1), -1
-        if fd >= 0:
-            faulthandler.unregister(STACKS_SIGNAL)
-            os.close(fd)

@@ -12,51 +12,26 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 from dtobs.probes.c10d_ops import Interception
-from dtobs.probes.patches import Patches
-from dtobs.probes.progress import Progress
 
 
 class Waits(Probe):
-    """Marks the waiting. `last_issued` is the group and sequence number of what this thread issued last."""
+    """Marks the waiting, with the group and sequence number of what this thread issued last."""
 
     name = "waits"
     about_model = False
 
-    def __init__(self, progress: Progress, last_issued: Callable[[], tuple[int, int]]) -> None:
-        super().__init__()
-        self._progress = progress
-        self._last_issued = last_issued
-        self._patches = Patches()
-        self._functional = Interception("_c10d_functional")
-
-    def install(self, context: Context) -> None:
-        self._begin = context.guard(self, self._wait_begin)
-        self._end = context.guard(self, self._wait_end)
-        self._patches.replace(Work, "wait", self._around)
-        self._patches.replace(dist, "_broadcast_coalesced", self._around)
-        self._functional.add(torch.ops._c10d_functional.wait_tensor.default, self._functional_wait())
-
-    def remove(self) -> None:
-        self._patches.undo()
-        self._functional.undo()
-
-    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        begin, end = self._begin, self._end
-
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            begin()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                end()
-
-        wait.__doc__ = original.__doc__
-        return wait
+    def install(self) -> None:
+        self._progress, self._last_issued = self.context.progress, self.context.last_issued
+        functional = Interception("_c10d_functional")
+        self.undo.callback(functional.undo)
+        self.around(Work, "wait", self._begin, self._end)
+        self.around(dist, "_broadcast_coalesced", self._begin, self._end)
+        functional.add(torch.ops._c10d_functional.wait_tensor.default, self._functional_wait())
 
     def _functional_wait(self) -> Callable[..., Any]:
-        begin, end = self._begin, self._end
+        begin, end = self.guard(self._begin), self.guard(self._end)
         redispatch = torch.ops._c10d_functional.wait_tensor.default._handle.redispatch_boxed
         mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -69,8 +44,9 @@ class Waits(Probe):
 
         return kernel
 
-    def _wait_begin(self) -> None:
+    def _begin(self, *_args: Any, **_named: Any) -> bool:
         self._progress.wait_begin(*self._last_issued())
+        return True
 
-    def _wait_end(self) -> None:
+    def _end(self, _began: bool = True) -> None:
         self._progress.wait_end(*self._last_issued())

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 
 MAX_SOCKET_PATH = 107
 """Bytes that fit in ``sockaddr_un``, without the final zero."""
@@ -41,7 +41,7 @@ class WorkerServer(Probe):
         self._server: Any = None
         self._folder: Path | None = None
 
-    def install(self, context: Context) -> None:
+    def install(self) -> None:
         """Raises OSError or RuntimeError when the server cannot be started."""
         self._folder = Path(tempfile.mkdtemp(prefix="dtobs-", dir=_base()))
         path = self._folder / "worker"
@@ -49,7 +49,7 @@ class WorkerServer(Probe):
             raise OSError(f"the path of the socket is too long: {path}")
         with _quiet():
             self._server = c10d._WorkerServer(str(path), -1)
-        context.recorder.meta.add("process", worker_server=str(path))
+        self.context.recorder.meta.add("process", worker_server=str(path))
 
     def remove(self) -> None:
         """End the server and remove its socket."""

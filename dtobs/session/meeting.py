@@ -27,14 +27,14 @@ def started() -> None:
         _write(int(values["RANK"]), int(values["WORLD_SIZE"]))
 
 
-def around(original: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+def wrap_init_process_group(original: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """What to call in place of ``init_process_group``; None to call that itself, because this is no rank of several."""
     if os.environ.get(_SEEN, str(os.getpid())) != str(os.getpid()):
         return None  # a child of a rank makes a group of its own
     rank, world = (_number(kwargs, name) for name in ("rank", "world_size"))
     if rank < 0 or world <= 1:
         return None
-    from dtobs.probes.rendezvous import around as watched
+    from dtobs.probes.rendezvous import wrap_init_process_group as watched
 
     arrival = _write(rank, world)
     return watched(_run(), lambda: arrival)(original)

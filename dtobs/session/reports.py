@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
 
 from dtobs.events import FORMAT_FIELDS
 from dtobs.probes.base import Context
-from dtobs.probes.progress import Progress
-
-if TYPE_CHECKING:
-    import torch
+from dtobs.probes.deferred import Deferred
 
 _RECORD = {
     "loss": "loss",
@@ -41,33 +41,26 @@ NAMES = tuple(dict.fromkeys((*_RECORD, *_PAGE, *_SUMMED)))
 class Reports:
     """Takes reports. A number that is still on a device is fetched without waiting and lands a step later."""
 
-    def __init__(self, context: Context, progress: Progress) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._progress = progress
-        self._late: list[tuple[str, torch.Tensor, torch.cuda.Event]] = []
+        self.late = Deferred()  #: asked for at the end of each step
 
-    def take(self, values: dict[str, Any]) -> None:
+    def add(self, values: dict[str, Any]) -> None:
         """Note `values`; a name that nobody knows is kept nowhere."""
         for name, value in values.items():
             if hasattr(value, "detach"):
-                if value.device.type == "cuda":
-                    self._fetch(name, value)
+                value = value.detach()
+                if value.device.type not in ("cpu", "meta"):
+                    self.late.put(value.reshape(()), partial(self._note_late, name))
                     continue
-                value = value.detach().item()
             self._note(name, float(value))
         self._context.recorder.page.commit()
 
-    def poll(self) -> None:
-        """Note what has arrived from a device since."""
-        waiting, self._late = self._late, []
-        for name, copy, event in waiting:
-            if event.query():  # type: ignore[no-untyped-call]
-                self._note(name, float(copy.item()))
-            else:
-                self._late.append((name, copy, event))
+    def _note_late(self, name: str, value: npt.NDArray[Any]) -> None:
+        self._note(name, value.item())
 
     def _note(self, name: str, value: float) -> None:
-        record, page = self._progress.reported_record, self._context.recorder.page
+        record, page = self._context.progress.reported_record, self._context.recorder.page
         if name in _SUMMED:
             before = page.get(name)
             page.set(**{name: value if before != before else before + value})  # NaN: nothing yet
@@ -82,12 +75,3 @@ class Reports:
             page.set(**{_PAGE[name]: value})
         if name in ("checkpoint_bytes", "checkpoint_seconds"):
             page.set(checkpoint_utc=time.time())
-
-    def _fetch(self, name: str, value: torch.Tensor) -> None:
-        import torch
-
-        copy = torch.empty((), dtype=value.dtype, pin_memory=True)
-        copy.copy_(value.detach().reshape(()), non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(value.device))
-        self._late.append((name, copy, event))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from dtobs.events import Kind, RankState
+from dtobs.events import RankState
 from dtobs.host.process import boot_id, pid_namespace, start_ticks
 from dtobs.probes.base import Context, Probe
 from dtobs.recording.recorder import Recorder
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """The session that does nothing: for DTOBS_DISABLE=1, and where a recording could not be started."""
+    """What `attach` returns. This one does nothing: for DTOBS_DISABLE=1, and where no recording could be started."""
 
     active = False
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What the method `name` does in a session that records."""
 
     def watch(
         self,
@@ -38,42 +41,57 @@ class Session:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
         """Observe `model` and `optimizer` (of several optimizers, the last ends the step), in place of earlier ones."""
+        self._call("watch", model, optimizer)
 
     def step(self, step: int | None = None) -> None:
         """A step begins here, number `step` or the next; the one before ends. From then on only this ends steps."""
+        self._call("step", step)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name a part of the loop: data, forward, backward, optimizer, checkpoint, validation, or one of your own."""
-        return nullcontext()
+        return _NamedPhase(self, name)
 
     def batch(self, **tensors: torch.Tensor) -> None:
         """The input of one micro-batch."""
+        self._call("batch", tensors)
 
     def report(self, **values: float | torch.Tensor) -> None:
         """Numbers of the step: loss, tokens, global_tokens (both of this step), learning_rate, gradient_norm, …"""
+        self._call("report", values)
 
     def allow(self, phase: str, seconds: float) -> None:
         """Declare that `phase` may take that long before it counts as hung."""
+        self._call("allow", phase, seconds)
 
-    def pause(self, name: str = "paused") -> AbstractContextManager[None]:
+    @contextmanager
+    def pause(self, name: str = "paused") -> Iterator[None]:
         """Declare that this rank stands still on purpose, for as long as it likes: ``with session.pause("debugging")``.
 
         It is shown as a phase of that name. Whoever cannot call it, because a debugger holds the process already,
         creates a file ``paused`` in the run directory, and removes it afterwards.
         """
-        return nullcontext()
+        with self.phase(name):
+            self._call("pause", 1)
+            try:
+                yield
+            finally:
+                self._call("pause", -1)
 
     def policy(self, **rules: Any) -> None:
         """Declare what must be equal or different between ranks, such as ``init="equal", data="differ"``."""
+        self._call("policy", rules)
 
     def watch_pipeline(self, schedule: Any) -> None:
         """Record what a schedule of torch.distributed.pipelining does with each micro-batch; for any number of them."""
+        self._call("watch_pipeline", schedule)
 
     def begin_phase(self, name: str) -> None:
         """Enter a phase, for integrations; `phase` is the safer form."""
+        self._call("begin_phase", name)
 
     def end_phase(self, name: str) -> None:
         """Leave the innermost open phase of that name."""
+        self._call("end_phase", name)
 
     def close(self) -> None:
         """Take every hook out and finish the recording. Calling it again does nothing."""
@@ -84,6 +102,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
+        if error is not None:
+            self._call("exception", error)
         self.close()
         return False
 
@@ -93,7 +113,7 @@ class LiveSession(Session):
 
     active = True
 
-    def __init__(self, recorder: Recorder, context: Context, who: Identity, levels: Mapping[str, str]) -> None:
+    def __init__(self, recorder: Recorder, context: Context, who: Identity) -> None:
         from dtobs.session.probe_set import ProbeSet
 
         super().__init__(recorder.run_dir.root)
@@ -101,22 +121,15 @@ class LiveSession(Session):
         self._pid = os.getpid()
         self._undo: list[Callable[[], None]] = []
         self._monitor: MonitorProcess | None = None
-        self._probes = ProbeSet(context, levels)
+        self._probes = ProbeSet(context)
         self._own = _SessionProbe()  # stands for the session's own methods in the guard
-        guard = context.guard
-        self._guarded_report = guard(self._own, self._probes.reports.take)
-        self._guarded_boundary = guard(self._own, self._probes.progress.boundary)
-        self._guarded_begin = guard(self._own, self._probes.begin_phase)
-        self._guarded_end = guard(self._own, self._probes.progress.end)
-        self._guarded_end_named = guard(self._own, self._probes.end_phase)
-        self._guarded_watch = guard(self._own, self._watch)
-        self._guarded_pipeline = guard(self._own, self._probes.watch_pipeline)
-        self._guarded_policy = guard(self._own, self._declare)
-        self._guarded_batch = guard(self._own, self._probes.batch)
-        self._guarded_allow = guard(self._own, self._probes.allow)
-        self._guarded_pause = guard(self._own, self._probes.progress.pause)
+        self._calls = self._probes.calls(self._own)
         recorder.meta.add("process", **self._describe_process())
         self._probes.install()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        call = self._calls.get(name) if self.active else None
+        return call(*arguments) if call is not None else None
 
     @property
     def local_rank(self) -> int:
@@ -143,60 +156,6 @@ class LiveSession(Session):
     def explicit_steps(self) -> None:
         """From now on only `step` begins and ends steps."""
         self._probes.progress.explicit_steps = True
-
-    def watch(
-        self,
-        model: torch.nn.Module | None,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    ) -> None:
-        if self.active:
-            self._guarded_watch(model, optimizer)
-
-    @contextmanager
-    def pause(self, name: str = "paused") -> Iterator[None]:
-        with self.phase(name):
-            if self.active:
-                self._guarded_pause(1)
-            try:
-                yield
-            finally:
-                if self.active:
-                    self._guarded_pause(-1)
-
-    def step(self, step: int | None = None) -> None:
-        if self.active:
-            self._guarded_boundary(step)
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return _NamedPhase(self, name)
-
-    def batch(self, **tensors: torch.Tensor) -> None:
-        if self.active:
-            self._guarded_batch(tensors)
-
-    def report(self, **values: float | torch.Tensor) -> None:
-        if self.active:
-            self._guarded_report(values)
-
-    def allow(self, phase: str, seconds: float) -> None:
-        if self.active:
-            self._guarded_allow(phase, seconds)
-
-    def policy(self, **rules: Any) -> None:
-        if self.active:
-            self._guarded_policy(rules)
-
-    def watch_pipeline(self, schedule: Any) -> None:
-        if self.active:
-            self._guarded_pipeline(schedule)
-
-    def begin_phase(self, name: str) -> None:
-        if self.active:
-            self._guarded_begin(name)
-
-    def end_phase(self, name: str) -> None:
-        if self.active:
-            self._guarded_end_named(name)
 
     def close(self) -> None:
         if not self.active:
@@ -231,23 +190,6 @@ class LiveSession(Session):
         for undo in (*reversed(self._undo), self._probes.remove):
             self._attempt(undo)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
-        if error is not None and self.active:
-            self._probes.exceptions.saw(error)
-        self.close()
-        return False
-
-    def _watch(self, model: Any, optimizer: Any) -> None:
-        if isinstance(optimizer, Sequence):
-            optimizer = optimizer[-1] if optimizer else None
-        self._probes.watch(model, optimizer)
-
-    def _declare(self, rules: dict[str, Any]) -> None:
-        self._recorder.meta.add("policy", **rules)
-        self._recorder.events.write(Kind.MARK, self._context.phase, self._context.step)
-
     def _describe_process(self) -> dict[str, Any]:
         import torch
 
@@ -272,18 +214,17 @@ class _NamedPhase(AbstractContextManager[None]):
 
     __slots__ = ("_depths", "_name", "_session")
 
-    def __init__(self, session: LiveSession, name: str) -> None:
+    def __init__(self, session: Session, name: str) -> None:
         self._session, self._name = session, name
         self._depths: list[int | None] = []
 
     def __enter__(self) -> None:
-        session = self._session
-        self._depths.append(session._guarded_begin(self._name) if session.active else None)
+        self._depths.append(self._session._call("begin_phase", self._name))
 
     def __exit__(self, *_: object) -> None:
         depth = self._depths.pop()
-        if depth is not None and self._session.active:
-            self._session._guarded_end(depth)
+        if depth is not None:
+            self._session._call("leave_phase", depth)
 
 
 class _SessionProbe(Probe):

@@ -97,11 +97,12 @@ def _start(
     name: str,
     mesh: Any,
     replicas: Any,
-    levels: Mapping[str, str],
+    levels: dict[str, str],
     hang_timeout: float | None,
     config: Mapping[str, Any] | None,
 ) -> LiveSession:
     from dtobs.probes.base import Context
+    from dtobs.session.probe_set import last_of
 
     who = Identity.find()
     root, attempt = agree(run_dir, name, who)
@@ -109,29 +110,25 @@ def _start(
     run = RunDirectory(root)
     run.create()
     recorder = Recorder(run, who.rank, who.world_size, local_rank=who.local_rank, node=who.node, attempt=who.attempt)
-    if isinstance(optimizer, Sequence):
-        optimizer = optimizer[-1] if optimizer else None
-    context = Context(
-        recorder, who.rank, who.world_size, model=model, optimizer=optimizer, mesh=mesh, replicas=replicas
-    )
+    context = Context(recorder, who.rank, who.world_size, model, last_of(optimizer), mesh, replicas, levels)
     recorder.page.set(hang_timeout_ns=int((hang_timeout or 0) * 1e9))
     if who.rank == 0 or (who.local_rank == 0 and not run.run_json.exists()):  # a disk that rank 0 does not see
         said = describe_run(name, who, mesh, config)
         if who.attempt > 0:  # the run began with its first attempt
             said["started"] = run.read_run().get("started", said["started"])
         run.write_run(said)
-    return LiveSession(recorder, context, who, levels)
+    return LiveSession(recorder, context, who)
 
 
 def _levels(probes: Mapping[str, str] | None) -> dict[str, str]:
-    """Levels by probe name: those of the call win over the environment's."""
+    """Levels by probe name: those of the call win over the environment's. Raises ValueError."""
+    from dtobs.probes.table import check_levels
+
     levels = dict(probes or {})
     asked = os.environ.get("DTOBS_COLLECTIVES", "")
     if asked and "collectives" not in levels:
         levels["collectives"] = asked
-    level = levels.get("collectives", "full")
-    if level not in ("full", "cheap", "off"):
-        raise ValueError(f'DTOBS_COLLECTIVES is {level!r}: use "full", "cheap" or "off"')
+    check_levels(levels)
     return levels
 
 

@@ -74,7 +74,7 @@ def _tell_of_groups(module: Any) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         # Only now is torch imported whole.
-        seen = _guarded(lambda: _ours("session.meeting").around(original, kwargs)) or original
+        seen = _guarded(lambda: _ours("session.meeting").wrap_init_process_group(original, kwargs)) or original
         return seen(*args, **kwargs)
 
     module.init_process_group = init_process_group

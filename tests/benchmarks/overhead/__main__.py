@@ -9,7 +9,7 @@ import statistics
 import sys
 from typing import Any
 
-from dtobs.probes.registry import default_probes
+from dtobs.probes.table import PROBES
 from tests.benchmarks.overhead.hooks import measure_hooks
 from tests.benchmarks.overhead.workload import Measured, Plan, measure
 from tests.harness import run_ranks
@@ -54,7 +54,7 @@ def main() -> int:
         costs = run_ranks(measure_hooks, 1, timeout=600)[0].value
         print(json.dumps({name: round(value, 2) for name, value in costs.items()}, indent=1))
         return 0
-    off = [*options.off, *(p.name for p in default_probes() if options.only and p.name not in options.only)]
+    off = [*options.off, *(p.name for p in PROBES if options.only and p.name not in options.only)]
     plan = Plan(options.pairs, options.steps, options.batch, options.length, dict.fromkeys(off, "off"), options.fsdp)
     found: dict[str, Any] = {"steps": options.steps, "pairs": options.pairs, "off": off, "fsdp": options.fsdp}
     for world in options.worlds:

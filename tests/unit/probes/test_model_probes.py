@@ -15,7 +15,7 @@ from torch import nn
 
 import dtobs
 from dtobs.detectors import run_detectors
-from dtobs.probes.registry import default_probes
+from dtobs.probes.table import DISTRIBUTED, PROBES, make_probes
 from dtobs.recording.view import StepWindow, load_run
 
 
@@ -135,6 +135,7 @@ def test_the_model_can_be_copied_and_saved_while_observed_and_is_as_it_was_after
 
 
 def test_probes_are_fresh_each_time():
-    first, second = default_probes(), default_probes()
-    assert [p.name for p in first] == [p.name for p in second]
+    first, second = (make_probes({"backward": "off"}, frozenset({DISTRIBUTED})) for _ in range(2))
+    assert [p.name for p in first] == [p.name for p in second] == [e.name for e in PROBES if e.name != "backward"]
+    assert not {"waits", "collectives"} & {p.name for p in make_probes({}, frozenset())}
     assert not set(map(id, first)) & set(map(id, second))

@@ -33,7 +33,7 @@ def test_device_times_are_the_anchors_host_time_and_what_passed_since():
     times.anchor()
     for _ in range(2):
         begin = times.mark()
-        times.put(begin, lambda begin_ns, end_ns: seen.append((begin_ns, end_ns)))
+        times.span(begin, lambda begin_ns, end_ns: seen.append((begin_ns, end_ns)))
     times.poll()
     (a, b), (c, d) = seen
     assert (b - a, c - b, d - c) == (3_000_000, 0, 1_000_000)
@@ -43,11 +43,11 @@ def test_what_has_not_passed_is_waited_for_and_too_many_are_dropped():
     event = FakeEvent(0.0)
     event.passed = False
     times, seen = DeviceTimes(lambda: event), []
-    times.put(event, lambda *span: seen.append(span))
+    times.span(event, lambda *span: seen.append(span))
     assert times.dropped == 1  # there is no anchor to tell the time by
     times.anchor()
     for _ in range(MAX_PENDING + 1):
-        times.put(event, lambda *span: seen.append(span))
+        times.span(event, lambda *span: seen.append(span))
     times.poll()
     assert (seen, times.dropped) == ([], 2)
     event.passed = True
@@ -61,7 +61,7 @@ def test_marks_on_a_stream():
     times.anchor()
     begin = times.mark()
     torch.randn(512, 512, device="cuda").square().sum()
-    times.put(begin, lambda *span: seen.append(span))
+    times.span(begin, lambda *span: seen.append(span))
     torch.cuda.synchronize()
     times.poll()
     assert seen[0][1] > seen[0][0]

@@ -21,8 +21,8 @@ from torch.utils.data import dataloader
 
 import dtobs
 from dtobs.events import RankState
-from dtobs.probes import registry
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
+from dtobs.probes.table import make_probes
 from dtobs.recording.view import load_run
 from dtobs.session import Session, probe_set
 from tests.unit.session.conftest import make_model, train
@@ -135,7 +135,7 @@ def test_a_failing_probe_is_switched_off_and_training_goes_on(
     model = make_model()
     expected = train(model, torch.optim.SGD(model.parameters(), 0.1), 4)
     broken = type("Broken", (Faulty,), {})(where)
-    monkeypatch.setattr(probe_set, "default_probes", lambda: [*registry.default_probes(), broken])
+    monkeypatch.setattr(probe_set, "make_probes", lambda levels, has: [*make_probes(levels, has), broken])
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with attach(model, optimizer) as session:
@@ -179,6 +179,23 @@ def test_a_failure_anywhere_in_the_bookkeeping_reaches_nobody(
     session.report(loss=1.0)
     session.close()
     assert hooks(model, optimizer) == before
+
+
+def test_what_fails_while_torch_calls_hooks_is_taken_out_later(attach: Attach, monkeypatch: pytest.MonkeyPatch):
+    from dtobs.probes.modules import OptimizerSteps
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = hooks(model, optimizer)
+    broken_inside(monkeypatch, OptimizerSteps, "_begin")
+    session = attach(model, optimizer)
+    seen: list[object] = []
+    handle = optimizer.register_step_pre_hook(lambda *_: seen.append(1))  # called after ours, in the same iteration
+    train(model, optimizer, 3)
+    assert len(seen) == 3
+    handle.remove()
+    assert hooks(model, optimizer)["optimizer"] == before["optimizer"]
+    assert load_run(session.run_dir).meta(0).probes["optimizer"]["reason"] == "ArithmeticError: broken inside"
 
 
 def test_an_interrupt_passes_and_is_no_failure(attach: Attach):
@@ -245,7 +262,7 @@ def test_a_place_that_cannot_be_written_costs_one_line(
 def test_an_unknown_level_costs_one_line(attach: Attach, capsys: pytest.CaptureFixture[str]):
     attach(probes={"collectives": "loud"})
     assert capsys.readouterr().err == (
-        'dtobs: not recording this run: DTOBS_COLLECTIVES is \'loud\': use "full", "cheap" or "off"\n'
+        'dtobs: not recording this run: the level of the probe collectives is \'loud\': use "full", "cheap" or "off"\n'
     )
 
 
@@ -388,8 +405,8 @@ def test_install_that_fails_is_undone(attach: Attach, monkeypatch: pytest.Monkey
     before = hooks(model, optimizer)
     original = Waits.install
 
-    def half(self: Waits, context: Context) -> None:
-        original(self, context)
+    def half(self: Waits) -> None:
+        original(self)
         raise OSError("half way")
 
     monkeypatch.setattr(Waits, "install", half)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +16,9 @@ from torch.distributed import HashStore
 
 import dtobs
 from dtobs.probes import backward as backward_module
+from dtobs.probes import patches
 from dtobs.probes.c10d_ops import canonical_name, discover
 from dtobs.probes.call_site import CallSites
-from dtobs.probes.patches import Patches
 from dtobs.recording.meta import MetaWriter, read_meta
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
@@ -169,22 +171,53 @@ class Owner:
     def method(self) -> int:
         return 1
 
+    def fail(self, cause: str) -> None:
+        raise KeyError(cause)
+
 
 def test_patches_are_undone_unless_somebody_came_after():
-    original = vars(Owner)["method"]
-    patches = Patches()
-    patches.replace(Owner, "method", lambda before: lambda self: before(self) + 1)
-    assert Owner().method() == 2
-    patches.undo()
+    original, seen = vars(Owner)["method"], []
+
+    def around() -> Callable[[], None]:
+        return patches.around(Owner, "method", lambda owner: seen.append("begin") is None, seen.append)
+
+    undo = around()
+    assert (Owner().method(), seen) == (1, ["begin", True])
+    undo()
     assert vars(Owner)["method"] is original
-    patches.replace(Owner, "method", lambda before: lambda self: before(self) + 1)
+    undo = around()
     ours = Owner.method
     Owner.method = lambda self: ours(self) + 10  # type: ignore[method-assign]
-    patches.undo()
-    assert Owner().method() == 12
+    undo()
+    seen.clear()
+    assert (Owner().method(), seen) == (11, [])  # theirs stays, and what it calls of ours does nothing
     Owner.method = original  # type: ignore[method-assign]
-    with pytest.raises(AttributeError, match="defines no absent"):
+    with pytest.raises(AttributeError, match="absent"):
         patches.replace(Owner, "absent", lambda before: before)
+
+
+def test_a_patch_of_one_instance_is_that_instances_and_keeps_nothing_alive():
+    one, other = Owner(), Owner()
+    undo = patches.replace(one, "method", lambda before: lambda: before() + 1)
+    assert (one.method(), other.method()) == (2, 1)
+    undo()
+    assert "method" not in vars(one)
+    undo = patches.replace(one, "method", lambda before: lambda: before() + 1)
+    gone = weakref.ref(one)
+    del one
+    gc.collect()
+    assert gone() is None
+    undo()
+
+
+def test_what_is_wrapped_conditionally_and_what_fails_inside():
+    ended: list[object] = []
+    undo = patches.around(Owner, "fail", lambda owner, cause: cause, ended.append, when=lambda owner, cause: cause)
+    for cause in ("", "x"):
+        with pytest.raises(KeyError):
+            Owner().fail(cause)
+    undo()
+    assert ended == ["x"]
 
 
 def test_without_the_queue_of_callbacks_backward_is_still_seen(
