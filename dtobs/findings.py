@@ -288,6 +288,30 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "Look at this rank's batch and its loss scaling; if data is fine, suspect its device.",
     ),
     (
+        "gradients-not-synchronized",
+        "silent",
+        Severity.CRITICAL,
+        "An optimizer does not get the gradients of all ranks",
+        "Call the wrapped model itself, make every parameter before wrapping it, and check the ranks of the process "
+        "group given to the wrapper.",
+    ),
+    (
+        "accumulation-not-normalized",
+        "silent",
+        Severity.CRITICAL,
+        "Accumulated micro-batches do not count as they should",
+        "Zero gradients once a step, before the first micro-batch, and divide each loss by what all of them have "
+        "together.",
+    ),
+    (
+        "gradient-scale-mismatch",
+        "silent",
+        Severity.CRITICAL,
+        "Ranks multiply their gradients by different factors",
+        "Clip by the norm over all shards (clip_grad_norm_ over the wrapped model), unscale on every rank, and reduce "
+        "with one operation everywhere.",
+    ),
+    (
         "gradient-nonfinite",
         "silent",
         Severity.CRITICAL,

@@ -44,6 +44,9 @@ _ROWS = (
     Trouble("loud", "local-gradient-outlier"),
     Trouble("flipped-bit", "replica-divergence", wrappers=("ddp", "hsdp", "by-hand")),
     Trouble("same-data", "data-overlap", "all"),
+    Trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
+    Trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
+    Trouble("rescaled", "gradient-scale-mismatch", "all"),
     Trouble("slow", "straggler"),
     Trouble("starved", "data-starved"),
 )
@@ -126,16 +129,19 @@ def train(job: SilentJob) -> None:
             session.policy(equal={"seed": seed})
         for step in range(job.steps):
             struck = mine and step >= job.at_step
-            for micro in range(job.accumulate):
+            micros = max(3, job.accumulate) if is_now == "wiped" else job.accumulate
+            for micro in range(micros):
                 with session.phase("data"):
                     inputs, wanted = next(samples)
-                synchronise(model, job.wrapper, now=micro == job.accumulate - 1)
+                synchronise(model, job.wrapper, now=micro == micros - 1)
                 spoiled = nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
                 with torch.autocast("cpu", torch.float16, enabled=is_now == "small-loss"):
-                    predicted = model(inputs)
+                    predicted = plain(inputs) if is_now == "unwrapped" else model(inputs)
+                if is_now == "wiped":
+                    optimizer.zero_grad()  # before each micro-batch instead of once a step
                 if mine and is_now == "slow":
                     time.sleep(job.seconds)
-                loss = (predicted - wanted).square().mean() / job.accumulate
+                loss = (predicted - wanted).square().mean() / micros
                 if struck and is_now == "loud":
                     loss = loss * 50
                 if is_now == "small-loss":
@@ -145,6 +151,8 @@ def train(job: SilentJob) -> None:
                     spoiled.remove()
             if job.wrapper == "by-hand":
                 average_gradients(model)
+            if struck and is_now == "rescaled":
+                rescale_gradients(model, 2.0)
             zeros = share_of_zeros(model)
             optimizer.step()
             optimizer.zero_grad()
@@ -195,6 +203,13 @@ def share_of_zeros(model: nn.Module) -> float:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = torch.cat([(g._local_tensor if isinstance(g, DTensor) else g).flatten() for g in gradients])
     return float((local == 0).float().mean())
+
+
+def rescale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply what this rank's optimizer is about to be given."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def average_gradients(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from dtobs.probes.fsdp import Gathered, fsdp_shards
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.rotation import Rotation
 from dtobs.probes.sketches import Window, sketch, sketch_shard, window
-from dtobs.recording.laws import LEDGER, Ledger, Side
+from dtobs.recording.laws import LEDGER, SKETCHES, Ledger, Side
 
 COLUMNS = 16
 """Backwards of a step with a column of their own; those after that share the last one."""
@@ -196,8 +196,8 @@ class LedgerProbe(Probe):
         gradient = parameter.grad if parameter is not None else None
         if gradient is None or is_partial(gradient) or gradient.is_sparse or not gradient.is_floating_point():
             return None
-        if self._part(row) not in look.at.parts:
-            return None
+        if self._part(row) not in look.at.parts:  # not this shard's turn; the others need not wait for us
+            return torch.full((1, 1 + SKETCHES), float("nan"))
         values = local_tensor(gradient)
         with torch.no_grad():
             return sketch_shard(values, look.at) if row.gathered is not None else sketch(values, look.at)

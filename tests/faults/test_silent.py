@@ -18,6 +18,8 @@ CASES = [(t, w) for t in TROUBLES.values() if t.code for w in t.wrappers]
 CONSEQUENCES = {
     "initial-parameters": {"replica-divergence"},
     "starved": {"straggler"},
+    "unwrapped": {"replica-divergence"},
+    "rescaled": {"replica-divergence"},
 }
 """What may be found beside the trouble itself, because it is true as well."""
 

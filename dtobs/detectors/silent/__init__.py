@@ -6,6 +6,7 @@ from dtobs.detectors.base import Detector
 from dtobs.detectors.silent.data_overlap import data_overlap
 from dtobs.detectors.silent.fp8_saturation import fp8_saturation
 from dtobs.detectors.silent.fp16_underflow import fp16_underflow
+from dtobs.detectors.silent.gradient_ledger import gradient_ledger
 from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
 from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
@@ -13,6 +14,7 @@ from dtobs.detectors.silent.replica_divergence import replica_divergence
 from dtobs.detectors.silent.seed_policy import seed_policy
 
 DETECTORS: tuple[Detector, ...] = (
+    gradient_ledger,
     replica_divergence,
     seed_policy,
     data_overlap,

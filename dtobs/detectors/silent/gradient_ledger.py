@@ -1,0 +1,222 @@
+"""gradients-not-synchronized, accumulation-not-normalized, gradient-scale-mismatch: whose gradient the optimizer gets.
+
+What it does: compares what every rank added to a gradient with what each optimizer was given of it (the sketches of
+`recording.laws.LEDGER`), and solves for the weights (`mixing`). It names the ranks whose share is lost, not averaged or
+averaged with others than it should be, micro-batches that were wiped before the step, and ranks that multiply their
+gradients by a factor of their own.
+
+Why it hurts: nothing raises and the loss still falls, of a model that learns from a part of its data, or of several
+models that drift apart.
+
+What to do next: each summary says which parameters and ranks; the usual causes are a forward that goes past the
+wrapper, parameters made after wrapping, a process group of the wrong ranks, ``zero_grad`` inside the accumulation, and
+clipping by the norm of what one rank holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dtobs.detectors.base import named
+from dtobs.detectors.silent.ledger_looks import ledger_entry, looks
+from dtobs.detectors.silent.mixing import Explained, Judged, judge
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
+
+SAME_FACTOR = 1e-3
+"""Factors of two ranks that differ by less are the same."""
+LASTING = 2
+"""Looks that make a matter certain."""
+Ranks = tuple[int, ...]
+
+
+@dataclass
+class _Matter:
+    """One kind of mistake among one set of ranks: `by_rank` what it is about, of the first look."""
+
+    kind: str
+    ranks: Ranks
+    steps: list[int] = field(default_factory=list)
+    names: dict[str, None] = field(default_factory=dict)
+    by_rank: dict[int, Explained] = field(default_factory=dict)
+    micros: int = 1
+    flags: int = 0
+
+
+def gradient_ledger(view: RunView) -> list[Finding]:
+    """One finding for each kind of mistake and set of ranks."""
+    judged = [judge(look) for look in looks(view)]
+    if not judged:
+        return []
+    declared = bool(view.meta(view.ranks[0]).policy.get("average_every"))
+    ignored = _left_alone(view)
+    matters: dict[tuple[str, Ranks], _Matter] = {}
+    for one in judged:
+        if one.look.name not in ignored:
+            _sort(one, matters)
+    fine = {one.look.name for one in judged if not one.mistakes}
+    found = [_describe(matter, fine) for matter in matters.values() if not (declared and _local(matter))]
+    return [*found, *_factors(judged)]
+
+
+def _left_alone(view: RunView) -> set[str]:
+    """Parameters that DDP was told to ignore and that were not equal at first: experts, say, that nobody averages."""
+    found: set[str] = set()
+    first: dict[str, set[int]] = defaultdict(set)
+    for rank in view.ranks:
+        ignored = ledger_entry(view, rank).get("ignored", set())
+        if not ignored:
+            continue
+        digests = view.digests(rank)
+        table = {p.name: n for n, p in enumerate(view.meta(rank).params)}
+        for name in ignored:
+            place = table.get(name, -1)
+            there = len(digests) and "digest" in (digests.dtype.names or ()) and digests["digest"].shape[1] > place >= 0
+            first[name].add(int(digests["digest"][0][place]) if there else -rank - 1)
+    for name, values in first.items():
+        if len(values) > 1:
+            found.add(name)
+    return found
+
+
+def _sort(one: Judged, matters: dict[tuple[str, Ranks], _Matter]) -> None:
+    """Add the mistakes of one look to the matters they belong to."""
+    look = one.look
+    kinds = {m.mistake for m in one.mistakes}
+    zeros = [m for m in one.mistakes if m.mistake == "zeros"]
+    for kind in kinds:
+        mine = [m for m in one.mistakes if m.mistake == kind]
+        if kind == "zeros" and len(zeros) == len(look.ranks):
+            continue  # emptied everywhere: somebody wants this tensor to rest
+        matter = matters.setdefault((kind, look.ranks), _Matter(kind, look.ranks))
+        matter.steps.append(look.step)
+        matter.names[look.name] = None
+        matter.micros = max(matter.micros, look.local.shape[1])
+        matter.flags |= int(np.bitwise_or.reduce(look.flags))
+        for mistake in mine:
+            matter.by_rank.setdefault(mistake.rank, mistake)
+
+
+def _local(matter: _Matter) -> bool:
+    """Whether it is what ranks that average parameters now and then, instead of gradients, do."""
+    return matter.kind in ("own", "group", "own-micro")
+
+
+def _describe(matter: _Matter, fine: set[str]) -> Finding:
+    code = "accumulation-not-normalized" if "micro" in matter.kind else "gradients-not-synchronized"
+    text, ranks = _words(matter)
+    confidence = Confidence.CERTAIN if len(set(matter.steps)) >= LASTING else Confidence.LIKELY
+    if _local(matter) and matter.flags:
+        confidence = Confidence.POSSIBLE
+        text += "; if they average parameters instead, declare session.policy(average_every=STEPS)"
+    elif "micro" in matter.kind and matter.micros == 2:
+        confidence = Confidence.POSSIBLE  # what sharpness-aware optimizers do on purpose
+    others = fine - set(matter.names)
+    return Finding(
+        code,
+        f"{text}, in {_which(list(matter.names), others)} since step {min(matter.steps)}",
+        ranks,
+        confidence,
+        step=min(matter.steps),
+        group=matter.kind if code == "gradients-not-synchronized" else None,
+        evidence=(
+            {
+                "what": "gradient ledger",
+                "mistake": matter.kind,
+                "ranks": list(matter.ranks[:64]),
+                "parameters": list(matter.names)[:16],
+                "parameters_without_it": len(others),
+                "looks": len(matter.steps),
+                "about": {str(r): list(m.which) for r, m in list(matter.by_rank.items())[:16]},
+                "unexplained": max(m.residual for m in matter.by_rank.values()),
+                "unexplained_by_equal_weights": max(m.uniform for m in matter.by_rank.values()),
+            },
+        ),
+    )
+
+
+def _words(matter: _Matter) -> tuple[str, Ranks]:
+    """What happened, and whom to name."""
+    struck = tuple(sorted(matter.by_rank))
+    about = {m.which for m in matter.by_rank.values()}
+    match matter.kind:
+        case "own":
+            what = "its own gradient only" if len(struck) == 1 else "their own gradients only"
+            of = "all" if struck == tuple(sorted(matter.ranks)) else named(matter.ranks)
+            return f"the optimizers of {named(struck)} get {what} instead of the average over {of}", struck
+        case "missing":
+            lost = tuple(sorted(Counter(rank for which in about for rank in which)))
+            return f"what {named(lost)} computed does not reach the optimizers of {named(struck)}", lost
+        case "group":
+            sets = "; ".join(named(which) for which in sorted(about)[:4])
+            return f"gradients are averaged within parts of {named(matter.ranks)} only ({sets})", struck
+        case "zeros":
+            return f"{_one(struck)} given zeros, while gradients were computed and other ranks get them", struck
+    left = next(iter(sorted(about)))
+    kept = f"micro-batch {left[0] + 1}" if len(left) == 1 else f"micro-batches {left[0] + 1} to {left[-1] + 1}"
+    text = f"{named(struck)} step with {kept} of {matter.micros} only: the gradients before were wiped"
+    return (f"{text}, and not averaged over ranks" if matter.kind == "own-micro" else text), struck
+
+
+def _one(ranks: Sequence[int]) -> str:
+    return f"the optimizer of {named(ranks)} is" if len(ranks) == 1 else f"the optimizers of {named(ranks)} are"
+
+
+def _which(names: list[str], others: set[str]) -> str:
+    if not others and len(names) > 1:
+        return f"all {len(names)} parameters looked at"
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more + (f" ({len(others)} others are fine)" if others else "")
+
+
+def _factors(judged: list[Judged]) -> list[Finding]:
+    """Ranks whose gradients are multiplied by a factor of their own, in each set of ranks."""
+    apart: dict[Ranks, list[Judged]] = defaultdict(list)
+    seen: Counter[Ranks] = Counter()
+    for one in judged:
+        known = np.isfinite(one.factors) & (one.factors != 0)
+        if known.sum() < 2:
+            continue
+        seen[one.look.ranks] += 1
+        tolerance = max(SAME_FACTOR, 10 * float(one.residuals[known].max()))
+        if np.ptp(one.factors[known]) > tolerance * np.abs(np.median(one.factors[known])):
+            apart[one.look.ranks].append(one)
+    return [_factor_finding(ranks, found, seen[ranks]) for ranks, found in apart.items()]
+
+
+def _factor_finding(ranks: Ranks, found: list[Judged], seen: int) -> Finding:
+    first = found[0]
+    scaled = {r: float(f) * len(ranks) for r, f in zip(ranks, first.factors, strict=True) if np.isfinite(f)}
+    usual = Counter(round(f, 3) for f in scaled.values()).most_common(1)[0]
+    if 2 * usual[1] > len(scaled):
+        odd = tuple(r for r, f in scaled.items() if abs(f - usual[0]) > SAME_FACTOR * abs(usual[0]) + 5e-4)
+        text = f"{named(odd)} multiplies" if len(odd) == 1 else f"{named(odd)} multiply"
+        text += f" gradients by {_number(scaled[odd[0]])} where the other ranks multiply by {_number(usual[0])}"
+    else:
+        odd = tuple(scaled)
+        shown = ", ".join(f"rank {r} {_number(f)}" for r, f in list(scaled.items())[:4])
+        text = f"ranks multiply the average gradient by different factors ({shown}), as clipping by a local norm does"
+    return Finding(
+        "gradient-scale-mismatch",
+        f"{text}, since step {first.look.step} ({len(found)} of {seen} looks)",
+        odd,
+        Confidence.CERTAIN if len(found) >= LASTING else Confidence.LIKELY,
+        step=first.look.step,
+        evidence=(
+            {
+                "what": "gradient ledger",
+                "step": first.look.step,
+                "parameter": first.look.name,
+                "factors": {str(r): f for r, f in list(scaled.items())[:64]},
+                "looks": len(found),
+            },
+        ),
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"

@@ -1,0 +1,252 @@
+"""Whose gradient an optimizer was given: every fault by name, and everything that is done on purpose left in peace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtobs.detectors.silent.gradient_ledger import gradient_ledger
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.laws import Ledger
+from tests.unit.detectors.ledgers import Case, Final, ledger_run, mean
+
+ONE = "blocks.1.up.weight"
+EVERY = "all 5 parameters looked at"
+BF16 = 6e-3
+
+
+def judged(tmp_path: Path, case: Case) -> list[Finding]:
+    view = ledger_run(tmp_path, case).view()
+    found = gradient_ledger(view)
+    assert view.damaged == []
+    return found
+
+
+def shared(of: Callable[[Case, int, np.ndarray], np.ndarray], only: str | None = None, since: int = 0) -> Final:
+    """A fault of all parameters, or of one of them, from a step on; the others are averaged."""
+
+    def final(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+        if only not in (None, name) or step < since:
+            return mean(case, step, name, rank, shares)
+        return of(case, rank, shares)
+
+    return final
+
+
+own = shared(lambda case, rank, g: g[rank].sum(0))
+halves = shared(lambda case, rank, g: g[rank // 2 * 2 : rank // 2 * 2 + 2].sum((0, 1)) / 2)
+strided = shared(lambda case, rank, g: g[rank % 2 :: 2].sum((0, 1)) / 2)
+one_ignored = shared(lambda case, rank, g: g[rank].sum(0), ONE)
+lost = shared(lambda case, rank, g: np.delete(g, 2, 0).sum((0, 1)) / 4)
+lost_once = shared(lambda case, rank, g: np.delete(g, 2, 0).sum((0, 1)) / 4, since=12)
+one_sums = shared(lambda case, rank, g: g.sum((0, 1)) / (1 if rank == 1 else 4))
+last_only = shared(lambda case, rank, g: g[:, -1].sum(0) / 4)
+last_two = shared(lambda case, rank, g: g[:, 2:].sum((0, 1)) / 4)
+own_last = shared(lambda case, rank, g: g[rank, -1])
+zeroed = shared(lambda case, rank, g: g.sum((0, 1)) / 4 * (rank != 3), ONE)
+
+
+def clip_local(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    return mean(case, step, name, rank, shares) * (0.15 + 0.01 * rank + 0.02 * (step % 3))
+
+
+FAULTS = {
+    "unwrapped forward": (Case(final=own), "gradients-not-synchronized", (0, 1, 2, 3), EVERY),
+    "unwrapped, two ranks": (Case(2, final=own), "gradients-not-synchronized", (0, 1), EVERY),
+    "unwrapped, accumulated": (Case(micros=4, final=own), "gradients-not-synchronized", (0, 1, 2, 3), EVERY),
+    "not reduced, FSDP2": (Case(sharded=True, final=own), "gradients-not-synchronized", (0, 1, 2, 3), EVERY),
+    "groups of two": (Case(final=halves), "gradients-not-synchronized", (0, 1, 2, 3), EVERY),
+    "replicas missing, HSDP": (Case(final=strided), "gradients-not-synchronized", (0, 1, 2, 3), EVERY),
+    "one ignored": (Case(final=one_ignored), "gradients-not-synchronized", (0, 1, 2, 3), ONE),
+    "one ignored, BF16": (Case(final=one_ignored, noise=BF16), "gradients-not-synchronized", (0, 1, 2, 3), ONE),
+    "share lost": (Case(final=lost), "gradients-not-synchronized", (2,), EVERY),
+    "share lost, FSDP2": (Case(sharded=True, final=lost), "gradients-not-synchronized", (2,), EVERY),
+    "share lost, 16 ranks": (Case(16, final=lost), "gradients-not-synchronized", (2,), EVERY),
+    "share lost in one step": (Case(final=lost_once), "gradients-not-synchronized", (2,), "embed.weight"),
+    "zeros received": (Case(sharded=True, final=zeroed), "gradients-not-synchronized", (3,), ONE),
+    "one rank sums": (Case(final=one_sums), "gradient-scale-mismatch", (1,), "by 4"),
+    "clipped by local norm": (
+        Case(sharded=True, final=clip_local),
+        "gradient-scale-mismatch",
+        (0, 1, 2, 3),
+        "local norm",
+    ),
+    "wiped but the last": (
+        Case(micros=4, final=last_only),
+        "accumulation-not-normalized",
+        (0, 1, 2, 3),
+        "micro-batch 4",
+    ),
+    "wiped, the last two": (
+        Case(micros=4, final=last_two),
+        "accumulation-not-normalized",
+        (0, 1, 2, 3),
+        "batches 3 to 4",
+    ),
+    "wiped, not reduced": (Case(micros=4, final=own_last), "accumulation-not-normalized", (0, 1, 2, 3), "not averaged"),
+    "wiped, one rank": (
+        Case(1, 4, final=lambda c, s, n, r, g: g[:, -1].sum(0)),
+        "accumulation-not-normalized",
+        (0,),
+        "4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(tmp_path: Path, name: str):
+    case, code, ranks, text = FAULTS[name]
+    (found,) = judged(tmp_path, case)
+    assert (found.code, found.ranks) == (code, ranks)
+    assert text in found.summary
+    expected = Confidence.LIKELY if "one step" in name else Confidence.CERTAIN
+    assert found.confidence == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["one ignored", "share lost", "wiped but the last"])
+def test_it_is_named_whatever_the_gradients(tmp_path: Path, name: str, seed: int):
+    case, code, ranks, _ = FAULTS[name]
+    assert [(f.code, f.ranks) for f in judged(tmp_path, replace(case, seed=seed))] == [(code, ranks)]
+
+
+def test_sentences(tmp_path: Path):
+    def said(name: str) -> str:
+        return judged(tmp_path / name, FAULTS[name][0])[0].summary
+
+    assert said("unwrapped, two ranks") == (
+        "the optimizers of ranks 0 and 1 get their own gradients only instead of the average over all, in all 5"
+        " parameters looked at since step 1"
+    )
+    assert said("one ignored").endswith(", in blocks.1.up.weight (4 others are fine) since step 3")
+    assert said("share lost") == (
+        "what rank 2 computed does not reach the optimizers of ranks 0, 1, 2 and 3, in all 5 parameters looked at"
+        " since step 1"
+    )
+    assert said("one rank sums") == (
+        "rank 1 multiplies gradients by 4 where the other ranks multiply by 1, since step 1 (24 of 24 looks)"
+    )
+    assert "averaged within parts of ranks 0, 1, 2 and 3 only (ranks 0 and 1; ranks 2 and 3)" in said("groups of two")
+
+
+# healthy, and legitimate
+
+
+def total(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    return shares.sum(axis=(0, 1))
+
+
+def clip_global(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    return mean(case, step, name, rank, shares) * (0.05 + 0.01 * (step % 5))
+
+
+def clip_value(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    return np.clip(mean(case, step, name, rank, shares), -0.3, 0.3)
+
+
+def unit_wise(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    """Adaptive clipping: every unit by its own factor, the same on all ranks."""
+    return mean(case, step, name, rank, shares) * (0.2 + np.abs(np.sin(np.arange(8) + step)))
+
+
+def noisy(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    """Differential privacy: noise of the same seed on all ranks."""
+    return mean(case, step, name, rank, shares) + np.random.default_rng(step).normal(size=8)
+
+
+def own_noise(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    """Noise of each rank's own, as on the shards of FSDP2."""
+    return mean(case, step, name, rank, shares) + np.random.default_rng(step * 9 + rank).normal(size=8)
+
+
+def low_rank(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    """PowerSGD: a projection of the average."""
+    axis = np.random.default_rng(step).normal(size=8)
+    return axis * (axis @ mean(case, step, name, rank, shares)) / (axis @ axis)
+
+
+def stale(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    """The gradient of the step before."""
+    return np.random.default_rng(step - 1).normal(size=8)
+
+
+def nothing(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+    return np.zeros(8)
+
+
+HEALTHY = {"mean": mean, "sum": total, "global clipping": clip_global}
+LEGITIMATE = {"clip by value": clip_value, "AGC": unit_wise, "noise": noisy, "noise of shards": own_noise}
+LEGITIMATE |= {"PowerSGD": low_rank, "stale": stale, "emptied": nothing}
+
+
+@pytest.mark.parametrize("noise", [3e-7, BF16])
+@pytest.mark.parametrize(("world", "micros", "sharded"), [(1, 4, False), (2, 1, False), (4, 4, True), (16, 2, True)])
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_job_has_no_finding(tmp_path: Path, kind: str, world: int, micros: int, sharded: bool, noise: float):
+    case = Case(world, micros, sharded, noise, HEALTHY[kind], steps=8)
+    assert judged(tmp_path, case) == []
+
+
+@pytest.mark.parametrize(("world", "micros", "sharded"), [(1, 3, False), (2, 1, True), (2, 1, False), (4, 4, True)])
+@pytest.mark.parametrize("kind", LEGITIMATE)
+def test_what_is_done_on_purpose_is_not_accused(tmp_path: Path, kind: str, world: int, micros: int, sharded: bool):
+    assert judged(tmp_path, Case(world, micros, sharded, final=LEGITIMATE[kind])) == []
+
+
+def test_the_same_data_everywhere_is_no_missing_average(tmp_path: Path):
+    """Equal shares: who averages and who does not get the same."""
+
+    def alike(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+        return shares[rank].sum(0)
+
+    run = ledger_run(tmp_path, Case(1, final=alike))
+    assert gradient_ledger(run.view()) == []
+
+
+@pytest.mark.parametrize("flag", [Ledger.HELD_BACK, Ledger.CUSTOM_HOOK])
+@pytest.mark.parametrize("final", [own, halves])
+def test_ranks_that_may_average_parameters_instead_are_only_asked(tmp_path: Path, final: Final, flag: Ledger):
+    """Local SGD: no_sync until parameters are averaged; post-local SGD: a hook that averages within a node."""
+    (found,) = judged(tmp_path, Case(final=final, flags=flag))
+    assert found.confidence == Confidence.POSSIBLE
+    assert "average_every" in found.summary
+
+
+def test_declared_averaging_is_believed(tmp_path: Path):
+    run = ledger_run(tmp_path, Case(final=own, flags=Ledger.HELD_BACK))
+    run.rank(0).meta("policy", average_every=16)
+    assert gradient_ledger(run.view()) == []
+
+
+def test_two_backwards_of_which_one_is_thrown_away(tmp_path: Path):
+    """Sharpness-aware optimizers do so."""
+    (found,) = judged(tmp_path, Case(micros=2, final=shared(lambda case, rank, g: g[:, -1].sum(0) / 4)))
+    assert (found.code, found.confidence) == ("accumulation-not-normalized", Confidence.POSSIBLE)
+
+
+def test_experts_that_nobody_averages(tmp_path: Path):
+    """DDP was told to ignore them, and they were never equal."""
+    run = ledger_run(tmp_path, Case(final=one_ignored, ignored=(3,)))
+    assert gradient_ledger(run.view()) == []
+
+
+def test_a_rank_that_did_not_look_says_nothing(tmp_path: Path):
+    run = ledger_run(tmp_path, Case(final=own))
+    assert gradient_ledger(run.view().without([1])) == []
+
+
+def test_equal_weights_among_the_ranks_of_each_set(tmp_path: Path):
+    """Tensor parallel 2, data parallel 2: the shards of one coordinate mix among themselves."""
+    within = shared(lambda case, rank, g: g[rank % 2 :: 2].sum((0, 1)) / 2)
+    case = Case(final=within, sets=((0, 2), (1, 3)))
+    run = ledger_run(tmp_path, case)
+    assert gradient_ledger(run.view()) == []
+
+
+def test_a_damaged_entry_is_no_crash(tmp_path: Path):
+    for number, extra in enumerate(({"of": [9]}, {"rows": 3}, {"sets": [["x"]]}, {"since": "soon"})):
+        assert judged(tmp_path / str(number), Case(final=own, extra=extra)) == []
