@@ -190,7 +190,7 @@ def _factors(judged: list[Judged]) -> list[Finding]:
 
 def _factor_finding(ranks: Ranks, found: list[Judged], seen: int) -> Finding:
     first = found[0]
-    scaled = {r: float(f) * len(ranks) for r, f in zip(ranks, first.factors, strict=True) if np.isfinite(f)}
+    scaled = {r: float(f) for r, f in zip(ranks, first.factors, strict=True) if np.isfinite(f)}
     usual = Counter(round(f, 3) for f in scaled.values()).most_common(1)[0]
     if 2 * usual[1] > len(scaled):
         odd = tuple(r for r, f in scaled.items() if abs(f - usual[0]) > SAME_FACTOR * abs(usual[0]) + 5e-4)
