@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dtobs.detectors.base import named
 from dtobs.detectors.silent.ledger_looks import ledger_entry, looks
 from dtobs.detectors.silent.mixing import Explained, Judged, judge
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
 
 SAME_FACTOR = 1e-3
 """Factors of two ranks that differ by less are the same."""
@@ -146,24 +146,26 @@ def _words(matter: _Matter) -> tuple[str, Ranks]:
     match matter.kind:
         case "own":
             what = "its own gradient only" if len(struck) == 1 else "their own gradients only"
-            of = "all" if struck == tuple(sorted(matter.ranks)) else named(matter.ranks)
-            return f"the optimizers of {named(struck)} get {what} instead of the average over {of}", struck
+            of = "all" if struck == tuple(sorted(matter.ranks)) else ranks_text(matter.ranks)
+            return f"the optimizers of {ranks_text(struck)} get {what} instead of the average over {of}", struck
         case "missing":
             lost = tuple(sorted(Counter(rank for which in about for rank in which)))
-            return f"what {named(lost)} computed does not reach the optimizers of {named(struck)}", lost
+            return f"what {ranks_text(lost)} computed does not reach the optimizers of {ranks_text(struck)}", lost
         case "group":
-            sets = "; ".join(named(which) for which in sorted(about)[:4])
-            return f"gradients are averaged within parts of {named(matter.ranks)} only ({sets})", struck
+            sets = "; ".join(ranks_text(which) for which in sorted(about)[:4])
+            return f"gradients are averaged within parts of {ranks_text(matter.ranks)} only ({sets})", struck
         case "zeros":
             return f"{_one(struck)} given zeros, while gradients were computed and other ranks get them", struck
     left = next(iter(sorted(about)))
     kept = f"micro-batch {left[0] + 1}" if len(left) == 1 else f"micro-batches {left[0] + 1} to {left[-1] + 1}"
-    text = f"{named(struck)} step with {kept} of {matter.micros} only: the gradients before were wiped"
+    text = f"{ranks_text(struck)} step with {kept} of {matter.micros} only: the gradients before were wiped"
     return (f"{text}, and not averaged over ranks" if matter.kind == "own-micro" else text), struck
 
 
 def _one(ranks: Sequence[int]) -> str:
-    return f"the optimizer of {named(ranks)} is" if len(ranks) == 1 else f"the optimizers of {named(ranks)} are"
+    return (
+        f"the optimizer of {ranks_text(ranks)} is" if len(ranks) == 1 else f"the optimizers of {ranks_text(ranks)} are"
+    )
 
 
 def _which(names: list[str], others: set[str]) -> str:
@@ -194,7 +196,7 @@ def _factor_finding(ranks: Ranks, found: list[Judged], seen: int) -> Finding:
     usual = Counter(round(f, 3) for f in scaled.values()).most_common(1)[0]
     if 2 * usual[1] > len(scaled):
         odd = tuple(r for r, f in scaled.items() if abs(f - usual[0]) > SAME_FACTOR * abs(usual[0]) + 5e-4)
-        text = f"{named(odd)} multiplies" if len(odd) == 1 else f"{named(odd)} multiply"
+        text = f"{ranks_text(odd)} multiplies" if len(odd) == 1 else f"{ranks_text(odd)} multiply"
         text += f" gradients by {_number(scaled[odd[0]])} where the other ranks multiply by {_number(usual[0])}"
     else:
         odd = tuple(scaled)

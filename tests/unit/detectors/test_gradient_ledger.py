@@ -124,13 +124,12 @@ def test_sentences(tmp_path: Path):
     )
     assert said("one ignored").endswith(", in blocks.1.up.weight (4 others are fine) since step 3")
     assert said("share lost") == (
-        "what rank 2 computed does not reach the optimizers of ranks 0, 1, 2 and 3, in all 5 parameters looked at"
-        " since step 1"
+        "what rank 2 computed does not reach the optimizers of ranks 0-3, in all 5 parameters looked at since step 1"
     )
     assert said("one rank sums") == (
         "rank 1 multiplies gradients by 4 where the other ranks multiply by 1, since step 1 (24 of 24 looks)"
     )
-    assert "averaged within parts of ranks 0, 1, 2 and 3 only (ranks 0 and 1; ranks 2 and 3)" in said("groups of two")
+    assert "averaged within parts of ranks 0-3 only (ranks 0 and 1; ranks 2 and 3)" in said("groups of two")
 
 
 # healthy, and legitimate
