@@ -258,6 +258,49 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "Ranks wait, and the dumps that would say for what are missing",
         "Collect the dumps of the ranks named, or look at these ranks' own logs: nothing accuses them yet.",
     ),
+    # what only logs tell
+    (
+        "device-out-of-memory",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank ran out of device memory",
+        "Take a smaller batch, shard or recompute more; where another process holds the memory, end that one first.",
+    ),
+    (
+        "illegal-address",
+        "hangs",
+        Severity.CRITICAL,
+        "A kernel accessed memory that is not its own",
+        "Run this rank with CUDA_LAUNCH_BLOCKING=1 to see the kernel; look for an index out of range.",
+    ),
+    (
+        "device-fault",
+        "hangs",
+        Severity.CRITICAL,
+        "A device failed",
+        "Take the host out of the job, look at the Xid in its kernel log, reset or replace the device; then restart.",
+    ),
+    (
+        "nccl-misuse",
+        "hangs",
+        Severity.CRITICAL,
+        "NCCL refused a call as wrong",
+        "Set the device of each rank by its LOCAL_RANK before the first collective; use one NCCL version on all hosts.",
+    ),
+    (
+        "nccl-init-stuck",
+        "hangs",
+        Severity.CRITICAL,
+        "An NCCL communicator never came about",
+        "Look at the ranks named; check NCCL_SOCKET_IFNAME and the firewall between the hosts; run `dtobs preflight`.",
+    ),
+    (
+        "disk-full",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank found no space left on a disk, in a quota or in /dev/shm",
+        "Make room or enlarge it (a container's --shm-size for /dev/shm), then restart from the last checkpoint.",
+    ),
     # silent errors
     (
         "replica-divergence",
@@ -346,6 +389,13 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         Severity.WARNING,
         "A rank works longer than its peers in every step",
         "Compare this rank's host: CPU or GPU clocks, other processes, its share of the data.",
+    ),
+    (
+        "transport-fallback",
+        "performance",
+        Severity.WARNING,
+        "NCCL fell back to a slower transport without an error",
+        "Look at NCCL_DEBUG=INFO of the hosts named: drivers, libibverbs or the network plugin are missing there.",
     ),
     (
         "data-starved",

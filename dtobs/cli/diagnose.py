@@ -2,12 +2,15 @@
 
 TARGET is a run directory (live, hung or dead), a capture inside one, the addresses of a run's monitors
 (http://HOST:PORT, as in its monitor.json), or any folder of PyTorch Flight Recorder dumps (pickle or JSON, names that
-end in the rank); without one, the newest run below ./runs. A run that lives on this host and does not move is asked
+end in the rank), or the console logs of any job (files, folders, gzip, - for standard input, several at once);
+without one, the newest run below ./runs. A run that lives on this host and does not move is asked
 for its stacks. Ends with 0 (nothing found), 3 (warnings) or 4 (critical).
 
 examples:
   dtobs diagnose
   dtobs diagnose dumps/
+  cat slurm-123.out | dtobs diagnose -
+  dtobs diagnose logs/
   dtobs diagnose http://127.0.0.1:9400
   dtobs diagnose runs/20261120T120000Z-run --html report.html
   dtobs diagnose runs/20261120T120000Z-run --json | jq .verdict
@@ -23,7 +26,16 @@ import sys
 from pathlib import Path
 
 from dtobs.cli import Exit, exit_code
-from dtobs.diagnose import Diagnosis, diagnose, diagnose_dumps, gather, gather_monitors, holds_dumps
+from dtobs.diagnose import (
+    Diagnosis,
+    diagnose,
+    diagnose_dumps,
+    diagnose_logs,
+    gather,
+    gather_monitors,
+    holds_dumps,
+    holds_logs,
+)
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.errors import UsageError, opening
 from dtobs.monitor.capture import capture_ranks
@@ -38,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "targets",
         nargs="*",
         metavar="TARGET",
-        help="run directory, capture, folder of dumps, or monitor addresses (default: the newest in ./runs)",
+        help="run directory, capture, folder of dumps, logs, or monitor addresses (default: the newest in ./runs)",
     )
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON (dtobs.diagnosis/1)")
     parser.add_argument("--json-schema", action="store_true", help="print the JSON schema of --json, and end")
@@ -73,9 +85,17 @@ def _diagnose(targets: list[str], take_capture: TakeCapture | None) -> Diagnosis
     if targets and all(map(is_address, targets)):
         return diagnose(gather_monitors(targets))
     if len(targets) > 1:
-        raise UsageError("several targets can only be the addresses of one run's monitors (http://HOST:PORT)")
+        if not all(map(holds_logs, targets)):
+            raise UsageError(
+                "several targets can only be logs, or the addresses of one run's monitors (http://HOST:PORT)"
+            )
+        return diagnose_logs(targets)
+    if targets == ["-"]:
+        return diagnose_logs(targets)
     target = Path(targets[0]) if targets else newest_run(Path.cwd())
     with opening(target):
         if holds_dumps(target):
             return diagnose_dumps(target)
+        if holds_logs(str(target)):
+            return diagnose_logs([str(target)])
         return diagnose(gather(target, take_capture))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dtobs.diagnose.analyse import diagnose
 from dtobs.diagnose.dumps import diagnose_dumps, holds_dumps
 from dtobs.diagnose.gather import Evidence, gather
+from dtobs.diagnose.logs import diagnose_logs, holds_logs
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.diagnose.monitors import gather_monitors
 
@@ -21,7 +22,9 @@ __all__ = [
     "RankStatus",
     "diagnose",
     "diagnose_dumps",
+    "diagnose_logs",
     "gather",
     "gather_monitors",
     "holds_dumps",
+    "holds_logs",
 ]

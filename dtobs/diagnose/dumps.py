@@ -10,12 +10,12 @@ from dtobs.flight_recorder import DumpAnalysis, Dumps, analyse_dumps, load_dumps
 from dtobs.flight_recorder.names import find_dumps
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES
 
-_OURS = ("run.json", "capture.json", "nodes", "monitor.json")
+OURS = ("run.json", "capture.json", "nodes", "monitor.json")
 
 
 def holds_dumps(path: Path) -> bool:
     """Whether `path` is a folder that is neither a run directory nor a capture and has files named like dumps."""
-    if not path.is_dir() or any((path / name).exists() for name in _OURS):
+    if not path.is_dir() or any((path / name).exists() for name in OURS):
         return False
     return bool(find_dumps(path))
 

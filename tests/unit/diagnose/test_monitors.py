@@ -97,7 +97,7 @@ def test_monitors_of_different_runs_are_refused(tmp_path, serve):
 def test_an_address_and_a_directory_are_refused(tmp_path, serve, capsys):
     address = serve(run_of(tmp_path / "run").view())
     assert main(["diagnose", address, str(tmp_path / "run")]) == 2
-    assert "several targets can only be the addresses" in capsys.readouterr().err
+    assert "several targets can only be logs, or the addresses" in capsys.readouterr().err
 
 
 def test_nobody_there(capsys):

@@ -1,0 +1,216 @@
+"""From logs to findings: reads every file once, then asks the rules in the order of causes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from dtobs.findings import Confidence, Finding
+from dtobs.flight_recorder.wording import ranks_text
+from dtobs.logs import meetings, quality
+from dtobs.logs.crashes import Scene, crashes, is_root
+from dtobs.logs.endings import Ending, endings
+from dtobs.logs.evidence import Evidence, Sign, Track, Writer, sign_of
+from dtobs.logs.frontier import GroupFrontier, frontiers, rank_of
+from dtobs.logs.hangs import Heard, hangs
+from dtobs.logs.places import places
+from dtobs.logs.ranks import RankMap, resolve, world_size
+from dtobs.logs.reader import LogFile
+from dtobs.logs.templates import ANCHORS, Role
+
+_STEPS_AFTER = 3
+_ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal")
+_MAX_RANKS_SHOWN = 4096
+
+
+@dataclass(frozen=True)
+class LogRank:
+    """One rank as its lines leave it."""
+
+    rank: int
+    waits_in: str = ""
+    site: str = ""
+    step: int | None = None
+    ending: str = ""
+
+
+@dataclass(frozen=True)
+class LogAnalysis:
+    """What logs say."""
+
+    world_size: int
+    findings: tuple[Finding, ...]
+    ranks: tuple[LogRank, ...]
+    missing_ranks: tuple[int, ...]
+    notes: tuple[str, ...]
+    bytes_read: int = 0
+    groups: tuple[GroupFrontier, ...] = field(default=())
+
+
+def analyse_logs(files: Sequence[LogFile]) -> LogAnalysis:
+    """Read the logs and judge them."""
+    evidence = Evidence()
+    for index, (file, place) in enumerate(zip(files, places([file.name for file in files]), strict=True)):
+        evidence.begin(index, file.name, place)
+        for number, raw in file.lines(ANCHORS, lambda: evidence.hot):
+            evidence.take(number, raw)
+    notes = [file.problem for file in files if file.problem]
+    return judge(evidence, len(files) > 1, notes, sum(file.bytes_read for file in files))
+
+
+def judge(evidence: Evidence, several_files: bool, notes: list[str], bytes_read: int = 0) -> LogAnalysis:
+    """The analysis of evidence that is collected."""
+    signs, ranks = resolve(evidence, several_files)
+    tracks = _tracks(evidence, ranks)
+    ended = endings(evidence, signs, ranks)
+    live = _live(signs, evidence, ended)
+    world = world_size(live, evidence)
+    groups = frontiers(live)
+    heard = _heard(evidence, ranks, live, world, tracks)
+    findings = _causes(live, ended, groups, heard, evidence)
+    critical = bool(findings)
+    findings += quality.findings(tracks, live, critical)
+    notes = [*notes, *_notes(live, ended, findings, tracks)]
+    missing = (
+        tuple(rank for rank in range(min(world, _MAX_RANKS_SHOWN)) if rank not in heard.ranks) if heard.ranks else ()
+    )
+    return LogAnalysis(
+        world,
+        tuple(findings),
+        tuple(_ranks(heard, groups, ended, tracks)),
+        missing,
+        tuple(notes),
+        bytes_read,
+        tuple(groups),
+    )
+
+
+def _causes(
+    live: list[Sign], ended: list[Ending], groups: list[GroupFrontier], heard: Heard, evidence: Evidence
+) -> list[Finding]:
+    stuck = frozenset(r for s in live if s.kind in ("work-timeout", "watchdog-stuck") and (r := rank_of(s)) is not None)
+    scene = Scene(
+        roots=[*(s for s in live if is_root(s)), *_told_in_table(evidence, live)],
+        endings=ended,
+        stuck_ranks=stuck,
+        complaining=frozenset(s.rank for s in live if s.rank is not None and s.role in (Role.CASCADE, Role.STUCK)),
+        timed_out=any(s.kind == "work-timeout" for s in live),
+    )
+    found = crashes(scene)
+    if not found and not _interrupted(live, ended, scene.timed_out):
+        found = meetings.named(live, heard) or hangs(groups, heard) or meetings.others(live, heard, ended)
+    return found
+
+
+def _told_in_table(evidence: Evidence, live: list[Sign]) -> list[Sign]:
+    """Exceptions that only torchrun's table tells."""
+    known = {(s.rank, s.fields.get("type")) for s in live if "type" in s.fields}
+    texts = {s.text for s in live}
+    found = []
+    for entry in evidence.failures:
+        raised = entry.raised
+        if raised is None or (entry.rank, raised.type) in known or raised.text in texts:
+            continue
+        writer = Writer("rank", -1 if entry.rank is None else entry.rank)
+        sign = sign_of(raised, writer, entry.where, entry.order, entry.file)
+        if is_root(sign):
+            found.append(replace(sign, rank=entry.rank))
+    return found
+
+
+def _interrupted(live: list[Sign], ended: list[Ending], timed_out: bool) -> bool:
+    return not timed_out and any(s.kind == "interrupted" for s in live)
+
+
+def _live(signs: list[Sign], evidence: Evidence, ended: list[Ending]) -> list[Sign]:
+    """The signs without those that the job got over: it trained on, was started again, or ended well."""
+    finished: dict[int, int] = {}
+    restarted: dict[int, int] = {}
+    trouble: dict[int, int] = {}
+    for sign in signs:
+        if sign.kind == "completed":
+            finished[sign.file] = sign.order
+        elif sign.kind == "restart":
+            restarted[sign.file] = sign.order
+        elif sign.role in (Role.ROOT, Role.STUCK, Role.CASCADE) or sign.kind in _ENDS:
+            trouble[sign.file] = sign.order
+    for ending in ended:
+        trouble[-1] = max(ending.order, trouble.get(-1, -1))
+    over = {file: _got_over(file, finished, restarted, trouble, evidence) for file in {s.file for s in signs}}
+    return [sign for sign in signs if sign.role is Role.INFO or sign.order > over[sign.file]]
+
+
+def _got_over(
+    file: int, finished: dict[int, int], restarted: dict[int, int], trouble: dict[int, int], evidence: Evidence
+) -> int:
+    """The last line of a file before which nothing counts any more, or -1."""
+    moved = list(evidence.moved.get(file, ()))
+    last_trouble = max(trouble.get(file, -1), trouble.get(-1, -1))
+    candidates = [-1]
+    if file in finished and last_trouble < finished[file]:
+        candidates.append(finished[file])
+    if file in restarted and any(at > restarted[file] for at, _ in moved):
+        candidates.append(restarted[file])
+    # Progress after trouble: it was handled, unless the job then ended badly (what it printed may have been held back).
+    later = [(at, step) for at, step in moved if at > trouble.get(file, -1)]
+    if len({step for _, step in later}) >= _STEPS_AFTER and trouble.get(-1, -1) < later[-1][0]:
+        candidates.append(later[0][0])
+    return max(candidates)
+
+
+def _tracks(evidence: Evidence, ranks: RankMap) -> dict[int | None, Track]:
+    """Progress by rank; what nobody is known to have written is under None, the longest of it."""
+    found: dict[int | None, Track] = {}
+    for writer, track in evidence.tracks.items():
+        rank = ranks.rank(writer)
+        if rank not in found or len(found[rank].seen) < len(track.seen):
+            found[rank] = track
+    return found
+
+
+def _heard(evidence: Evidence, ranks: RankMap, live: list[Sign], world: int, tracks: dict[int | None, Track]) -> Heard:
+    known = {rank for writer in evidence.writers if (rank := ranks.rank(writer)) is not None}
+    known |= {rank for sign in live if (rank := rank_of(sign)) is not None}
+    steps = {rank: track.step for rank, track in tracks.items() if rank is not None and track.step is not None}
+    by_file: dict[int, set[int]] = {}
+    for sign in live:
+        if (rank := rank_of(sign)) is not None:
+            by_file.setdefault(sign.file, set()).add(rank)
+    shared = len(by_file) == 1 and len(next(iter(by_file.values()))) > 1
+    return Heard(world, frozenset(rank for rank in known if rank < world), steps, shared)
+
+
+def _ranks(
+    heard: Heard, groups: list[GroupFrontier], ended: list[Ending], tracks: dict[int | None, Track]
+) -> list[LogRank]:
+    waits: dict[int, tuple[str, str]] = {}
+    for group in groups:
+        for standing in group.standings.values():
+            if standing.stuck is not None and standing.rank not in waits:
+                label = f" of {group.label}" if group.label else ""
+                waits[standing.rank] = (f"{standing.call()} #{standing.stuck}{label}", standing.site)
+    ends = {e.rank: e.words() for e in ended if e.rank is not None}
+    shown = sorted({*heard.ranks, *waits, *ends})[:_MAX_RANKS_SHOWN]
+    return [LogRank(rank, *waits.get(rank, ("", "")), heard.steps.get(rank), ends.get(rank, "")) for rank in shown]
+
+
+def _notes(
+    live: list[Sign], ended: list[Ending], findings: list[Finding], tracks: dict[int | None, Track]
+) -> list[str]:
+    notes = []
+    outside = [s for s in live if s.kind == "interrupted"]
+    if outside and not any(f.confidence is Confidence.CERTAIN for f in findings):
+        notes.append(
+            f"the job was interrupted from outside: {' '.join(outside[0].text.split())[:160]} ({outside[0].where})"
+        )
+    restarts = [s for s in live if s.kind == "restart"]
+    if restarts:
+        notes.append(f"the launcher restarted the job {len(restarts)} times; the last attempt is judged")
+    steps = [track.step for track in tracks.values() if track.step is not None]
+    if findings and steps:
+        notes.append(f"the last progress line tells step {max(steps)}")
+    if findings and not findings[0].ranks and ended:
+        named = sorted({e.rank for e in ended if e.rank is not None})
+        if named:
+            notes.append(f"the launcher lists {ranks_text(named)} as failed, the first of them by the clock only")
+    return notes

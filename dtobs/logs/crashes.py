@@ -1,0 +1,247 @@
+"""Which line ended the job: an exception, a signal, memory, a device, a disk. What follows from it is not accused.
+
+A sign counts while nothing shows that its writer went on: progress after it, or a job that ended well, mean that it
+was handled. An exception that only tells of another rank's death, or that comes after its own rank's time-out, is a
+consequence.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtobs.findings import Confidence, Finding
+from dtobs.flight_recorder.wording import ranks_text
+from dtobs.logs.endings import DEADLY, Ending
+from dtobs.logs.evidence import Sign
+from dtobs.logs.templates import Role
+
+_ORDER = (
+    "device-fault", "disk-full", "device-out-of-memory", "illegal-address", "nccl-misuse", "unused-parameters",
+    "collective-mismatch", "shape-mismatch", "dtype-mismatch", "rank-oom-killed", "uncaught-exception", "rank-dead",
+)  # fmt: skip
+_XID_OF_PROGRAMS = {"13", "31", "43", "45", "68", "69", "109"}
+_EVIDENCE = 8
+_SHOWN = 220
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What crash rules look at: live root signs, endings, and who only complains of others."""
+
+    roots: list[Sign]
+    endings: list[Ending]
+    stuck_ranks: frozenset[int]
+    complaining: frozenset[int]  #: ranks with a cascade line
+    timed_out: bool
+
+
+def crashes(scene: Scene) -> list[Finding]:
+    """The cause of a crash, at most one."""
+    by_code: dict[str, list[Sign]] = defaultdict(list)
+    for sign in scene.roots:
+        code = _code(sign)
+        if code:
+            by_code[code].append(sign)
+    for code in _ORDER:
+        if code == "rank-dead" and (found := _killed(scene, by_code[code])) is not None:
+            return [found]
+        if by_code[code] and (made := _finding(code, by_code[code], scene)) is not None:
+            return [made]
+    return []
+
+
+def _code(sign: Sign) -> str:
+    if sign.kind == "xid" and sign.fields.get("xid") in _XID_OF_PROGRAMS:
+        return "illegal-address" if sign.fields["xid"] in ("13", "31") else ""
+    if sign.kind == "fingerprint":
+        return _fingerprint_code(sign)
+    return sign.code
+
+
+def _fingerprint_code(sign: Sign) -> str:
+    mine, theirs = (_operation(sign.fields[name]) for name in ("mine", "theirs"))
+    if mine == theirs:
+        return "dtype-mismatch" if "Tensor dtypes" in sign.text and "shapes" not in sign.text else "shape-mismatch"
+    return "collective-mismatch"
+
+
+def _operation(fingerprint: str) -> str:
+    return fingerprint.partition("OpType=")[2].partition(",")[0]
+
+
+def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
+    if code == "uncaught-exception":
+        return _exception(signs, scene)
+    if code == "rank-oom-killed":
+        return _host_memory(signs, scene)
+    first = min(signs, key=lambda s: s.order)
+    ranks = _ranks(signs, scene, code)
+    confidence = Confidence.CERTAIN if ranks else Confidence.LIKELY
+    return Finding(code, _summary(code, first, signs, ranks), ranks, confidence, evidence=_records(signs))
+
+
+def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
+    if code in ("collective-mismatch", "shape-mismatch", "dtype-mismatch"):
+        return _odd_of_fingerprints(signs)
+    if code == "nccl-misuse" and (pairs := [s for s in signs if "other" in s.fields and "device" in s.fields]):
+        return tuple(sorted({int(s.fields[name]) for s in pairs for name in ("rank", "other")}))
+    ranks = {sign.rank for sign in signs if sign.rank is not None}
+    if ranks:
+        return tuple(sorted(ranks))
+    failed = {e.rank for e in scene.endings if e.rank is not None and e.code == 1}
+    return tuple(sorted(failed)) if len(failed) == 1 else ()
+
+
+def _odd_of_fingerprints(signs: Sequence[Sign]) -> tuple[int, ...]:
+    """Each such line compares two ranks; the odd ones are those of the rarer call, all of them where none is rarer."""
+    calls: dict[int, str] = {}
+    for sign in signs:
+        fields = sign.fields
+        if "rank" in fields and "mine" in fields:
+            calls[int(fields["rank"])] = _operation(fields["mine"]) + _shape(fields["mine"])
+            calls.setdefault(int(fields["other"]), _operation(fields["theirs"]) + _shape(fields["theirs"]))
+        elif "other" in fields and "theirs" in fields:
+            calls |= {int(fields["rank"]): fields["mine"], int(fields["other"]): fields["theirs"]}
+        elif sign.rank is not None:
+            calls[sign.rank] = sign.text
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank, call in calls.items():
+        groups[call].append(rank)
+    largest = max((len(ranks) for ranks in groups.values()), default=0)
+    rest = sorted(rank for ranks in groups.values() if len(ranks) < largest for rank in ranks)
+    return tuple(rest or sorted(calls))
+
+
+def _shape(fingerprint: str) -> str:
+    return fingerprint.partition("TensorShape=")[2].partition("]")[0]
+
+
+def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ...]) -> str:
+    who = ranks_text(ranks) if ranks else "a rank"
+    told = _cut(first.fields.get("message") or first.text)
+    site = f" at {first.fields['site']}" if first.fields.get("site") else ""
+    if code == "device-out-of-memory":
+        wanted = f" while it asked for {first.fields['wanted']}" if "wanted" in first.fields else ""
+        other = _other_process(first.text)
+        return f"{who} ran out of device memory{wanted}{site}{other}"
+    if code == "device-fault":
+        xid = f" (Xid {first.fields['xid']} at {first.fields['bus']})" if "xid" in first.fields else ""
+        return f"the device of {who} failed{xid}: {told}"
+    if code == "illegal-address":
+        return f"a kernel of {who} accessed memory that is not its own{site}: {told}"
+    if code == "disk-full":
+        path = first.fields.get("path") or ""
+        return f"{who} found no space left{f' in {path}' if path else ''}{site}: {told}"
+    if code == "nccl-misuse":
+        return f"NCCL refused the call of {who}: {_cut(_most_telling(signs))}"
+    if code == "unused-parameters":
+        return f"a backward on {who} left out parameters that DDP waits for{site}"
+    return f"{who}: {told}{site}"
+
+
+def _most_telling(signs: Sequence[Sign]) -> str:
+    return next((s.text for s in signs if s.kind in ("nccl-duplicate", "nccl-version")), signs[0].text)
+
+
+def _other_process(text: str) -> str:
+    """The memory that processes other than the rank's own hold on its device, where the message says so."""
+    at = text.find("Process ")
+    if at < 0 or ("GiB memory in use" not in text and "MiB memory in use" not in text):
+        return ""
+    words = text[at : at + 80].split()
+    return f"; process {words[1]} holds {words[3]} {words[4]} of it" if len(words) > 4 and words[2] == "has" else ""
+
+
+def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
+    """Of several exceptions, one that the fewest ranks raised outside of a collective call."""
+    groups: dict[tuple[str, str], list[Sign]] = defaultdict(list)
+    for sign in signs:
+        after_stall = sign.rank in scene.stuck_ranks or (scene.timed_out and sign.rank is None)
+        if not after_stall:
+            groups[sign.fields.get("type", ""), sign.fields.get("site", "")].append(sign)
+    if not groups:
+        return None
+    chosen = min(groups.values(), key=lambda g: (g[0].fields.get("comm", ""), len({s.rank for s in g}), g[0].order))
+    ranks = _ranks(chosen, scene, "uncaught-exception")
+    first = chosen[0]
+    message = f": {_cut(first.fields['message'])}" if first.fields.get("message") else ""
+    site = f" at {first.fields['site']}" if first.fields.get("site") else ""
+    verb = "raised"
+    told = {e.rank for e in scene.endings if e.rank is not None}
+    sure = bool(ranks) and (set(ranks) <= told or not told)
+    return Finding(
+        "uncaught-exception",
+        f"{ranks_text(ranks) if ranks else 'a rank'} {verb} {first.fields.get('type', 'an exception')}{message}{site}",
+        ranks,
+        Confidence.CERTAIN if sure else Confidence.LIKELY,
+        evidence=_records(chosen),
+    )
+
+
+def _host_memory(signs: list[Sign], scene: Scene) -> Finding | None:
+    killed = [e for e in scene.endings if e.signal == 9]
+    named = {s.rank for s in signs if s.rank is not None and s.kind == "host-oom"}
+    tasks = {e.rank for e in killed if e.rank is not None}
+    pids = {int(s.fields["pid"]) for s in signs if "pid" in s.fields}
+    ranks = tuple(
+        sorted(
+            {e.rank for e in killed if e.pid in pids and e.rank is not None}
+            or tasks
+            or {r for r in named if r is not None}
+        )
+    )
+    host = next((s.fields["host"] for s in signs if "host" in s.fields), next((e.host for e in killed if e.host), ""))
+    who = ranks_text(ranks) if ranks else f"a process{f' on {host}' if host else ''}"
+    verb = "were" if len(ranks) > 1 else "was"
+    return Finding(
+        "rank-oom-killed",
+        f"{who} {verb} killed because the host or its container ran out of memory: {_cut(signs[0].text)}",
+        ranks,
+        Confidence.CERTAIN if ranks and pids else Confidence.LIKELY,
+        evidence=_records(signs),
+    )
+
+
+def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
+    """Ranks that a signal ended and that had nothing to complain of before."""
+    if failed_nodes:
+        host = failed_nodes[0].fields.get("host", "a host")
+        return Finding(
+            "rank-dead", f"{host} failed under the job: {_cut(failed_nodes[0].text)}", (), Confidence.CERTAIN,
+            evidence=_records(failed_nodes),
+        )  # fmt: skip
+    dead = [e for e in scene.endings if e.signal in DEADLY and e.signal != 6]
+    aborted = [e for e in scene.endings if e.signal == 6]
+    quiet = [e for e in dead if e.rank is None or e.rank not in scene.stuck_ranks]
+    if not quiet and not scene.timed_out:
+        quiet = [e for e in aborted if e.rank is None or e.rank not in scene.complaining]
+    ranks = tuple(sorted({e.rank for e in quiet if e.rank is not None}))
+    if not quiet:
+        return None
+    first = quiet[0]
+    on = f" on {first.host}" if first.host else ""
+    everyone = len(ranks) > 1 and len(ranks) == len({e.rank for e in scene.endings})
+    return Finding(
+        "rank-dead",
+        f"{ranks_text(ranks) if ranks else 'a rank'} ended by {first.words()}{on}",
+        ranks,
+        Confidence.LIKELY if not everyone else Confidence.POSSIBLE,
+        evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in quiet[:_EVIDENCE]),
+    )
+
+
+def _records(signs: Iterable[Sign]) -> tuple[dict[str, Any], ...]:
+    return tuple({"what": s.text, "rank": s.rank, "where": s.where} for s in list(signs)[:_EVIDENCE])
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def is_root(sign: Sign) -> bool:
+    """Whether a sign can be a cause by itself."""
+    return sign.role is Role.ROOT and sign.fields.get("wanted") != "more than 1EB"

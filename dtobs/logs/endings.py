@@ -1,0 +1,112 @@
+"""How ranks ended: torchrun's table and exit lines, srun's and DeepSpeed's words, signals."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from dtobs.logs.evidence import Evidence, Sign
+from dtobs.logs.failure_table import Failed
+from dtobs.logs.ranks import RankMap
+
+DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of one rank; `rank` is None where nothing tells it. A negative code is a signal."""
+
+    rank: int | None
+    code: int
+    where: str
+    text: str
+    order: int
+    host: str = ""
+    pid: int | None = None
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended it, also as a shell tells it (128 + n)."""
+        if self.code < 0:
+            return -self.code
+        return self.code - 128 if 129 <= self.code <= 159 else None
+
+    def words(self) -> str:
+        """``signal 9 (SIGKILL)`` or ``exit code 1``."""
+        if self.signal is None:
+            return f"exit code {self.code}"
+        try:
+            return f"signal {self.signal} ({signal.Signals(self.signal).name})"
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+def endings(evidence: Evidence, signs: list[Sign], ranks: RankMap) -> list[Ending]:
+    """Every end that is told, one a rank where the rank is known; those that a launcher forced are left out."""
+    forced = {int(s.fields["pid"]) for s in signs if s.kind == "forced" and "pid" in s.fields}
+    found = [_of_table(failed, ranks) for failed in evidence.failures if failed.exit_code is not None]
+    for sign in signs:
+        found += _of_sign(sign, ranks)
+    best: dict[object, Ending] = {}
+    for number, ending in enumerate(found):
+        if ending.code and ending.pid not in forced:
+            key: object = ending.rank if ending.rank is not None else ("?", ending.pid or number)
+            best.setdefault(key, ending)
+    return list(best.values())
+
+
+def _of_table(failed: Failed, ranks: RankMap) -> Ending:
+    assert failed.exit_code is not None
+    text = failed.message or (failed.raised.text if failed.raised else "")
+    return Ending(failed.rank, failed.exit_code, failed.where, text, failed.order, failed.host, failed.pid)
+
+
+def _of_sign(sign: Sign, ranks: RankMap) -> list[Ending]:
+    fields = sign.fields
+    if sign.kind == "exit-code":
+        rank = ranks.local(int(fields["local"]))
+        return [Ending(rank, int(fields["exit"]), sign.where, sign.text, sign.order, pid=int(fields["pid"]))]
+    if sign.kind == "deepspeed-exit":
+        code = int(fields.get("exit") or fields.get("code") or 0)
+        return [
+            Ending(
+                sign.rank, code, sign.where, sign.text, sign.order, pid=int(fields["pid"]) if "pid" in fields else None
+            )
+        ]
+    if sign.kind == "spawn-exit":
+        number = getattr(signal, fields["signal"], signal.SIGTERM) if "signal" in fields else None
+        code = -int(number) if number is not None else int(fields.get("exit", 1))
+        return [Ending(int(fields["rank"]), code, sign.where, sign.text, sign.order)]
+    if sign.kind == "srun-task":
+        told = _srun_code(fields["how"])
+        tasks = _numbers(fields["tasks"]) if told is not None else []
+        return [Ending(task, told or 0, sign.where, sign.text, sign.order, fields["host"]) for task in tasks]
+    return []
+
+
+def _srun_code(how: str) -> int | None:
+    """What srun says a task ended with; None where it says nothing of it."""
+    for words, number in (
+        ("Killed", 9),
+        ("Segmentation fault", 11),
+        ("Aborted", 6),
+        ("Bus error", 7),
+        ("Terminated", 15),
+    ):
+        if how.startswith(words):
+            return -number
+    if how.startswith("Out Of Memory"):
+        return -9
+    code = how.removeprefix("Exited with exit code ").split()[0] if how.startswith("Exited with") else ""
+    return int(code) if code.isdigit() and len(code) < 6 else None
+
+
+def _numbers(text: str) -> list[int]:
+    """``0-3,7`` as a list, at most 100,000 of them."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if low.isdigit() and len(low) < 8:
+            last = int(high) if high.isdigit() and len(high) < 8 else int(low)
+            found += range(int(low), min(last, int(low) + 100_000) + 1)
+    return found[:100_000]

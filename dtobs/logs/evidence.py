@@ -1,0 +1,232 @@
+"""What the lines of all logs say, collected once and bounded: signs, progress, failure tables, facts of the job."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+
+from dtobs.logs import prefix, progress
+from dtobs.logs.failure_table import Failed, FailureTable
+from dtobs.logs.places import Place
+from dtobs.logs.templates import GROUP, Role, match
+from dtobs.logs.traces import START, Raised, Trace
+
+_KEPT = {"work-timeout": 64, "work-status": 64, "transport": 24, "exception": 12, "world": 3, "completed": 8}
+_KEPT_OTHERWISE = 8
+_MAX_SIGNS = 400_000
+_MAX_TEXT = 600
+_LOSSES = 4096
+_NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
+_COLLECTIVE_FRAME = re.compile(r"#\d{1,4} (?P<name>\S{1,120}) from (?P<file>[^:]{1,400}):(?P<line>\d{1,9})")
+_COLLECTIVE_STACK = "Stack trace of the failed collective"
+_INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python3|/torch/")
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who wrote: `kind` is rank, local, task, nccl (`node` is host:pid) or file; resolved to ranks at the end."""
+
+    kind: str
+    number: int
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A line that means something."""
+
+    kind: str
+    role: Role
+    code: str
+    writer: Writer
+    fields: dict[str, str]
+    text: str
+    where: str  #: file:line
+    order: int
+    file: int
+    rank: int | None = None  #: after `ranks.resolve`
+
+
+@dataclass(slots=True)
+class Track:
+    """How far one writer trains: `seen` are (order, step) of the latest lines, oldest first."""
+
+    seen: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=64))
+    losses: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
+    seconds: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
+
+    @property
+    def step(self) -> int | None:
+        """The latest step told."""
+        return self.seen[-1][1] if self.seen else None
+
+
+class Evidence:
+    """Takes lines in the order of each file; `hot` while the next line of any kind may matter."""
+
+    def __init__(self) -> None:
+        self.signs: list[Sign] = []
+        self.tracks: dict[Writer, Track] = {}
+        self.moved: dict[int, deque[tuple[int, int]]] = {}  #: file → (order, step) of its latest progress lines
+        self.failures: list[Failed] = []
+        self.writers: Counter[Writer] = Counter()
+        self.files: dict[int, Counter[int]] = {}  #: file → explicit ranks in it
+        self.nodes: dict[tuple[str, int], Counter[int]] = {}  #: (node, local rank) → ranks said beside it
+        self.pids: dict[
+            tuple[str, int], Counter[tuple[int, int]]
+        ] = {}  #: (host, pid) → (size, rank) of its communicators
+        self.left_out = 0
+        self._kept: Counter[tuple[str, Writer]] = Counter()
+        self._traces: dict[Writer, Trace] = {}
+        self._stacks: dict[Writer, int] = {}
+        self._table: FailureTable | None = None
+        self._order = 0
+        self._file, self._name, self._place = 0, "", Place()
+
+    @property
+    def hot(self) -> bool:
+        """Whether a traceback, a stack or a table is open."""
+        return bool(self._traces) or bool(self._stacks) or self._table is not None
+
+    def begin(self, file: int, name: str, place: Place) -> None:
+        """Lines of another file follow."""
+        self._traces.clear()
+        self._stacks.clear()
+        self._table = None
+        self._file, self._name, self._place = file, name, place
+
+    def take(self, number: int, raw: bytes) -> None:
+        """Read one line."""
+        self._order += 1
+        origin, text = prefix.split(prefix.plain(raw))
+        writer = self._writer(origin)
+        nccl = _NCCL.match(text) if "NCCL" in text or ":" in text[:90] else None
+        if nccl is not None:
+            text = text[nccl.end() :]
+            host = Writer("nccl", int(nccl[2]), nccl[1])
+            writer = host if writer.kind == "file" else writer
+        self.writers[writer] += 1
+        where = f"{self._name}:{number}"
+        if self._continues(writer, text, where):
+            return
+        if START in text:
+            self._traces.setdefault(writer, Trace())
+            return
+        if text.startswith(_COLLECTIVE_STACK):
+            self._stacks[writer] = 0
+            return
+        found = match(text)
+        if found is None:
+            self._progress(writer, text, where)
+            return
+        row, fields = found
+        if group := GROUP.search(text[:400]):
+            fields |= {f"pg_{name}": value for name, value in group.groupdict().items() if value}
+        if row.kind in ("nccl-init", "nccl-ready") and nccl is not None and "rank" in fields:
+            self.pids.setdefault((nccl[1], int(nccl[2])), Counter())[int(fields["size"]), int(fields["rank"])] += 1
+        self._keep(Sign(row.kind, row.role, row.code, writer, fields, text[:_MAX_TEXT], where, self._order, self._file))
+
+    def _writer(self, origin: prefix.Origin) -> Writer:
+        place = self._place
+        rank = origin.rank if origin.rank is not None else place.rank
+        local = origin.local if origin.local is not None else place.local
+        node = origin.node or place.node
+        if origin.local is not None and origin.task is not None:
+            node = f"task{origin.task:07}"
+        elif origin.local is not None and place.task is not None:
+            node = f"task{place.task:07}"
+        if rank is not None:
+            self.files.setdefault(self._file, Counter())[rank] += 1
+            if local is not None:
+                self.nodes.setdefault((node, local), Counter())[rank] += 1
+            return Writer("rank", rank)
+        if local is not None:
+            return Writer("local", local, node)
+        task = origin.task if origin.task is not None else place.task
+        if task is not None:
+            return Writer("task", task)
+        return Writer("file", self._file, node)
+
+    def _continues(self, writer: Writer, text: str, where: str) -> bool:
+        """Whether the line belongs to something that began before it."""
+        if self._table is not None or text.startswith(("Failures:", "Root Cause (first observed failure)")):
+            self._table = self._table or FailureTable()
+            more = self._table.feed(text)
+            if not more:
+                self.failures += [
+                    replace(f, where=where, order=self._order, file=self._file) for f in self._table.entries
+                ]
+                self._table = None
+            return True
+        if writer in self._stacks:
+            return self._collective_stack(writer, text, where)
+        trace = self._traces.get(writer)
+        if trace is None:
+            return False
+        result = trace.feed(text)
+        if isinstance(result, Raised):
+            del self._traces[writer]
+            self._raised(writer, result, where)
+            return True
+        if not result:
+            del self._traces[writer]
+            return False
+        return not trace.strange
+
+    def _collective_stack(self, writer: Writer, text: str, where: str) -> bool:
+        frame = _COLLECTIVE_FRAME.match(text.strip())
+        self._stacks[writer] += 1
+        if frame is None or self._stacks[writer] > 80:
+            if text.strip():
+                del self._stacks[writer]
+                return False
+            return True
+        if not _INSTALLED.search(frame["file"]):
+            site = f"{frame['file']}:{frame['line']} in {frame['name']}"
+            self._keep(
+                Sign(
+                    "call-site", Role.INFO, "", writer, {"site": site}, text[:_MAX_TEXT], where, self._order, self._file
+                )
+            )
+            del self._stacks[writer]
+        return True
+
+    def _raised(self, writer: Writer, raised: Raised, where: str) -> None:
+        self._keep(sign_of(raised, writer, where, self._order, self._file))
+
+    def _progress(self, writer: Writer, text: str, where: str) -> None:
+        told = progress.parse(text)
+        if told is None or told.step is None:
+            return
+        track = self.tracks.setdefault(writer, Track())
+        if not track.seen or track.seen[-1][1] != told.step:
+            track.seen.append((self._order, told.step))
+            self.moved.setdefault(self._file, deque(maxlen=256)).append((self._order, told.step))
+        if told.loss is not None:
+            track.losses.append((told.step, told.loss, where))
+        if told.seconds is not None:
+            track.seconds.append((told.step, told.seconds, where))
+
+    def _keep(self, sign: Sign) -> None:
+        key = (sign.kind, sign.writer)
+        self._kept[key] += 1
+        if self._kept[key] > _KEPT.get(sign.kind, _KEPT_OTHERWISE) or len(self.signs) >= _MAX_SIGNS:
+            self.left_out += 1
+            return
+        self.signs.append(sign)
+
+
+def sign_of(raised: Raised, writer: Writer, where: str, order: int, file: int) -> Sign:
+    """What an exception means: the row of the table that fits it, or a cause of its own."""
+    found = match(raised.text)
+    fields = {"type": raised.type, "message": raised.message[:_MAX_TEXT], "site": raised.site}
+    if raised.communicates:
+        fields["comm"] = "yes"
+    kind, role, code = "exception", Role.ROOT, "uncaught-exception"
+    if found is not None and found[0].role is not Role.INFO:
+        kind, role, code = found[0].kind, found[0].role, found[0].code
+        fields |= found[1]
+    if raised.launcher:
+        role, code = Role.CASCADE, ""
+    return Sign(kind, role, code, writer, fields, raised.text[:_MAX_TEXT], where, order, file)

@@ -1,0 +1,177 @@
+"""The frontier of every (group, rank) as watchdogs tell it: issued up to, completed up to, stuck in.
+
+What no line says is None and stays unknown: a rule that needs it says less. Group ranks become global ones by the
+ranks that lines carry before them; two groups that bear one name (`split_group` counts once for all) are told apart by
+the group ranks that occur twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from dtobs.logs.evidence import Sign
+
+_BARE_RANK = re.compile(r"\[Rank (\d{1,7})\]")
+_DEFAULT = ("0", "default_pg")
+P2P = frozenset({"SEND", "RECV", "RECVANYSOURCE", "COALESCED"})
+SAME_NUMEL = frozenset(
+    {"ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "REDUCE", "ALLREDUCE_COALESCED"}
+)
+UNKNOWN_GROUP = ""
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where one rank stands in one group."""
+
+    rank: int
+    group_rank: int | None = None
+    issued: int | None = None
+    completed: int | None = None
+    stuck: int | None = None  #: the oldest call that timed out
+    op: str = ""
+    numel_in: int | None = None
+    numel_out: int | None = None
+    shape: str = ""
+    timeout_ms: int | None = None
+    site: str = ""
+    where: str = ""
+    text: str = ""
+
+    def call(self) -> str:
+        """``ALLREDUCE of 1024 elements``, with what is known of it."""
+        return (self.op or "a collective") + (f" of {self.numel_in} elements" if self.numel_in is not None else "")
+
+
+@dataclass(slots=True)
+class GroupFrontier:
+    """One process group."""
+
+    name: str
+    label: str
+    standings: dict[int, Standing] = field(default_factory=dict)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether every rank of the job is in it."""
+        return self.name == _DEFAULT[0] or self.label == _DEFAULT[1]
+
+    def members(self, world: int) -> tuple[int, ...]:
+        """Ranks that are in the group: all of the world, or those seen and those that its pattern has between them."""
+        if self.is_default or self.name == UNKNOWN_GROUP:
+            return tuple(range(world))
+        seen = {s.group_rank: s.rank for s in self.standings.values() if s.group_rank is not None}
+        ranks = set(self.standings)
+        if len(seen) >= 2:
+            (low, first), (high, last) = min(seen.items()), max(seen.items())
+            stride, left = divmod(last - first, high - low)
+            if not left and stride > 0 and all(first + (g - low) * stride == r for g, r in seen.items()):
+                ranks |= {
+                    first + (g - low) * stride for g in range(high + 1) if 0 <= first + (g - low) * stride < world
+                }
+        return tuple(sorted(ranks))
+
+
+def frontiers(signs: list[Sign]) -> list[GroupFrontier]:
+    """The table, from the watchdogs' signs in the order of their lines."""
+    groups: dict[str, GroupFrontier] = {}
+    pending: dict[tuple[int, str], Sign] = {}
+    sites: dict[int, str] = {}
+    for sign in signs:
+        rank = rank_of(sign)
+        if rank is None:
+            continue
+        if sign.kind == "call-site":
+            sites.setdefault(rank, sign.fields["site"])
+        elif sign.kind == "work-timeout":
+            pending.setdefault((rank, sign.fields.get("seq", "")), sign)
+        elif sign.kind in ("work-status", "dump-signal") and "issued" in sign.fields:
+            standing = _standing(groups, sign, rank)
+            _told(standing, sign)
+            work = pending.pop((rank, sign.fields.get("seq", "")), None)
+            if "seq" in sign.fields:
+                _stuck(standing, sign, work)
+    for (owner, _), work in pending.items():
+        _stuck(_standing_of_unnamed(groups, work, owner), work, work)
+    for group in groups.values():
+        for standing in group.standings.values():
+            standing.site = standing.site or sites.get(standing.rank, "")
+    return [part for group in groups.values() for part in _told_apart(group)]
+
+
+def rank_of(sign: Sign) -> int | None:
+    """The global rank of a watchdog's line; before torch 2.2 the one in its brackets is all there is."""
+    if sign.rank is not None:
+        return sign.rank
+    bare = _BARE_RANK.search(sign.text[:300])
+    if bare is not None:
+        return int(bare[1])
+    if "pg_rank" in sign.fields and (sign.fields.get("pg_name") == "0" or sign.fields.get("pg_desc") == "default_pg"):
+        return int(sign.fields["pg_rank"])
+    return None
+
+
+def _standing(groups: dict[str, GroupFrontier], sign: Sign, rank: int) -> Standing:
+    name = sign.fields.get("pg_name") or sign.fields.get("pg_id") or UNKNOWN_GROUP
+    label = sign.fields.get("pg_desc", "")
+    label = label if label and label != "undefined" else f"PG {name}" if name else ""
+    group = groups.setdefault(name, GroupFrontier(name, label))
+    standing = group.standings.setdefault(rank, Standing(rank))
+    if "pg_rank" in sign.fields:
+        standing.group_rank = int(sign.fields["pg_rank"])
+    return standing
+
+
+def _standing_of_unnamed(groups: dict[str, GroupFrontier], work: Sign, rank: int) -> Standing:
+    """Where the line names no group: one in which another rank is stuck in the same call, or the only one there is."""
+    if "pg_name" not in work.fields:
+        seq = int(work.fields.get("seq", -1))
+        for group in groups.values():
+            if any(s.stuck == seq and s.op == work.fields.get("op", "") for s in group.standings.values()):
+                return group.standings.setdefault(rank, Standing(rank))
+        if len(groups) == 1:
+            return next(iter(groups.values())).standings.setdefault(rank, Standing(rank))
+    return _standing(groups, work, rank)
+
+
+def _told(standing: Standing, sign: Sign) -> None:
+    issued, completed = int(sign.fields["issued"]), sign.fields.get("completed")
+    standing.issued = max(issued, standing.issued) if standing.issued is not None else issued
+    if completed is not None:
+        standing.completed = max(int(completed), -1 if standing.completed is None else standing.completed)
+    standing.where, standing.text = standing.where or sign.where, standing.text or sign.text
+
+
+def _stuck(standing: Standing, sign: Sign, work: Sign | None) -> None:
+    if "seq" not in sign.fields:
+        return
+    seq = int(sign.fields["seq"])
+    if standing.stuck is not None and standing.stuck <= seq:
+        return
+    standing.stuck = seq
+    if work is None:
+        standing.where, standing.text = sign.where, sign.text
+        return
+    fields = work.fields
+    standing.op, standing.shape = fields.get("op", ""), fields.get("shape", "")
+    standing.numel_in = int(fields["nin"]) if "nin" in fields else None
+    standing.numel_out = int(fields["nout"]) if "nout" in fields else None
+    standing.timeout_ms = int(fields["timeout"]) if "timeout" in fields else None
+    standing.where, standing.text = work.where, work.text
+
+
+def _told_apart(group: GroupFrontier) -> list[GroupFrontier]:
+    by_group_rank: dict[int, list[int]] = defaultdict(list)
+    for standing in group.standings.values():
+        if standing.group_rank is not None:
+            by_group_rank[standing.group_rank].append(standing.rank)
+    copies = max((len(ranks) for ranks in by_group_rank.values()), default=0)
+    if copies < 2 or group.is_default:
+        return [group]
+    parts = [GroupFrontier(f"{group.name}#{index}", group.label) for index in range(copies)]
+    for ranks in by_group_rank.values():
+        for index, rank in enumerate(sorted(ranks)):
+            parts[index].standings[rank] = group.standings[rank]
+    return parts

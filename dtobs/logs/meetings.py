@@ -1,0 +1,142 @@
+"""Ranks that wait without a watchdog's frontier: Gloo, the store, NCCL's start, reports that name the absent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dtobs.findings import Confidence, Finding
+from dtobs.flight_recorder.wording import ranks_text
+from dtobs.logs.endings import Ending
+from dtobs.logs.evidence import Sign
+from dtobs.logs.hangs import Heard
+
+_NUMBER = re.compile(r"\d{1,7}")
+_STORE = ("store-waits", "store-barrier", "store-connect", "rendezvous")
+
+
+def named(live: Sequence[Sign], heard: Heard) -> list[Finding]:
+    """Reports of torch itself that name the ranks which did not come (monitoredBarrier, TORCH_NCCL_DESYNC_DEBUG)."""
+    reports = [s for s in live if s.kind in ("barrier-missing", "desync") and s.fields.get("ranks")]
+    if not reports:
+        return []
+    ranks = tuple(sorted({int(n) for s in reports for n in _NUMBER.findall(s.fields["ranks"])}))
+    call = reports[0].fields.get("next")
+    what = (
+        "monitoredBarrier"
+        if reports[0].kind == "barrier-missing"
+        else f"collective #{call}"
+        if call
+        else "a collective"
+    )
+    if not ranks or len(ranks) >= heard.world > 1:
+        return []
+    return [
+        _finding(
+            "rank-not-joined",
+            f"{ranks_text(ranks)} never came to {what}, as torch reports",
+            ranks,
+            Confidence.CERTAIN,
+            reports,
+        )
+    ]
+
+
+def others(live: Sequence[Sign], heard: Heard, ended: Sequence[Ending]) -> list[Finding]:
+    """The first of Gloo, the store, NCCL's start and links that has something to say."""
+    return _gloo(live, heard) or _store(live, heard) or _nccl_start(live, heard) or _links(live) or _watchdogs(live)
+
+
+def _gloo(live: Sequence[Sign], heard: Heard) -> list[Finding]:
+    timed_out = [s for s in live if s.kind == "gloo-timeout"]
+    if not timed_out:
+        return []
+    waiting = {s.rank for s in timed_out if s.rank is not None}
+    closed = {s.rank for s in live if s.kind == "gloo-closed" and s.rank is not None} - waiting
+    silent = heard.ranks - waiting - closed
+    absent = tuple(sorted(silent or (closed if len(closed) == 1 else set())))
+    if absent and waiting and 2 * len(absent) <= heard.world:
+        sure = Confidence.LIKELY if silent else Confidence.POSSIBLE
+        site = next((s.fields["site"] for s in timed_out if s.fields.get("site")), "")
+        text = f"{ranks_text(absent)} never came to the Gloo call in which {ranks_text(waiting)} timed out"
+        return [_finding("rank-not-joined", text + (f" at {site}" if site else ""), absent, sure, timed_out)]
+    unheard = tuple(rank for rank in range(heard.world) if rank not in heard.ranks)
+    if unheard and waiting:
+        text = f"{ranks_text(waiting)} timed out in a Gloo call; the logs of {ranks_text(unheard)} would say for whom"
+        return [_finding("dumps-missing", text, unheard, Confidence.POSSIBLE, timed_out)]
+    text = "ranks timed out in a Gloo call, and no line says for whom they waited"
+    return [_finding("network-stalled", text, (), Confidence.POSSIBLE, timed_out)]
+
+
+def _store(live: Sequence[Sign], heard: Heard) -> list[Finding]:
+    signs = [s for s in live if s.kind in _STORE]
+    if not signs:
+        return []
+    counted = next((s for s in signs if "joined" in s.fields), None)
+    missing = tuple(rank for rank in range(heard.world) if rank not in heard.ranks)
+    if counted is not None:
+        joined, size = int(counted.fields["joined"]), int(counted.fields["size"])
+        ranks = missing if len(missing) == size - joined else ()
+        who = f": {ranks_text(ranks)} are not heard of" if ranks else ""
+        text = f"only {joined} of {size} ranks came to the rendezvous{who}"
+    elif "host" in signs[0].fields:
+        ranks, text = (), f"the rendezvous at {signs[0].fields['host']}:{signs[0].fields['port']} did not answer"
+    else:
+        ranks, text = (), f"the rendezvous never came about: {' '.join(signs[0].text.split())[:160]}"
+    return [_finding("rendezvous-incomplete", text, ranks, Confidence.LIKELY, signs)]
+
+
+def _nccl_start(live: Sequence[Sign], heard: Heard) -> list[Finding]:
+    asked = [s for s in live if s.kind == "nccl-id"]
+    if asked:
+        source = int(asked[0].fields["source"])
+        text = f"rank {source} never gave the id of a new NCCL communicator, for which {len(asked)} ranks asked"
+        return [_finding("nccl-init-stuck", text, (source,), Confidence.LIKELY, asked)]
+    begun = {
+        (s.fields.get("comm", ""), s.fields["rank"]): s for s in live if s.kind == "nccl-init" and "rank" in s.fields
+    }
+    ready = {
+        (s.fields.get("comm", ""), s.fields["rank"]) for s in live if s.kind == "nccl-ready" and "rank" in s.fields
+    }
+    open_ = [sign for key, sign in begun.items() if key not in ready]
+    trouble = [
+        s for s in live if s.kind in ("nccl-bootstrap", "ib-completion", "nccl-system", "nccl-remote", "watchdog-stuck")
+    ]
+    if not open_ or not trouble:
+        return []
+    size = int(open_[0].fields["size"])
+    comm = open_[0].fields.get("comm", "")
+    started = {int(rank) for name, rank in begun if name == comm}
+    absent = tuple(rank for rank in range(size) if rank not in started) if size <= 65536 else ()
+    few = absent if 2 * len(absent) < size else ()
+    text = f"NCCL's communicator of {size} ranks never came about: {len(started)} of them began"
+    return [
+        _finding("nccl-init-stuck", text, few, Confidence.LIKELY if few else Confidence.POSSIBLE, [*trouble, *open_])
+    ]
+
+
+def _links(live: Sequence[Sign]) -> list[Finding]:
+    signs = [s for s in live if s.kind == "ib-completion"]
+    if not signs:
+        return []
+    ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
+    peers = sorted({s.fields["peer"] for s in signs if "peer" in s.fields})
+    hcas = sorted({s.fields["hca"] for s in signs if "hca" in s.fields})
+    words = [f"to {', '.join(peers[:4])}" if peers else "", f"through {', '.join(hcas[:4])}" if hcas else ""]
+    text = f"InfiniBand connections broke {' '.join(word for word in words if word)}".rstrip()
+    return [_finding("network-stalled", text, ranks, Confidence.LIKELY, signs)]
+
+
+def _watchdogs(live: Sequence[Sign]) -> list[Finding]:
+    signs = [s for s in live if s.kind == "watchdog-stuck"]
+    if not signs:
+        return []
+    ranks = {s.rank for s in signs if s.rank is not None}
+    who = f" of {ranks_text(ranks)}" if ranks else ""
+    text = f"NCCL or CUDA calls hang: the watchdog{who} made no progress, and no line says in which collective"
+    return [_finding("network-stalled", text, (), Confidence.POSSIBLE, signs)]
+
+
+def _finding(code: str, text: str, ranks: tuple[int, ...], confidence: Confidence, signs: Sequence[Sign]) -> Finding:
+    records = tuple({"what": s.text, "rank": s.rank, "where": s.where} for s in signs[:8])
+    return Finding(code, text, ranks, confidence, evidence=records)

@@ -1,0 +1,109 @@
+"""Who wrote a line: what launchers, schedulers and loggers put before it, taken off layer by layer.
+
+torchrun ``[default3]:`` and ``[node0:default3]:``, torch ``[rank3]:``, srun ``3:``, mpirun ``[1,3]<stderr>:``, kubectl
+``[pod/…]``, ray ``(Worker pid=1)``, pdsh ``host:``, times, the head of a C++ log line, ANSI colours.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_LAYERS = 8
+_ANSI = re.compile(r"\x1b\[[0-9;?]{0,40}[ -/]?[@-~]|\x1b[()][A-Z0-9]|\x1b\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|\x1b.")
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127], None)
+
+_RANK = re.compile(r"\[(?:rank|RANK|Rank)[ :=]{0,2}(\d{1,7})\[?\]:? ?")
+_WATCHDOG_WORDS = (
+    "Watchdog",
+    "NCCL ",
+    "Collective ",
+    "Some NCCL",
+    "To avoid data",
+    "Work ",
+    "Process group",
+    "First PG",
+)
+_ROLE_RANK = re.compile(r"\[[A-Za-z_]\w{0,30}-(\d{1,5}):(\d{1,7})\]: ?")
+_ROLE = re.compile(r"\[(?:([\w.\-]{1,80}):)?([A-Za-z_]{1,30}?)[_-]?(\d{1,5})\]:(?= |\[|$|\S) ?")
+_MPI = re.compile(r"\[\d{1,4},(\d{1,7})\](?:<std(?:out|err)>)?: ?")
+_LABEL = re.compile(r" {0,6}(\d{1,6}): ")
+_POD = re.compile(r"\[(?:pod/)?([\w.\-]{1,120})(?:/([\w.\-]{1,120}))?\] (?=\S)")
+_STERN = re.compile(r"([a-z0-9][\w.\-]{0,100}-\d{1,6})\s{1,8}(?:[\w.\-]{1,60}\s{1,4})?[|│>] ")
+_RAY = re.compile(r"\([A-Za-z_][\w.:<>\-]{0,80} (?:\w{1,20}=\w{1,40}, )?pid=(\d{1,9})(?:, ip=([\w.:]{1,60}))?\) ?")
+_STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT): ?")
+_HOST = re.compile(r"([A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}): (?=[\[{T(*\dWEI ])")
+_TIME = re.compile(
+    r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \|)? ?"
+)
+_SYSLOG = re.compile(r"(?:<\d{1,3}>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d ([\w.\-]{1,80}) ")
+_CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]? (?=\S)")
+_NUMBER = re.compile(r"\[\d{3,9}\] (?=\[)")
+_C10 = re.compile(r"\[[EWIF](?:\d{3,4} [\d:.]{8,20})? ?([A-Za-z_0-9]+\.(?:cpp|hpp|cc|h)):\d+\] ?")
+_PY_WORD = re.compile(r"\.(?:py|cpp|cc|sh|hpp)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a line's own prefix says of its writer. `task`: an srun label, a rank or the number of a node."""
+
+    rank: int | None = None
+    local: int | None = None
+    task: int | None = None
+    node: str = ""
+
+
+NOBODY = Origin()
+
+
+def plain(raw: bytes) -> str:
+    """A line as text without what terminals would obey."""
+    text = raw.decode("utf-8", "replace")
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
+    return text.translate(_CONTROLS) if not text.isprintable() else text
+
+
+def split(text: str) -> tuple[Origin, str]:
+    """The origin of a line and the line without its prefixes. Leading spaces of what is left stay: tracebacks."""
+    rank = local = task = None
+    node = ""
+    for _ in range(_LAYERS):
+        if not text or text[0] not in "[(<0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz":
+            break
+        if (found := _RANK.match(text)) and not text.startswith(_WATCHDOG_WORDS, found.end()):
+            rank = int(found[1])
+        elif found := _ROLE_RANK.match(text):
+            local, rank = int(found[1]), int(found[2])
+        elif found := _MPI.match(text):
+            rank = int(found[1])
+        elif (found := _ROLE.match(text)) and found[2].lower() not in ("step", "epoch", "iter", "iteration", "pg"):
+            local, node = int(found[3]), found[1] or node
+        elif task is None and rank is None and local is None and (found := _LABEL.match(text)):
+            task = int(found[1])
+        elif (found := _TIME.match(text)) or (found := _NUMBER.match(text)) or (found := _STREAM.match(text)):
+            pass
+        elif found := _SYSLOG.match(text):
+            node = node or found[1]
+        elif found := _RAY.match(text):
+            node = node or (found[2] or "")
+        elif found := _named(text):
+            node = node or found[1]
+        elif (found := _CLOCK.match(text)) or (found := _C10.match(text)):
+            pass
+        else:
+            break
+        text = text[found.end() :]
+    if rank is None and local is None and task is None and not node:
+        return NOBODY, text
+    return Origin(rank, local, task, node), text
+
+
+def _named(text: str) -> re.Match[str] | None:
+    """A pod or a host before the line."""
+    if text.startswith("[pod/") and (found := _POD.match(text)):
+        return found
+    if found := _STERN.match(text):
+        return found
+    found = _HOST.match(text)
+    return found if found is not None and not _PY_WORD.search(found[1]) else None

@@ -1,0 +1,82 @@
+"""Progress lines of training loops: which step, what loss, how long a step took.
+
+Lightning, Accelerate, HF Trainer (a dict), DeepSpeed (``step=10``), Megatron (``iteration 10/ 1000 | …``), torchtitan,
+tqdm bars and the plain ``step 10 loss 2.31`` of a thousand scripts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+_NUMBER = r"[+-]?(?:\d{1,20}(?:,\d{3}){0,5}(?:\.\d{0,20})?(?:[eE][+-]?\d{1,3})?|nan|inf|NaN|Inf|infinity|NAN|INF)"
+_STEP = re.compile(
+    r"(?:\b(?:global[_ ]step|global step|[Ss]tep|STEP|[Ii]teration|[Ii]ter|ITER|it|batch|Batch)\b['\"\]]?\s{0,4}[:=#]?\s{0,4}\[?)(\d{1,12})(?!\d)"
+)
+_BAR = re.compile(r"(?<!\d)(\d{1,12})/(\d{1,12}) \[[\d:?]{1,12}<")
+_LOSS = re.compile(
+    rf"(?<![\w/.])(?:(?:lm|train|training|train/|total|avg|average|mean|reduced_train)[_ /]?)?[Ll](?:oss|OSS)(?:_step)?(?:/train)?\b['\"\]]?\s{{0,4}}[:=]?\s{{0,4}}\[?(?:tensor\()?({_NUMBER})(?![\w.]*[a-zA-Z%]{{2}})"
+)
+_SECONDS = (
+    (re.compile(r"elapsed time per iteration \(ms\): ([\d.]{1,20})"), 1e-3),
+    (
+        re.compile(
+            r"\b(?:step[_ ]time|time[_ /]per[_ ]step|iter_time|time/step)\s{0,4}[:=(s)]{1,5}\s{0,4}([\d.]{1,20}) ?(?!ms)s?\b"
+        ),
+        1.0,
+    ),
+    (re.compile(r"\b([\d.]{1,12}) ?ms/(?:step|it|iter)\b"), 1e-3),
+    (re.compile(r"[,\[ ]([\d.]{1,12})s/it\b"), 1.0),
+)
+_RATE = re.compile(r"[,\[ ]([\d.]{1,12})it/s\b")
+_WORDS = ("oss", "teration", "it/s", "s/it")
+_NOT_TRAINING = re.compile(
+    r"\b(?:[Vv]al(?:id|idation)?|[Ee]val(?:uation)?|[Tt]est|[Ss]anity|loss[_ ]scale|[Gg]enerating|[Ll]oading|[Dd]ownload\w*|[Mm]ap)\b"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a progress line says; None for what it does not."""
+
+    step: int | None
+    loss: float | None
+    seconds: float | None
+
+
+def parse(text: str) -> Progress | None:
+    """The progress told by a line, or None where it tells none."""
+    if not any(word in text for word in _WORDS):
+        return None
+    text = text[-1024:] if len(text) > 1024 else text
+    bar = _BAR.search(text)
+    found = _STEP.search(text)
+    step = int(found[1]) if found else int(bar[1]) if bar else None
+    if step is None:
+        return None
+    if _NOT_TRAINING.search(text):
+        return Progress(None, None, None) if bar is None and found is None else Progress(step, None, None)
+    loss = _LOSS.search(text)
+    value = _value(loss[1]) if loss else None
+    if loss is None and bar is None and not _SECONDS[0][0].search(text):
+        return None
+    return Progress(step, value, _seconds(text))
+
+
+def _seconds(text: str) -> float | None:
+    for pattern, unit in _SECONDS:
+        if found := pattern.search(text):
+            value = _value(found[1])
+            return value * unit if value else None
+    rate = _RATE.search(text)
+    value = _value(rate[1]) if rate else None
+    return 1 / value if value else None
+
+
+def _value(text: str) -> float | None:
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) or text.lower().lstrip("+-").startswith(("nan", "inf")) else None

@@ -1,0 +1,74 @@
+"""What progress and start-up lines say of a job that runs: a loss that is not finite, a transport that fell back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from dtobs.findings import Confidence, Finding
+from dtobs.logs.evidence import Sign, Track
+
+_RECOVERED = 3
+
+
+def findings(tracks: Mapping[int | None, Track], live: Sequence[Sign], crashed: bool) -> list[Finding]:
+    """The findings; a crash is told before them."""
+    return [*_loss(tracks), *_transport(live)]
+
+
+def _loss(tracks: Mapping[int | None, Track]) -> list[Finding]:
+    """A loss that becomes NaN or infinite and stays so to the last line."""
+    found: list[tuple[int, str, int | None, int]] = []
+    for rank, track in tracks.items():
+        bad = None
+        finite_after = 0
+        count = 0
+        for step, loss, where in track.losses:
+            if not math.isfinite(loss):
+                bad = bad or (step, where)
+                finite_after, count = 0, count + 1
+            elif bad is not None:
+                finite_after += 1
+                if finite_after >= _RECOVERED:
+                    bad, count = None, 0
+        if bad is not None:
+            found.append((*bad, rank, count))
+    if not found:
+        return []
+    step, where, _, count = min(found, key=lambda one: one[0])
+    ranks = tuple(sorted({rank for at, _, rank, _ in found if rank is not None and at == step}))
+    confidence = Confidence.CERTAIN if count > 1 or len(found) > 1 else Confidence.LIKELY
+    record = {"what": f"the loss of step {step} is not finite, nor is one after it", "where": where}
+    return [
+        Finding(
+            "loss-nonfinite",
+            f"the loss is not finite from step {step} on",
+            ranks,
+            confidence,
+            step=step,
+            evidence=(record,),
+        )
+    ]
+
+
+def _transport(live: Sequence[Sign]) -> list[Finding]:
+    """Sockets between hosts although InfiniBand is there; nothing where a person chose them."""
+    if any(s.kind == "set-by-hand" for s in live):
+        return []
+    sockets = [s for s in live if s.kind == "transport" and s.fields.get("transport", "").startswith("NET/Socket")]
+    better = [s for s in live if s.kind == "ib-found" and "mlx" in s.fields.get("hca", "")]
+    better += [s for s in live if s.kind == "transport" and s.fields.get("transport", "").startswith("NET/IB")]
+    problem = [s for s in live if s.kind == "transport-problem" and "P2P" not in s.text]
+    if not sockets or not (better or problem):
+        return []
+    ranks = tuple(sorted({int(s.fields["rank"]) for s in sockets}))
+    reason = problem[0] if problem else better[0]
+    return [
+        Finding(
+            "transport-fallback",
+            "NCCL sends between hosts through sockets although it has or seeks something faster",
+            ranks,
+            Confidence.LIKELY,
+            evidence=tuple({"what": s.text, "rank": s.rank, "where": s.where} for s in (sockets[0], reason)),
+        )
+    ]

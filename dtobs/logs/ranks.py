@@ -1,0 +1,77 @@
+"""From writers to ranks: local ranks of several nodes, tasks, NCCL's processes and files that are one rank's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from dtobs.logs.evidence import Evidence, Sign, Writer
+from dtobs.logs.frontier import rank_of
+
+_DIGITS = re.compile(r"(\d+)")
+MAX_WORLD = 1_000_000
+
+
+class RankMap:
+    """Says which rank a writer is, where that can be known."""
+
+    def __init__(self, evidence: Evidence, several_files: bool) -> None:
+        self._evidence = evidence
+        self._several = several_files
+        locals_ = [writer for writer in evidence.writers if writer.kind == "local"]
+        named = {node for node, _ in evidence.nodes} | {writer.node for writer in locals_}
+        self._nodes = sorted(named, key=_natural)
+        numbers = [writer.number for writer in locals_] + [local for _, local in evidence.nodes]
+        per_node = max(numbers, default=0) + 1
+        launched = [int(s.fields["nproc"]) for s in evidence.signs if s.kind == "launch" and "nproc" in s.fields]
+        self._per_node = max([per_node, *launched])
+        self._offsets = {
+            node: ranks.most_common(1)[0][0] - local for (node, local), ranks in sorted(evidence.nodes.items())
+        }
+        self._cache: dict[Writer, int | None] = {}
+
+    def rank(self, writer: Writer) -> int | None:
+        """The rank of a writer, or None."""
+        if writer not in self._cache:
+            self._cache[writer] = self._find(writer)
+        return self._cache[writer]
+
+    def _find(self, writer: Writer) -> int | None:
+        if writer.kind in ("rank", "task"):
+            return writer.number
+        if writer.kind == "local":
+            offset = self._offsets.get(writer.node)
+            if offset is None:
+                offset = self._nodes.index(writer.node) * self._per_node
+            return offset + writer.number
+        if writer.kind == "nccl":
+            votes = self._evidence.pids.get((writer.node, writer.number))
+            return max(votes)[1] if votes else None
+        ranks = self._evidence.files.get(writer.number)
+        return next(iter(ranks)) if ranks and len(ranks) == 1 and self._several else None
+
+    def local(self, local: int) -> int | None:
+        """The rank of a local rank where there is one node only."""
+        return local if len(self._nodes) < 2 else None
+
+
+def resolve(evidence: Evidence, several_files: bool) -> tuple[list[Sign], RankMap]:
+    """The signs with their ranks."""
+    ranks = RankMap(evidence, several_files)
+    return [replace(sign, rank=ranks.rank(sign.writer)) for sign in evidence.signs], ranks
+
+
+def world_size(signs: list[Sign], evidence: Evidence) -> int:
+    """The largest number of ranks that the logs speak of."""
+    sizes = [rank + 1 for counted in evidence.files.values() for rank in counted if rank < MAX_WORLD]
+    sizes += [rank + 1 for sign in signs if (rank := rank_of(sign)) is not None and rank < MAX_WORLD]
+    sizes += [entry.rank + 1 for entry in evidence.failures if entry.rank is not None and entry.rank < MAX_WORLD]
+    for sign in signs:
+        if sign.kind in ("world", "nccl-init", "nccl-ready", "store-barrier", "store-waits"):
+            said = [int(sign.fields[name]) for name in ("size", "members", "started") if name in sign.fields]
+            sizes += [size for size in said if size < MAX_WORLD]
+    return max(sizes, default=0)
+
+
+def _natural(text: str) -> list[tuple[int, str | int]]:
+    return [(1, int(part)) if part.isdigit() else (0, part) for part in _DIGITS.split(text)]

@@ -1,0 +1,182 @@
+"""Reads console logs of any size in bounded memory: files, gzip, standard input.
+
+A log is read in pieces of a megabyte. A line longer than `MAX_LINE` is cut, a carriage return ends a line (progress
+bars), a gzip file that grows beyond all proportion is left. Only lines that hold one of the `anchors` are handed out,
+together with what follows them while the caller is `hot` (inside a traceback): that is what makes it fast.
+"""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+PIECE = 1 << 20
+MAX_LINE = 8192
+_BOMB_BYTES = 1 << 30
+_BOMB_RATIO = 400
+
+Line = tuple[int, bytes]
+"""The number of a line in its file, from 1, and the line without its end."""
+
+
+class LogFile:
+    """One log that is read from its beginning to its end, once."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.name = "standard input" if path is None else str(path)
+        self.problem = ""  #: why reading ended before the end
+        self.bytes_read = 0
+
+    def lines(self, anchors: tuple[bytes, ...], hot: Callable[[], bool]) -> Iterator[Line]:
+        """Lines that hold an anchor, and every line while `hot()`."""
+        number, rest, skipping = 1, b"", False
+        for piece in self._pieces():
+            data = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in piece else piece
+            if skipping:
+                end = data.find(b"\n")
+                if end < 0:
+                    continue
+                data, number, skipping = data[end + 1 :], number + 1, False
+            data = rest + data if rest else data
+            end = data.rfind(b"\n") + 1
+            yield from _chosen(data[:end], number, anchors, hot)
+            number += data.count(b"\n", 0, end)
+            rest = data[end:]
+            if len(rest) > MAX_LINE:
+                yield from _chosen(rest[:MAX_LINE], number, anchors, hot)
+                rest, skipping = b"", True
+        if rest:
+            yield from _chosen(rest, number, anchors, hot)
+
+    def _pieces(self) -> Iterator[bytes]:
+        try:
+            with self._open() as raw:
+                head = raw.read(PIECE)
+                if head[:2] == b"\x1f\x8b":
+                    yield from self._unpacked(raw, head)
+                    return
+                if _is_binary(head):
+                    self.problem = f"{self.name} is no text"
+                    return
+                while head:
+                    self.bytes_read += len(head)
+                    yield head
+                    head = raw.read(PIECE)
+        except OSError as error:
+            self.problem = f"{self.name}: {error.strerror or error}"
+
+    def _open(self) -> BinaryIO:
+        if self.path is None:
+            return open(sys.stdin.fileno(), "rb", closefd=False)
+        return self.path.open("rb")
+
+    def _unpacked(self, raw: BinaryIO, head: bytes) -> Iterator[bytes]:
+        """What a gzip file holds; one that is cut gives what is whole."""
+        packed = 0
+        unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        try:
+            while head:
+                packed += len(head)
+                while head:
+                    text = unpack.decompress(head, PIECE)
+                    head = unpack.unconsumed_tail
+                    self.bytes_read += len(text)
+                    if self.bytes_read > _BOMB_BYTES and self.bytes_read > _BOMB_RATIO * packed:
+                        self.problem = (
+                            f"{self.name} unpacks to more than {_BOMB_RATIO} times its size: the rest is left"
+                        )
+                        return
+                    if text:
+                        yield text
+                    if unpack.eof:
+                        head, unpack = unpack.unused_data.lstrip(b"\0"), zlib.decompressobj(zlib.MAX_WBITS | 16)
+                head = raw.read(PIECE)
+        except (zlib.error, gzip.BadGzipFile):
+            self.problem = f"{self.name} is damaged: what comes after byte {packed} of it is left"
+
+
+def _is_binary(head: bytes) -> bool:
+    return b"\0" in head[:4096] or (head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05")
+
+
+def _chosen(data: bytes, first: int, anchors: tuple[bytes, ...], hot: Callable[[], bool]) -> Iterator[Line]:
+    """Lines of `data` with an anchor, in order, and those after one for as long as the caller is hot."""
+    if not data:
+        return
+    marks = _marks(data, anchors)
+    number, counted, at = first, 0, 0
+    for mark in marks:
+        while hot() and at < len(data) and at <= mark:
+            end = data.find(b"\n", at)
+            end = len(data) if end < 0 else end
+            number, counted = number + data.count(b"\n", counted, at), at
+            yield number, data[at : min(end, at + MAX_LINE)]
+            at = end + 1
+        if mark < at:
+            continue
+        start = data.rfind(b"\n", at, mark) + 1 or at
+        end = data.find(b"\n", mark)
+        end = len(data) if end < 0 else end
+        number, counted = number + data.count(b"\n", counted, start), start
+        yield number, data[start : min(end, start + MAX_LINE)]
+        at = end + 1
+    while hot() and at < len(data):
+        end = data.find(b"\n", at)
+        end = len(data) if end < 0 else end
+        number, counted = number + data.count(b"\n", counted, at), at
+        yield number, data[at : min(end, at + MAX_LINE)]
+        at = end + 1
+
+
+def _marks(data: bytes, anchors: tuple[bytes, ...]) -> list[int]:
+    """Where anchors stand, ascending; after one has been found its line is over, so each is sought once a line."""
+    found: list[int] = []
+    for anchor in anchors:
+        at = data.find(anchor)
+        while at >= 0:
+            found.append(at)
+            end = data.find(b"\n", at)
+            if end < 0:
+                break
+            at = data.find(anchor, end)
+    found.sort()
+    return found
+
+
+def log_files(targets: list[str]) -> list[LogFile]:
+    """Every log that the targets name: a file, a folder and what is below it, ``-`` for standard input."""
+    found: list[LogFile] = []
+    for target in targets:
+        if target == "-":
+            found.append(LogFile(None))
+            continue
+        path = Path(target)
+        if path.is_dir():
+            found += [LogFile(inner) for inner in sorted(path.rglob("*")) if looks_like_log(inner)]
+        else:
+            found.append(LogFile(path))
+    return found
+
+
+_SUFFIXES = {".log", ".txt", ".out", ".err", ".stdout", ".stderr", ".gz", ".o", ".e", ".logs", ""}
+
+
+def looks_like_log(path: Path) -> bool:
+    """Whether a file in a folder is taken for a log by its name and its first bytes."""
+    if not path.is_file() or path.name.startswith("."):
+        return False
+    suffixes = {suffix.lower() for suffix in path.suffixes} or {""}
+    numbered = path.suffix[1:].isdigit() or (path.suffix[1:2] in ("o", "e") and path.suffix[2:].isdigit())
+    if not (path.suffix.lower() in _SUFFIXES or suffixes & {".log", ".out", ".err"} or numbered):
+        return False
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError:
+        return False
+    return head[:2] == b"\x1f\x8b" or (bool(head) and not _is_binary(head))

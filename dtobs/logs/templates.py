@@ -1,0 +1,540 @@
+"""The lines that mean something, in one table: what each is, in which role, and the fields to take from it.
+
+A role says what a line can be blamed for. ROOT: what is told there ends a rank by itself. STUCK: a rank waited too
+long. CASCADE: the rank tells that another one is gone. TEARDOWN: somebody ends the job. ADVICE: words without a fact.
+INFO: a fact of the job. The first row that fits a line names it, so the particular stand before the general. Every
+`literal` is sought before the regular expression is run, and no expression can backtrack without bound.
+
+Templates of torch 1.13 to 2.15, NCCL 2.10 to 2.29, DeepSpeed, SLURM and Kubernetes; versions differ in a few words.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Role(Enum):
+    """What a line can be blamed for."""
+
+    ROOT = "root"
+    STUCK = "stuck"
+    CASCADE = "cascade"
+    TEARDOWN = "teardown"
+    ADVICE = "advice"
+    INFO = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One row. `code` is the finding of a ROOT row; `literals`: one of them is in every such line."""
+
+    kind: str
+    role: Role
+    literals: tuple[str, ...]
+    pattern: re.Pattern[str] | None = None
+    code: str = ""
+
+
+def _row(kind: str, role: Role, literals: str | tuple[str, ...], pattern: str = "", code: str = "") -> Template:
+    words = (literals,) if isinstance(literals, str) else literals
+    return Template(kind, role, words, re.compile(pattern) if pattern else None, code)
+
+
+ROOT, STUCK, CASCADE, TEARDOWN, ADVICE, INFO = Role
+
+WORK = (
+    r"Work\w{2,12}\(SeqNum=(?P<seq>\d{1,18})(?:, OpType=(?P<op>\w{1,40}))?(?:, TensorShape=\[(?P<shape>[\d, ]{0,200})\])?"
+    r"(?:, NumelIn=(?P<nin>\d{1,18}))?(?:, NumelOut=(?P<nout>\d{1,18}))?(?:, Timeout\(ms\)=(?P<timeout>\d{1,12}))?"
+)
+STATUS = r"[Ll]ast enqueued (?:NCCL )?work: (?P<issued>-?\d{1,18})(?:, last completed (?:NCCL )?work: (?P<completed>-?\d{1,18}))?"
+GROUP = re.compile(
+    r"\[PG (?:ID (?P<id>\d{1,9}) )?(?:PG )?(?:GUID )?(?P<name>[^\s()\]]{0,80})? ?(?:\((?P<desc>[^)]{0,80})\))? ?Rank (?P<rank>-?\d{1,7})\]"
+)
+"""A process group before a watchdog's words: ``[PG 0 Rank 2]`` of torch 2.2 to ``[PG ID 1 PG GUID 1(mesh_tp) Rank 0]``."""
+
+TEMPLATES: tuple[Template, ...] = (
+    # --- watchdog, heartbeat and store of torch ---
+    _row("work-timeout", STUCK, "Watchdog caught collective operation timeout", WORK),
+    _row("work-timeout", STUCK, "timed out in blocking wait", WORK),
+    _row(
+        "work-status",
+        STUCK,
+        "detected by watchdog at work",
+        rf"at work(?: sequence id)?: (?P<seq>\d{{1,18}})\D{{1,40}}{STATUS}",
+    ),
+    _row("work-status", STUCK, "Timeout at NCCL work", rf"Timeout at NCCL work: (?P<seq>\d{{1,18}})\D{{1,12}}{STATUS}"),
+    _row(
+        "dump-signal",
+        INFO,
+        ("Received a dump signal", "Received a timeout signal"),
+        rf"from (?P<source>this local rank| ?rank -?\d{{1,7}}).{{0,120}}{STATUS}",
+    ),
+    _row("dump-signal", INFO, "Observed flight recorder dump signal"),
+    _row(
+        "watchdog-stuck",
+        STUCK,
+        ("watchdog got stuck for", "Heartbeat monitor timed out"),
+        r"stuck for (?P<seconds>\d{1,9}) seconds|Heartbeat",
+    ),
+    _row("gil", INFO, "Could not acquire GIL within"),
+    _row("teardown", CASCADE, ("To avoid data inconsistency", "Some NCCL operations have failed or timed out")),
+    _row(
+        "desync",
+        STUCK,
+        "but didn't join collective",
+        r"\[(?P<ranks>[\d, ]{1,4000})\] finished collective #(?P<seq>\d{1,18}), but didn't join collective #(?P<next>\d{1,18})",
+    ),
+    _row("desync", STUCK, "never join any collectives", r"\[(?P<ranks>[\d, ]{1,4000})\] never join any collectives"),
+    _row(
+        "barrier-missing",
+        STUCK,
+        "failed to pass monitoredBarrier",
+        r"[Rr]anks? (?P<ranks>\d[\d, ]{0,4000}) failed to pass monitoredBarrier",
+    ),
+    _row("cascade", CASCADE, "successfully reached monitoredBarrier, but received errors"),
+    _row(
+        "fingerprint",
+        ROOT,
+        "Detected mismatch between collectives on ranks",
+        r"Rank (?P<rank>\d{1,7}) is running collective: CollectiveFingerPrint\((?P<mine>[^)]{0,300}).{0,400}?but Rank (?P<other>\d{1,7}) is running collective: CollectiveFingerPrint\((?P<theirs>[^)]{0,300})",
+        "collective-mismatch",
+    ),
+    _row(
+        "ddp-shapes",
+        ROOT,
+        "appears not to match sizes of the same param in process",
+        r"(?:\[Rank (?P<rank>\d{1,7})\]: )?params\[(?P<index>\d{1,9})\] in this process with sizes (?P<sizes>\[[\d, ]{0,100}\])",
+        "shape-mismatch",
+    ),
+    _row(
+        "ddp-shapes",
+        ROOT,
+        "DDP expects same model across all ranks",
+        r"but Rank (?P<rank>\d{1,7}) has (?P<mine>\d{1,9}) params, while rank (?P<other>\d{1,7}) has inconsistent (?P<theirs>\d{1,9})",
+        "shape-mismatch",
+    ),
+    _row(
+        "unused-parameters", ROOT, "Expected to have finished reduction in the prior iteration", "", "unused-parameters"
+    ),
+    _row("nccl-mismatch", ROOT, "Mismatched collective detected", "", "collective-mismatch"),
+    _row(
+        "nccl-truncated",
+        ROOT,
+        "Message truncated : received",
+        r"received (?P<got>\d{1,18}) bytes instead of (?P<wanted>\d{1,18})",
+        "shape-mismatch",
+    ),
+    _row(
+        "store-waits",
+        STUCK,
+        "clients joined",
+        r"Timed out after (?P<seconds>\d{1,9}) seconds waiting for (?:clients|workers)\. (?P<joined>\d{1,7})/(?P<size>\d{1,7}) (?:clients|workers) joined",
+    ),
+    _row(
+        "store-waits",
+        STUCK,
+        "workers joined",
+        r"Timed out after (?P<seconds>\d{1,9}) seconds waiting for (?:clients|workers)\. (?P<joined>\d{1,7})/(?P<size>\d{1,7}) (?:clients|workers) joined",
+    ),
+    _row(
+        "store-barrier",
+        STUCK,
+        "Timed out initializing process group in store based barrier",
+        r"on rank:? (?P<rank>\d{1,7})[^(]{0,80}\((?:\w+=)?[^)]{0,80}world_size=(?P<size>\d{1,7}), (?:worker_count|num_workers_joined)=(?P<joined>\d{1,7})",
+    ),
+    _row(
+        "store-connect",
+        STUCK,
+        ("while trying to connect to (", "client socket has failed to connect to"),
+        r"connect to (?:any network address of )?\((?P<host>[^,)]{1,200}), (?P<port>\d{1,5})\)",
+    ),
+    _row(
+        "rendezvous",
+        STUCK,
+        ("RendezvousTimeoutError", "RendezvousConnectionError", "connection to the C10d store has failed"),
+    ),
+    _row(
+        "nccl-id",
+        STUCK,
+        "is setting up NCCL communicator and retrieving ncclUniqueId",
+        r"\[(?P<rank>\d{1,7})\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<source>\d{1,7})\]",
+    ),
+    _row(
+        "store-waits", STUCK, "wait timeout after", r"wait timeout after (?P<ms>\d{1,12})ms, keys: (?P<keys>\S{1,200})"
+    ),
+    _row(
+        "cascade",
+        CASCADE,
+        (
+            "recvValue failed",
+            "sendBytes failed",
+            "recvBytes failed",
+            'Failed to check the "should dump" flag',
+            "TCPStore server has shut down",
+            "failed to recv, got 0 bytes",
+            "RendezvousClosedError",
+        ),
+    ),
+    # --- Gloo ---
+    _row("gloo-timeout", STUCK, "Timed out waiting", r"Timed out waiting (?P<ms>\d{1,12})ms for (?P<what>recv|send)"),
+    _row("gloo-timeout", STUCK, "Application timeout caused pair closure"),
+    _row(
+        "gloo-closed",
+        CASCADE,
+        ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused"),
+    ),
+    _row("gloo-mesh", STUCK, "Gloo connectFullMesh failed"),
+    _row(
+        "gloo-sizes",
+        ROOT,
+        "op.preamble.length <= op.nbytes",
+        r"op\.nbytes\. (?P<got>\d{1,18}) vs (?P<wanted>\d{1,18})",
+        "shape-mismatch",
+    ),
+    _row("gloo-sizes", ROOT, "Invalid scalar type", "", "dtype-mismatch"),
+    # --- NCCL ---
+    _row(
+        "nccl-duplicate",
+        ROOT,
+        "Duplicate GPU detected",
+        r"rank (?P<rank>\d{1,7}) and rank (?P<other>\d{1,7}) both on CUDA device (?P<device>\w{1,20})",
+        "nccl-misuse",
+    ),
+    _row("nccl-shm", ROOT, "No space left on device", r"(?P<path>/dev/shm[^\s,)]{0,120})?", "disk-full"),
+    _row(
+        "ib-completion",
+        STUCK,
+        "Got completion from peer",
+        r"from peer (?P<peer>[^\s<]{1,80})(?:<\d{1,5}>)? with (?:status|error)[= ](?P<status>\d{1,6})",
+    ),
+    _row(
+        "ib-completion",
+        STUCK,
+        "Got async event",
+        r"NET/IB : (?P<hca>[\w.:]{1,40}:\d{1,4}) Got async event ?: (?P<event>[^\r\n]{1,80})",
+    ),
+    _row("ib-link", STUCK, "NCCL WARN NET/IB : ", r"NET/IB : (?P<what>[^\r\n]{1,160})"),
+    _row(
+        "nccl-misuse",
+        ROOT,
+        ("ncclInvalidUsage", "ncclInvalidArgument", "invalid usage (run with", "invalid argument (run with"),
+        "",
+        "nccl-misuse",
+    ),
+    _row("nccl-version", ROOT, ("NCCL WARN Mismatched NCCL version", "version mismatch detected"), "", "nccl-misuse"),
+    _row(
+        "nccl-remote",
+        CASCADE,
+        (
+            "ncclRemoteError",
+            "remote process exited or there was a network error",
+            "NCCL communicator was aborted",
+            "NCCL communicator encountered error",
+            "remote error detected from rank",
+            "connection closed by remote peer",
+            "Connection closed by remote peer",
+            "socketProgress: Connection",
+            "NCCL Error 6:",
+        ),
+    ),
+    _row("nccl-system", CASCADE, ("ncclSystemError", "ncclInternalError", "unhandled system error")),
+    _row(
+        "nccl-bootstrap",
+        STUCK,
+        (
+            "NCCL WARN Bootstrap : ",
+            "NCCL WARN bootstrap",
+            "NCCL WARN Call to connect",
+            "NCCL WARN socketStartConnect",
+            "NCCL WARN socketPollConnect",
+        ),
+        r"NCCL WARN (?P<what>[^\r\n]{1,160})",
+    ),
+    _row(
+        "nccl-init",
+        INFO,
+        "Init START",
+        r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})(?:.{0,160}commId (?P<comm>0x[0-9a-f]{1,20}))?",
+    ),
+    _row(
+        "nccl-ready",
+        INFO,
+        "Init COMPLETE",
+        r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})(?:.{0,160}commId (?P<comm>0x[0-9a-f]{1,20}))?",
+    ),
+    _row(
+        "transport",
+        INFO,
+        ("via NET/", "via P2P", "via SHM"),
+        r" : (?P<rank>\d{1,7})\[[^\]]{1,20}\] -> (?P<other>\d{1,7})\[[^\]]{1,20}\].{0,20} via (?P<transport>(?:NET|P2P|SHM)[\w/]{0,40})",
+    ),
+    _row("network", INFO, "NCCL INFO Using network", r"Using network (?P<network>[\w\-]{1,40}(?: [\w]{1,20}){0,3})"),
+    _row("ib-found", INFO, "NET/IB : Using [", r"Using \[0\](?P<hca>[\w.:/]{1,60})"),
+    _row("ib-none", INFO, "NET/IB : No device found"),
+    _row(
+        "transport-problem",
+        INFO,
+        (
+            "Failed to open libibverbs",
+            "NET/OFI Failed",
+            "NET/OFI aws-ofi-nccl initialization failed",
+            "NET/IB : Unable to open device",
+            "P2P is disabled between connected GPUs",
+        ),
+    ),
+    _row(
+        "set-by-hand",
+        INFO,
+        (
+            "NCCL_IB_DISABLE set by environment to 1",
+            "NCCL_NET set by environment to Socket",
+            "NCCL_P2P_DISABLE set by environment to 1",
+        ),
+    ),
+    # --- memory ---
+    _row(
+        "device-oom",
+        ROOT,
+        "out of memory. Tried to allocate",
+        r"Tried to allocate (?P<wanted>more than 1EB|[\d.]{1,12} [KMGTP]?i?[Bb](?:ytes)?)",
+        "device-out-of-memory",
+    ),
+    _row(
+        "device-oom",
+        ROOT,
+        (
+            "CUDA error: out of memory",
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            "OutOfMemoryError: CUDA",
+            "HIP out of memory",
+            "cudaErrorMemoryAllocation",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+            "NCCL WARN Cuda failure 'out of memory'",
+            "NCCL WARN Cuda failure 2 'out of memory'",
+        ),
+        "",
+        "device-out-of-memory",
+    ),
+    _row(
+        "host-oom",
+        ROOT,
+        ("Out of memory: Killed process", "Memory cgroup out of memory"),
+        r"Killed process (?P<pid>\d{1,9})",
+        "rank-oom-killed",
+    ),
+    _row(
+        "host-oom",
+        ROOT,
+        (
+            "oom_kill event",
+            "oom-kill event",
+            "oom-kill:constraint",
+            "Out Of Memory",
+            "OOM Killed",
+            "OOMKilled",
+            "OUT_OF_MEMORY",
+            "oom-killer",
+        ),
+        r"(?:srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400}))?",
+        "rank-oom-killed",
+    ),
+    _row(
+        "host-oom",
+        ROOT,
+        ("DataLoader worker (pid", "worker(s) exited unexpectedly"),
+        r"(?:is killed by signal: Killed|exited unexpectedly)",
+        "rank-oom-killed",
+    ),
+    _row("shm", ROOT, ("Unexpected bus error encountered in worker", "insufficient shared memory"), "", "disk-full"),
+    # --- device ---
+    _row("xid", ROOT, "Xid (PCI", r"Xid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,4})", "device-fault"),
+    _row(
+        "ecc",
+        ROOT,
+        (
+            "uncorrectable ECC error",
+            "uncorrectable NVLink error",
+            "has fallen off the bus",
+            "CUDA error: hardware stack error",
+            "CUDA-capable device(s) is/are busy or unavailable",
+            "unspecified driver error",
+            "Unable to determine the device handle for GPU",
+            "cudaErrorECCUncorrectable",
+            "CUDA_ERROR_ECC",
+            "GPU is lost",
+        ),
+        "",
+        "device-fault",
+    ),
+    _row(
+        "illegal-address",
+        ROOT,
+        (
+            "illegal memory access was encountered",
+            "CUDA error: misaligned address",
+            "CUDA error: invalid program counter",
+            "CUDA error: unspecified launch failure",
+            "CUDA error: an illegal instruction",
+            "Memory access fault by GPU",
+            "CUDA_ERROR_ILLEGAL_ADDRESS",
+            "illegal memory access encountered",
+        ),
+        "",
+        "illegal-address",
+    ),
+    # --- disk ---
+    _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),
+    # --- endings ---
+    _row(
+        "exit-code",
+        TEARDOWN,
+        "failed (exitcode:",
+        r"failed \(exitcode: (?P<exit>-?\d{1,6})\) local_rank: (?P<local>\d{1,7}) \(pid: (?P<pid>\d{1,9})\)",
+    ),
+    _row("restart", INFO, "will restart worker group", r"(?P<left>\d{1,6})/(?P<all>\d{1,6}) attempts left"),
+    _row("forced", TEARDOWN, "forcefully exiting", r"process (?P<pid>\d{1,9}) via"),
+    _row("closing", TEARDOWN, ("closing signal SIG", "via signal SIG", "Sending process")),
+    _row(
+        "interrupted",
+        TEARDOWN,
+        (
+            "death signal, shutting down workers",
+            "DUE TO TIME LIMIT",
+            "DUE TO PREEMPTION",
+            "DUE TO PREEMPT",
+            "CANCELLED AT",
+            "CANCELLED by",
+            "SIGTERM received",
+            "Received SIGTERM",
+            "got signal: 15",
+            "got signal: 2",
+            "Received SIGUSR1",
+            "slurmstepd: error: *** JOB",
+            "slurmstepd: error: *** STEP",
+            "caught signal 15",
+            "preempted",
+            "Preempted",
+            "Requeuing job",
+        ),
+    ),
+    _row("interrupted", TEARDOWN, "KeyboardInterrupt", r"^KeyboardInterrupt|Signal 2 \(SIGINT\)"),
+    _row(
+        "node-failed",
+        ROOT,
+        ("DUE TO NODE FAILURE", "NODE FAILURE", "Node failure on"),
+        r"(?:ON |failure on )(?P<host>[\w.\-\[\],]{1,120})",
+        "rank-dead",
+    ),
+    _row(
+        "srun-task",
+        TEARDOWN,
+        "srun: error:",
+        r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400}): (?P<how>[^\r\n]{1,120})",
+    ),
+    _row(
+        "child-signal",
+        TEARDOWN,
+        "received by PID",
+        r"Signal (?P<signal>\d{1,3}) \((?P<name>\w{1,20})\) received by PID (?P<pid>\d{1,9})",
+    ),
+    _row(
+        "deepspeed-exit",
+        TEARDOWN,
+        "exits with return code",
+        r"Process (?P<pid>\d{1,9}) exits with return code = (?P<exit>-?\d{1,6})|exits with return code = (?P<code>-?\d{1,6})",
+    ),
+    _row(
+        "spawn-exit",
+        TEARDOWN,
+        "terminated with",
+        r"[Pp]rocess (?P<rank>\d{1,7}) terminated with (?:exit code (?P<exit>-?\d{1,6})|signal (?P<signal>SIG\w{1,12})|the following error)",
+    ),
+    _row(
+        "segfault",
+        TEARDOWN,
+        (
+            "Segmentation fault",
+            "Fatal Python error",
+            "(core dumped)",
+            "Bus error",
+            "*** Process received signal ***",
+            "Illegal instruction",
+        ),
+        r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)",
+    ),
+    _row(
+        "cascade",
+        CASCADE,
+        (
+            "ChildFailedError",
+            "ProcessRaisedException",
+            "ProcessExitedException",
+            "SignalException",
+            "torch.distributed.elastic.multiprocessing.errors",
+            "watchdog thread terminated with exception",
+            "exitcode  :",
+            "terminate called after throwing",
+            "DistBackendError",
+            "DistNetworkError",
+            "DistStoreError",
+            "CalledProcessError",
+            "concurrent.futures.process.BrokenProcessPool",
+        ),
+    ),
+    _row(
+        "completed",
+        INFO,
+        (
+            "worker group successfully finished",
+            "train_runtime",
+            "`Trainer.fit` stopped",
+            "Training completed",
+            "Training complete",
+            "training complete",
+            "Finished training",
+            "finished training",
+            "Training finished",
+            "training done",
+            "Training done",
+            "Training is done",
+            "exiting program at iteration",
+            "Training finished successfully",
+        ),
+    ),
+    # --- facts of the job ---
+    _row(
+        "world",
+        INFO,
+        ("world_size", "world size", "GLOBAL_RANK", "Num processes:", "Starting with", "WORLD_SIZE"),
+        r"(?:[wW]orld[ _]size|WORLD_SIZE|Num processes)['\"]?\s{0,4}[:=]{0,2}\s{0,4}(?P<size>\d{1,7})|GLOBAL_RANK: (?P<rank>\d{1,7}), MEMBER: \d{1,7}/(?P<members>\d{1,7})|Starting with (?P<started>\d{1,7}) processes",
+    ),
+    _row("launch", INFO, "nproc_per_node", r"nproc_per_node\s{0,8}[:=]\s{0,4}(?P<nproc>\d{1,5})"),
+)
+
+ANCHORS: tuple[bytes, ...] = (
+    b"rror", b"Traceback", b"xception", b"atchdog", b"NCCL", b"Gloo", b"imed out", b"imeout", b"dump signal", b"didn't join",
+    b"never join", b"onitoredBarrier", b"mismatch", b"out of memory", b"ut Of Memory", b"oom", b"OOM", b"Xid", b"GPU", b"No space left",
+    b"uota", b"shared memory", b"exitcode", b"ignal", b"SIG", b"CANCELLED", b"DUE TO", b"REEMPT", b"reempted", b"exit code", b"return code", b"terminated with",
+    b"Aborted", b"egmentation", b"core dumped", b"orld_size", b"orld size", b"WORLD_SIZE", b"GLOBAL_RANK", b"rocesses", b"nproc_per",
+    b"raining", b"train_runtime", b"Trainer.fit", b"successfully", b"exiting program", b"PG ", b"Connection", b"Broken pipe", b"KeyboardInterrupt",
+    b"joined", b"Root Cause", b"Failures:", b"traceback :", b"Killed", b"nccl", b"failed", b"FAILED", b"oss", b"teration", b"it/s", b"s/it", b"restart", b"DUE", b"stuck for", b"during handling", b"direct cause", b"During handling", b"exited unexpectedly", b"expects same model", b"finished reduction", b"killed",
+)  # fmt: skip
+"""What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
+
+
+def match(text: str) -> tuple[Template, dict[str, str]] | None:
+    """The row that fits the line, with its fields (those that are there), or None."""
+    for row in TEMPLATES:
+        for literal in row.literals:
+            if literal in text:
+                break
+        else:
+            continue
+        if row.pattern is None:
+            return row, {}
+        found = row.pattern.search(text[:4096])
+        if found is not None:
+            return row, {name: value for name, value in found.groupdict().items() if value is not None}
+    return None

@@ -1,0 +1,82 @@
+"""Python tracebacks as they come, line by line and perhaps between the lines of others.
+
+A `Trace` follows one writer. It ends at the first line that is not indented: the exception. Of a chain ("During
+handling…", "direct cause") every exception is handed out; the caller knows which of them is a consequence.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+START = "Traceback (most recent call last):"
+_FRAME = re.compile(
+    r"\s{0,12}[|+\- ]{0,6}File \"(?P<file>[^\"]{1,400})\", line (?P<line>\d{1,9})(?:, in (?P<name>\S{1,120}))?"
+)
+_EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w]{0,80}(?:\.[A-Za-z_<>]\w{0,80}>?){0,8})(?:: (?P<message>.{0,2000}))?$")
+_INSTALLED = re.compile(
+    r"(?:site-packages|dist-packages|/lib/python3|<frozen|<string>|/torch/(?:distributed|nn|optim|_dynamo|utils)/"
+    r"|/(?:torchrun|accelerate|deepspeed)$)"
+)
+_COMMUNICATION = re.compile(r"/torch/(?:distributed|_C)/|/deepspeed/comm/")
+_MAX_LINES = 600
+_MAX_STRANGERS = 60
+
+
+@dataclass(slots=True)
+class Raised:
+    """An exception with the user's own innermost frame (`site`), as ``train.py:31 in step``."""
+
+    type: str
+    message: str
+    site: str
+    launcher: bool  #: raised in the launcher (torchrun, accelerate), not in a rank
+    communicates: bool  #: raised inside torch.distributed
+    text: str
+
+
+class Trace:
+    """One traceback that is being read."""
+
+    def __init__(self) -> None:
+        self.strange = False  #: the last line was somebody else's
+        self._own = self._any = ""
+        self._launcher = self._communicates = False
+        self._lines = self._strangers = 0
+
+    def feed(self, text: str) -> Raised | bool:
+        """Take a line: True while it goes on, the exception at its end, False where it is no traceback any more."""
+        self._lines += 1
+        follows, self.strange = not self.strange, False
+        if self._lines > _MAX_LINES:
+            return False
+        if frame := _FRAME.match(text):
+            place = f"{frame['file']}:{frame['line']}" + (f" in {frame['name']}" if frame["name"] else "")
+            self._any = place
+            self._communicates = bool(_COMMUNICATION.search(frame["file"]))
+            if not _INSTALLED.search(frame["file"]):
+                self._own = place
+            if "torch/distributed/run.py" in frame["file"] or "accelerate/commands" in frame["file"]:
+                self._launcher = True
+            return True
+        if not text.strip() or text[0] in " \t" or text.startswith((START, "  |", "[Previous line repeated", "^")):
+            return True
+        found = _EXCEPTION.match(text.strip()[:2200])
+        if found is None or not (_looks_like_type(found["type"]) or (follows and found["message"] and self._any)):
+            self.strange = True
+            self._strangers += 1
+            return self._strangers < _MAX_STRANGERS
+        return Raised(
+            found["type"],
+            found["message"] or "",
+            self._own or self._any,
+            self._launcher,
+            self._communicates,
+            text.strip(),
+        )
+
+
+def _looks_like_type(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    endings = ("Error", "Exception", "Exit", "Interrupt", "Iteration", "Warning")
+    return last[:1].isupper() and not last.isupper() and last.endswith(endings)
