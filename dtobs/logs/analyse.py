@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dtobs.findings import Confidence, Finding
-from dtobs.flight_recorder.wording import ranks_text
 from dtobs.logs import meetings, quality
 from dtobs.logs.crashes import Scene, crashes, is_root
 from dtobs.logs.endings import Ending, endings
@@ -17,6 +16,7 @@ from dtobs.logs.places import places
 from dtobs.logs.ranks import RankMap, resolve, world_size
 from dtobs.logs.reader import LogFile
 from dtobs.logs.templates import ANCHORS, Role
+from dtobs.words import ranks_text
 
 _STEPS_AFTER = 3
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal")

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtobs.findings import Confidence, Finding
-from dtobs.flight_recorder.wording import ranks_text
 from dtobs.logs.endings import DEADLY, Ending
 from dtobs.logs.evidence import Sign
 from dtobs.logs.templates import Role
+from dtobs.words import ranks_text, verb
 
 _ORDER = (
     "device-fault", "disk-full", "device-out-of-memory", "illegal-address", "nccl-misuse", "unused-parameters",
@@ -169,12 +169,11 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
     first = chosen[0]
     message = f": {_cut(first.fields['message'])}" if first.fields.get("message") else ""
     site = f" at {first.fields['site']}" if first.fields.get("site") else ""
-    verb = "raised"
     told = {e.rank for e in scene.endings if e.rank is not None}
     sure = bool(ranks) and (set(ranks) <= told or not told)
     return Finding(
         "uncaught-exception",
-        f"{ranks_text(ranks) if ranks else 'a rank'} {verb} {first.fields.get('type', 'an exception')}{message}{site}",
+        f"{ranks_text(ranks) if ranks else 'a rank'} raised {first.fields.get('type', 'an exception')}{message}{site}",
         ranks,
         Confidence.CERTAIN if sure else Confidence.LIKELY,
         evidence=_records(chosen),
@@ -195,10 +194,9 @@ def _host_memory(signs: list[Sign], scene: Scene) -> Finding | None:
     )
     host = next((s.fields["host"] for s in signs if "host" in s.fields), next((e.host for e in killed if e.host), ""))
     who = ranks_text(ranks) if ranks else f"a process{f' on {host}' if host else ''}"
-    verb = "were" if len(ranks) > 1 else "was"
     return Finding(
         "rank-oom-killed",
-        f"{who} {verb} killed because the host or its container ran out of memory: {_cut(signs[0].text)}",
+        f"{who} {verb(len(ranks) or 1, 'were')} killed because the host or its container ran out of memory: {_cut(signs[0].text)}",
         ranks,
         Confidence.CERTAIN if ranks and pids else Confidence.LIKELY,
         evidence=_records(signs),

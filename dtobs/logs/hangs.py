@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtobs.findings import Confidence, Finding
-from dtobs.flight_recorder.wording import ranks_text
 from dtobs.logs.frontier import P2P, SAME_NUMEL, GroupFrontier, Standing
+from dtobs.words import ranks_do, ranks_text
 
 _EVIDENCE = 8
 
@@ -192,8 +192,7 @@ def _not_joined(stall: Stall, ranks: tuple[int, ...], heard: Heard) -> Finding:
         where = f"; last heard at step {steps.pop()}"
     needed = f" (no log of {ranks_text(stall.unheard)})" if stall.unheard else ""
     site = f" at {stall.standing.site}" if stall.standing.site else ""
-    verb = "waits" if len(stall.waiting) == 1 else "wait"
-    waits = f"in which {ranks_text(stall.waiting)} {verb}{site}"
+    waits = f"in which {ranks_do(stall.waiting, 'wait')}{site}"
     return Finding(
         "rank-not-joined",
         f"{ranks_text(ranks)} never issued {stall.call()}, {waits}{where}{needed}",
@@ -227,21 +226,19 @@ def _all_in(stall: Stall, heard: Heard) -> Finding:
     only_one = heard.world < 2
     if stall.unheard or only_one:
         others = f"the logs of {ranks_text(stall.unheard)}" if stall.unheard else "the logs of the other ranks"
-        verb = "waits" if len(stall.waiting) == 1 else "wait"
         return Finding(
             "dumps-missing",
-            f"{ranks_text(stall.waiting)} {verb} in {stall.call()}; {others} would say for whom",
+            f"{ranks_do(stall.waiting, 'wait')} in {stall.call()}; {others} would say for whom",
             stall.unheard,
             Confidence.POSSIBLE,
             group=stall.group.label or None,
             evidence=evidence(standings),
             next_step="Give the logs of these ranks as well (torchrun --log-dir, SLURM %t): nothing accuses them.",
         )
-    verb = "has" if len(stall.waiting) == 1 else "have"
     p2p = stall.standing.op in P2P
     return Finding(
         "p2p-unmatched" if p2p else "network-stalled",
-        f"{ranks_text(stall.waiting)} {verb} issued {stall.call()} and none completes it",
+        f"{ranks_do(stall.waiting, 'have')} issued {stall.call()} and none completes it",
         () if not p2p else stall.waiting,
         Confidence.POSSIBLE if p2p or not stall.group.is_default else Confidence.LIKELY,
         group=stall.group.label or None,

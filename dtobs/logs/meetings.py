@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 
 from dtobs.findings import Confidence, Finding
-from dtobs.flight_recorder.wording import ranks_text
 from dtobs.logs.endings import Ending
 from dtobs.logs.evidence import Sign
 from dtobs.logs.hangs import Heard
+from dtobs.words import ranks_text
 
 _NUMBER = re.compile(r"\d{1,7}")
 _STORE = ("store-waits", "store-barrier", "store-connect", "rendezvous")

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nodes": VOCABULARY | {"recording", "host"},
     "testing": VOCABULARY | {"recording", "host"},
     "flight_recorder": VOCABULARY,
-    "logs": VOCABULARY | {"flight_recorder"},
+    "logs": VOCABULARY,
     "timeline": VOCABULARY | {"recording"},
     "detectors": VOCABULARY | {"host", "recording", "flight_recorder", "timeline"},
     "diagnose": ANALYSIS | {"nodes", "logs"},
