@@ -196,7 +196,7 @@ def _host_memory(signs: list[Sign], scene: Scene) -> Finding | None:
     who = ranks_text(ranks) if ranks else f"a process{f' on {host}' if host else ''}"
     return Finding(
         "rank-oom-killed",
-        f"{who} {verb(len(ranks) or 1, 'were')} killed because the host or its container ran out of memory: {_cut(signs[0].text)}",
+        f"{who} {verb(len(ranks) or 1, 'were')} killed: its host or container ran out of memory: {_cut(signs[0].text)}",
         ranks,
         Confidence.CERTAIN if ranks and pids else Confidence.LIKELY,
         evidence=_records(signs),
