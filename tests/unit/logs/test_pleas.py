@@ -73,7 +73,7 @@ Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 2000
 """
 FINGERPRINT = """
 [rank1]: Traceback (most recent call last):
-[rank1]:   File "/root/train.py", line 225, in <module>
+[rank1]:   File "/home/me/train.py", line 225, in <module>
 [rank1]:     trainer.train()
 [rank1]: RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=3104, OpType=ALLREDUCE, TensorShape=[195812480], TensorDtypes=BFloat16, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, layout=Strided (default), requires_grad=false (default), pinned_memory=false (default), memory_format=(nullopt))), but Rank 0 is running collective: CollectiveFingerPrint(SequenceNumber=3104, OpType=ALLREDUCE, TensorShape=[51123456], TensorDtypes=BFloat16, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, layout=Strided (default), requires_grad=false (default), pinned_memory=false (default), memory_format=(nullopt))).Collectives differ in the following aspects:   Tensor Tensor shapes: 195812480vs 51123456
 """
