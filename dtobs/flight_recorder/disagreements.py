@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.callsites import RECENT, Desync
 from dtobs.flight_recorder.mismatch import Mismatch
@@ -49,7 +51,6 @@ def _follows(mismatch: Mismatch, desync: Desync) -> bool:
 def _mismatch(words: Words, mismatch: Mismatch) -> Finding:
     group = words.dumps.groups[mismatch.group]
     usual, usual_rows = mismatch.parties[0]
-    present = sum(len(rows) for _, rows in mismatch.parties)
     thing = _THING[mismatch.what]
     if mismatch.odd_rows:
         odd = next(entry for entry, rows in mismatch.parties[1:] if rows[0] in mismatch.odd_rows)
@@ -67,11 +68,12 @@ def _mismatch(words: Words, mismatch: Mismatch) -> Finding:
         )
         summary = f"Ranks of group {group.label} disagree on call #{mismatch.seq}: {sides}"
         # Two ranks, both here: one of them is wrong, and both must be looked at. Else dumps are missing.
-        complete = present == group.size
+        missing = group.size - int(np.isin(group.members, words.dumps.rank_numbers).sum())
+        complete = not missing
         ranks = words.ranks(r for _, rows in mismatch.parties for r in rows) if complete else ()
         confidence = Confidence.LIKELY if complete else Confidence.POSSIBLE
         if not complete:
-            summary += f" ({group.size - present} dumps are missing, so no side has a majority)"
+            summary += f" ({missing} dumps are missing, so no side has a majority)"
     return Finding(
         _CODES[mismatch.what],
         summary,

@@ -1,7 +1,7 @@
 """Calls of one (group, sequence number) that do not fit together on all ranks.
 
-The majority of the group's ranks says what the call should have been; with no majority nobody is singled out. Only
-the first mismatch of a group is its cause: everything after it is shifted.
+`dtobs.calls.agree` says which ranks are odd; with no majority nobody is singled out. Only the first
+mismatch of a group is its cause: everything after it is shifted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.agree import judge
 from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.operations import Operation
@@ -76,18 +77,13 @@ def _compare(dumps: Dumps, aligned: Aligned, signature: npt.NDArray[np.int32], p
         what, key = "shape", {s: str(operations[s].shape_key) for s in ways}
     else:
         return None
-    members: dict[str, list[int]] = {}
-    for s, positions in ways.items():
-        members.setdefault(key[s], []).extend(positions)
+    entry_of = {int(aligned.row[position]): position for s in ways for position in ways[s]}
     group = int(aligned.group[part.start])
-    ordered = sorted(members.values(), key=lambda p: (-len(p), min(int(aligned.row[i]) for i in p)))
-    parties = tuple(
-        (int(aligned.entry[positions[0]]), tuple(sorted(int(aligned.row[i]) for i in positions)))
-        for positions in ordered
-    )
-    majority = 2 * len(parties[0][1]) > dumps.groups[group].size
-    odd = tuple(sorted(row for _, rows in parties[1:] for row in rows)) if majority else ()
-    return Mismatch(what, group, int(aligned.seq[part.start]), parties, odd)
+    found = judge({row: key[int(signature[at])] for row, at in entry_of.items()}, dumps.groups[group].size)
+    if found is None:
+        return None
+    shown = tuple((int(aligned.entry[entry_of[rows[0]]]), rows) for rows in found.parties)
+    return Mismatch(what, group, int(aligned.seq[part.start]), shown, found.odd if found.majority else ())
 
 
 def majority_by_segment(values: npt.NDArray[np.int32], aligned: Aligned) -> npt.NDArray[np.int32]:

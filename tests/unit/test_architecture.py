@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LINES = 500
 
 VOCABULARY = {"errors", "events", "findings", "words"}
-ANALYSIS = VOCABULARY | {"host", "recording", "flight_recorder", "timeline", "detectors"}
+ANALYSIS = VOCABULARY | {"calls", "host", "recording", "flight_recorder", "timeline", "detectors"}
 EVERYTHING_READ = ANALYSIS | {"nodes", "diagnose", "exporters"}
 
 # Part of dtobs → the other parts it may import. `__init__` resolves its public names lazily and is checked apart.
@@ -32,10 +32,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recording": VOCABULARY | {"host"},
     "nodes": VOCABULARY | {"recording", "host"},
     "testing": VOCABULARY | {"recording", "host"},
-    "flight_recorder": VOCABULARY,
-    "logs": VOCABULARY,
+    "calls": VOCABULARY,
+    "logs": VOCABULARY | {"calls"},
+    "flight_recorder": VOCABULARY | {"calls"},
     "timeline": VOCABULARY | {"recording"},
-    "detectors": VOCABULARY | {"host", "recording", "flight_recorder", "timeline"},
+    "detectors": VOCABULARY | {"calls", "host", "recording", "flight_recorder", "timeline"},
     "diagnose": ANALYSIS | {"nodes", "logs"},
     "reports": ANALYSIS | {"diagnose"},
     "tui": ANALYSIS | {"nodes", "diagnose"},

@@ -6,13 +6,14 @@ Pure comparison of what the rings hold; `call_site_mismatch` says what it means.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.hangs.calls import Calls
+from dtobs.detectors.hangs.mismatch import Mismatch
 
 MAX_SHIFT = 4
 MIN_AGREED = 2
@@ -20,6 +21,8 @@ MIN_AGREED = 2
 MIN_SHIFTED = 6
 """Calls after it that have to agree once they are shifted, over `MIN_STEPS` steps: fewer may be chance."""
 MIN_STEPS = 3
+RECENT = 8
+"""A mismatch this many calls later, of the same rank, makes up for a short shift."""
 _MAX_TRIES = 64
 """Differences of a group that are looked at: a branch by rank makes one in every step."""
 
@@ -37,12 +40,12 @@ class Desync:
     sure: bool  #: whether it is this rank that is odd, rather than its peer
 
 
-def desyncs(calls: Calls) -> list[Desync]:
-    """The first one of each group."""
+def desyncs(calls: Calls, mismatches: Sequence[Mismatch]) -> list[Desync]:
+    """The first one of each group. A few shifted calls are enough where a mismatch of the same rank stopped them."""
     found: dict[int, Desync] = {}
     for rows in _differing(calls):
         group = int(rows["group"][0])
-        if group not in found and (one := _desync(calls, rows)) is not None:
+        if group not in found and (one := _desync(calls, rows, mismatches)) is not None:
             found[group] = one
     return list(found.values())
 
@@ -68,7 +71,7 @@ def _differing(calls: Calls) -> Iterator[npt.NDArray[np.void]]:
             yield rows[starts[place] : ends[place]]
 
 
-def _desync(calls: Calls, rows: npt.NDArray[np.void]) -> Desync | None:
+def _desync(calls: Calls, rows: npt.NDArray[np.void], mismatches: Sequence[Mismatch]) -> Desync | None:
     """Whether the odd one of the ranks that met here runs ahead of or behind its peers from here on."""
     group, seq = int(rows["group"][0]), int(rows["seq"][0])
     if set(rows["rank"].tolist()) != set(calls.members(group)) - calls.unreliable:
@@ -83,7 +86,8 @@ def _desync(calls: Calls, rows: npt.NDArray[np.void]) -> Desync | None:
         return _of_two(calls, rows)
     if 2 * count <= len(rows) or len(odd) > 1:
         return None  # several ranks from lines of their own: that is how the program is written
-    shift = _shift(calls, group, seq, odd[0], peer)
+    stopped = any(m.group == group and m.parties.odd == tuple(odd) and 0 <= m.seq - seq <= RECENT for m in mismatches)
+    shift = _shift(calls, group, seq, odd[0], peer, least=1 if stopped else MIN_SHIFTED)
     return Desync(group, seq, odd[0], peer, *shift, sure=True) if shift is not None else None
 
 
@@ -102,7 +106,9 @@ def _of_two(calls: Calls, rows: npt.NDArray[np.void]) -> Desync | None:
     return Desync(group, seq, second, first, *shift, sure=len(new) == 1 and shift[0] > 0)
 
 
-def _shift(calls: Calls, group: int, seq: int, rank: int, peer: int) -> tuple[int, int] | None:
+def _shift(
+    calls: Calls, group: int, seq: int, rank: int, peer: int, least: int = MIN_SHIFTED
+) -> tuple[int, int] | None:
     """By how many calls `rank` is ahead of `peer` from `seq` on, and how many calls agree on it; None for no shift."""
     mine, theirs = (_sequence(calls, group, r) for r in (rank, peer))
     if mine is None or theirs is None:
@@ -115,7 +121,7 @@ def _shift(calls: Calls, group: int, seq: int, rank: int, peer: int) -> tuple[in
         ours, others = (mine[shift:], theirs) if shift > 0 else (mine, theirs[-shift:])
         length = min(len(ours), len(others))
         ours, others = ours[:length], others[:length]
-        if length < MIN_SHIFTED or len(np.unique(ours["step"])) < MIN_STEPS:
+        if length < least or (least > 1 and len(np.unique(ours["step"])) < MIN_STEPS):
             continue
         if all(np.array_equal(ours[name], others[name]) for name in ("site", "step", "op")):
             return shift, length

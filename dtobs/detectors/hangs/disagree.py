@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtobs.detectors.hangs.describe import Evidence, group_name
 from dtobs.detectors.hangs.mismatch import Mismatch
 from dtobs.detectors.hangs.situation import Situation
-from dtobs.findings import Confidence, Finding
+from dtobs.findings import Finding
 from dtobs.words import ranks_text
 
 _MAX_CALLS_SHOWN = 8
@@ -21,14 +21,14 @@ def _finding(situation: Situation, found: Mismatch, what: str) -> Finding:
         f"{ranks_text(ranks)} called {operation}{_site(situation, found, ranks[0])}"
         for operation, ranks in found.versions[:3]
     ]
-    if found.majority:  # the odd one first, then what the others did
+    if found.parties.majority:  # the odd one first, then what the others did
         sides = [*sides[1:], sides[0]]
     place = f"#{found.seq} of group {group_name(situation, found.group)}"
     return Finding(
         found.code,
         f"{what} at {place}: {', but '.join(sides)}",
-        found.odd,
-        Confidence.CERTAIN,
+        found.parties.odd,
+        found.parties.confidence,
         step=found.step,
         group=group_name(situation, found.group),
         evidence=tuple(_calls(situation, found)),

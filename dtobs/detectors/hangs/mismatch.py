@@ -1,15 +1,13 @@
 """Collectives whose ranks do not agree on what they are doing: the one comparison behind four codes.
 
-Calls are compared by group and sequence number. The majority's version counts as right: more ranks called it than any
-other, whatever those members of the group called whose calls are not known. Where there is none (two ranks), all are
-named; while the run moves, that waits for those that have not issued the call yet. Legitimate differences: uneven
-all-to-all; the number of elements counts, not the shape; uneven gathers and scatters only where the run stopped there,
-since some backends allow them.
+Calls are compared by group and sequence number; `dtobs.calls.agree` says who is odd. Where nobody is, all are named;
+while the run moves, that waits for those that have not issued the call yet. Legitimate differences: uneven all-to-all;
+the number of elements counts, not the shape; uneven gathers and scatters only where the run stopped there, since some
+backends allow them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +15,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.agree import Parties, judge
 from dtobs.detectors.hangs.calls import Calls
 from dtobs.recording.meta import Op
 
@@ -28,15 +27,14 @@ _PERHAPS_UNEVEN = ("all_gather", "reduce_scatter", "gather", "scatter")
 class Mismatch:
     """The first disagreement of one kind in a group.
 
-    `versions` lists what was called, each with its ranks, the most frequent first; `odd` are the ranks accused.
+    `versions` lists what was called, each with its ranks, the most frequent first.
     """
 
     code: str
     group: int
     seq: int
     versions: tuple[tuple[str, tuple[int, ...]], ...]
-    odd: tuple[int, ...]
-    majority: bool
+    parties: Parties
     step: int
     t_ns: int
     stopped: bool  #: whether a rank got no further than this in the group
@@ -54,7 +52,7 @@ def mismatches(calls: Calls, *, moving: bool) -> list[Mismatch]:
         if (group, "collective-mismatch") in seen:
             continue
         one = _compare(calls, rows)
-        if one is None or (moving and not one.majority and calls.behind(group, one.seq)):
+        if one is None or (moving and not one.parties.majority and calls.behind(group, one.seq)):
             continue
         if (group, one.code) not in seen:
             seen.add((group, one.code))
@@ -71,37 +69,19 @@ def _compare(calls: Calls, rows: npt.NDArray[np.void]) -> Mismatch | None:
     for code, version, applies in _CHECKS:
         if not all(applies(op, stopped) for op in ops.values()):
             continue
-        kinds = {rank: version(op) for rank, op in ops.items()}
-        if len(set(kinds.values())) > 1:
-            return _mismatch(code, rows, ops, kinds, stopped, len(calls.members(group)) - len(ops))
+        found = judge({rank: version(op) for rank, op in ops.items()}, len(calls.members(group)))
+        if found is not None:
+            return _mismatch(code, rows, ops, found, stopped)
     return None
 
 
-def _mismatch(
-    code: str,
-    rows: npt.NDArray[np.void],
-    ops: dict[int, Op],
-    kinds: dict[int, Hashable],
-    stopped: bool,
-    unknown: int,
-) -> Mismatch:
-    counts = Counter(kinds.values()).most_common()
-    majority = counts[0][1] - counts[1][1] > unknown
-    versions = tuple(
-        (
-            str(next(op for r, op in ops.items() if kinds[r] == kind)),
-            tuple(r for r in ops if kinds[r] == kind),
-        )
-        for kind, _ in counts
-    )
-    odd = tuple(r for r in ops if kinds[r] != counts[0][0]) if majority else tuple(ops)
+def _mismatch(code: str, rows: npt.NDArray[np.void], ops: dict[int, Op], found: Parties, stopped: bool) -> Mismatch:
     return Mismatch(
         code,
         int(rows["group"][0]),
         int(rows["seq"][0]),
-        versions,
-        odd,
-        majority,
+        tuple((str(ops[ranks[0]]), ranks) for ranks in found.parties),
+        found,
         int(rows["step"].max()),
         int(rows["t_ns"].min()),
         stopped,

@@ -31,13 +31,14 @@ def find(situation: Situation) -> list[Finding]:
     for ranks, absence in alike(situation, "rank-not-joined"):
         verb = "is" if len(ranks) == 1 else "are, the first of them,"
         seen = situation.main_stack(ranks[0]) is not None
+        awaited = bool(absence.waiting) and situation.blocked[absence.waiting[0]].peer < 0
         found.append(
             Finding(
                 "rank-not-joined",
                 f"{ranks_text(ranks)} never joined: {waiters(situation, absence)}, "
                 f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}",
                 ranks,
-                Confidence.CERTAIN if seen and absence.group else Confidence.LIKELY,
+                Confidence.CERTAIN if absence.group and (seen or awaited) else Confidence.LIKELY,
                 step=int(situation.view.page(ranks[0])["step"]),
                 group=group_name(situation, absence.group) if absence.group else None,
                 evidence=(*waiting_evidence(situation, absence), *stack_evidence(situation, ranks[0])),

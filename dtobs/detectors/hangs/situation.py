@@ -98,7 +98,11 @@ def interpret(view: RunView) -> Situation:
     first = causes(ended, stalled=stalled is not None)
     situation = Situation(view, stalled, calls, ended, first, _blocked(view, calls, ended, stalled))
     situation.mismatches = mismatches(calls, moving=not situation.broken)
-    situation.desyncs = desyncs(calls)
+    situation.desyncs = desyncs(calls, situation.mismatches)
+    lost = {(d.group, d.rank): d.seq for d in situation.desyncs}  # what a lost step explains is no second cause
+    situation.mismatches = [
+        m for m in situation.mismatches if not any(m.seq >= lost.get((m.group, r), m.seq + 1) for r in m.parties.odd)
+    ]
     situation.absences = _absences(situation)
     return situation
 
@@ -144,7 +148,9 @@ def _absences(situation: Situation) -> list[Absence]:
                 waits.setdefault(missing, {}).setdefault((at.group, at.seq), []).append(rank)
     found = []
     for missing, places in sorted(waits.items()):
-        (group, seq), waiting = max(places.items(), key=lambda place: (len(place[1]), -place[0][1]))
+        (group, seq), waiting = max(
+            places.items(), key=lambda p: (len(p[1]), situation.blocked[p[1][0]].peer < 0, -p[0][1])
+        )
         since = min(_wait_begin_ns(situation.view, rank) for rank in waiting)
         found.append(Absence(missing, group, seq, tuple(sorted(waiting)), since))
     return found

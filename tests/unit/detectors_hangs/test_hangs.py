@@ -42,7 +42,7 @@ def test_rank_not_joined_without_a_stack_names_the_last_call(training):
     run.rank(1).phase("optimizer")
     finding = found(run.view(later=75))["rank-not-joined"]
     assert finding.ranks == (1,)
-    assert finding.confidence == "likely"
+    assert finding.confidence == "certain"
     assert "in optimizer somewhere after train.py:20 in train_step" in finding.summary
 
 

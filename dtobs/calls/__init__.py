@@ -1,0 +1,4 @@
+"""What is judged of collective calls in one way, whatever the source: recordings, dumps, console logs.
+
+* `agree`: which of several ways a call was made is the one that was meant.
+"""

@@ -1,0 +1,111 @@
+"""One job, told by its recordings and by its Flight Recorder dumps: one verdict, surer where there is more evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from dtobs.detectors.hangs import detect
+from dtobs.diagnose.analyse import rank_causes
+from dtobs.findings import Confidence, Finding
+from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
+from dtobs.recording.meta import Op
+from dtobs.testing import recorded, synthetic_dumps
+from dtobs.testing.fake_run import FakeRun
+from dtobs.testing.layout import Layout
+from dtobs.testing.recorded import recording_of
+from dtobs.testing.simulate import Fault, Outcome, simulate
+from dtobs.testing.synthetic_dumps import Job, dumps_of
+
+FOUR = Layout(dp=4, tp=1, pp=1)
+SMALL = Layout(dp=2, tp=2, pp=2)
+FAULTS = [
+    None,
+    Fault("collective-mismatch", 2, "dp"),
+    Fault("shape-mismatch", 2, "dp"),
+    Fault("dtype-mismatch", 2, "dp"),
+    Fault("call-site-mismatch", 2, "dp"),
+    Fault("rank-not-joined", 2, "dp"),
+    Fault("rank-not-joined", 2),
+    Fault("network-stalled", 2, "dp"),
+]
+ON_PIPELINES = [
+    None,
+    Fault("group-deadlock", 1),
+    Fault("p2p-unmatched", 1),
+    Fault("rank-not-joined", 5, "tp"),
+    Fault("network-stalled", 3, "dp"),
+]
+
+
+def verdicts(job: Job, folder: Path) -> tuple[Finding | None, Finding | None]:
+    """The first finding from the recordings, and from the dumps."""
+    from_dumps = analyse_dumps(dumps_from_objects(dict(dumps_of(job)))).findings
+    from_recording = rank_causes(detect(recording_of(job, folder)))
+    return next(iter(from_recording), None), next(iter(from_dumps), None)
+
+
+def agree(job: Job, folder: Path) -> Finding | None:
+    recording, dumps = verdicts(job, folder)
+    if recording is None or dumps is None:
+        assert recording is None and dumps is None, (recording, dumps)
+        return None
+    assert recording.code == dumps.code, (recording.summary, dumps.summary)
+    assert recording.code == "network-stalled" or recording.ranks == dumps.ranks, (recording.summary, dumps.summary)
+    assert recording.confidence.order >= dumps.confidence.order
+    return recording
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.name}-{f.axis}" if f else "healthy")
+def test_four_replicas(fault: Fault | None, tmp_path: Path) -> None:
+    job = Job(FOUR, fault, steps=12, simulated_steps=6)
+    found = agree(job, tmp_path)
+    assert (found.code if found else None) == (fault.name if fault else None)
+    if fault and fault.name != "network-stalled":
+        assert found is not None and found.ranks == (2,)
+
+
+@pytest.mark.parametrize("fault", ON_PIPELINES, ids=lambda f: f"{f.name}-{f.axis}" if f else "healthy")
+def test_a_pipeline(fault: Fault | None, tmp_path: Path) -> None:
+    found = agree(Job(SMALL, fault, steps=6), tmp_path)
+    assert (found.code if found else None) == (fault.name if fault else None)
+
+
+@pytest.mark.parametrize(
+    ("operations", "ranks", "confidence"),
+    [
+        (("all_reduce", "all_reduce", "broadcast", "all_gather"), (0, 1, 2, 3), Confidence.LIKELY),
+        (("all_reduce", "all_reduce", "all_reduce", "all_gather"), (3,), Confidence.CERTAIN),
+        (("all_reduce", "all_reduce", "broadcast", "broadcast"), (0, 1, 2, 3), Confidence.LIKELY),
+    ],
+)
+def test_a_majority_is_more_than_half(
+    operations: tuple[str, ...], ranks: tuple[int, ...], confidence: Confidence, tmp_path: Path
+) -> None:
+    """The fourth call of four ranks is not the same: only what more than half of them call is taken for meant."""
+
+    def simulated(layout: Layout, faults: object, steps: int, run_ahead: int = 0) -> Outcome:
+        outcome = simulate(layout, (), steps, run_ahead)
+        for rank, issued in enumerate(outcome.issued):
+            last = issued[3]
+            shown = type(last.call)(last.call.axis, operations[rank], last.call.size, last.call.site, last.call.dtype)
+            issued[3:] = [type(last)(shown, "started", last.step)]
+        return outcome
+
+    with mock.patch.object(recorded, "simulate", simulated), mock.patch.object(synthetic_dumps, "simulate", simulated):
+        found = agree(Job(FOUR, steps=3, simulated_steps=3), tmp_path)
+    assert found is not None
+    assert (found.code, found.ranks, found.confidence) == ("collective-mismatch", ranks, confidence)
+
+
+@pytest.mark.parametrize("kind", ["max", "sum"])
+def test_a_reduction_of_another_kind_is_seen_in_recordings_alone(kind: str, tmp_path: Path) -> None:
+    """No Flight Recorder knows the operation of a reduction, so its dumps say nothing rather than something else."""
+    run = FakeRun(tmp_path, world=2)
+    for rank in run.ranks:
+        rank.collective(Op("all_reduce", kind if rank.number else "sum", ((4,),), ("float32",))).step()
+    codes = [f.code for f in detect(run.view())]
+    assert codes == (["reduce-op-mismatch"] if kind == "max" else [])
+    assert not analyse_dumps(dumps_from_objects(dict(dumps_of(Job(FOUR, steps=12))))).findings
