@@ -1,4 +1,5 @@
 """What is judged of collective calls in one way, whatever the source: recordings, dumps, console logs.
 
 * `agree`: which of several ways a call was made is the one that was meant.
+* `order`: who came to a call by another order than before.
 """

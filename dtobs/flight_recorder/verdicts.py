@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dtobs.calls.order import History, came_before, odd_ranks
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.columns import STARTED
 from dtobs.flight_recorder.frontier import Frontier
 from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.order import came_before, odd_rows
+from dtobs.flight_recorder.operations import Kind
 from dtobs.flight_recorder.p2p import PendingPair
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
 from dtobs.flight_recorder.waits import Call, Root
@@ -89,7 +90,13 @@ class Verdicts:
 
     def _usual(self, call: Call) -> bool:
         """Whether one of those who wait came to this call from the one before it earlier on: it is their next."""
-        return any(came_before(self.dumps, row, entry) for row, entry in self._pending(call, call.waiting))
+        return any(came_before(self._history(row, entry)) for row, entry in self._pending(call, call.waiting))
+
+    def _history(self, row: int, entry: int) -> History:
+        """What a rank issued up to an entry."""
+        past = self.dumps.entries[self.dumps.bounds[row] : entry + 1]
+        group = np.where(past["kind"] == Kind.COLLECTIVE, past["group"], -1).astype(np.int64)
+        return History(group, (past["signature"].astype(np.int64) << 32) + past["site"])
 
     def _pending(self, call: Call, rows: Iterable[int]) -> list[tuple[int, int]]:
         """(row, the entry it waits in) of some ranks of a call."""
@@ -232,7 +239,8 @@ class Verdicts:
         alone = [p for p in root.pairs if any(_holds_up(c, p) for c in root.calls)]
         if alone:
             return self._p2p_cycle(alone, Confidence.POSSIBLE)
-        odd = odd_rows(self.dumps, [(row, entry) for row in root.rows if (entry := self._waits_in(row, root)) >= 0])
+        waits = {row: entry for row in root.rows if (entry := self._waits_in(row, root)) >= 0}
+        odd = odd_ranks({row: self._history(row, entry) for row, entry in waits.items()})
         chain = "; ".join(
             f"{words.named(c.waiting)} in {words.call(c.entry)}{words.site(c.entry)} for {words.named(c.held_by)}"
             for c in root.calls[:4]

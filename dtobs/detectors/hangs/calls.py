@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.order import History
 from dtobs.events import Kind
 from dtobs.recording.meta import Group, Op, Site
 from dtobs.recording.view import RunView
@@ -90,6 +91,14 @@ class Calls:
     def of(self, group: int, seq: int) -> npt.NDArray[np.void]:
         """All ranks' calls of one collective, CALL_DTYPE[n]."""
         return self.rows[self._first(group, seq) : self._first(group, seq + 1)]
+
+    def history(self, rank: int, group: int, seq: int) -> History:
+        """The collectives that `rank` issued up to one of them, in the order of their times."""
+        own = self.rows[self.rows["rank"] == rank]
+        last = own[(own["group"] == group) & (own["seq"] == seq)]
+        own = own[own["t_ns"] <= last["t_ns"].max(initial=0)]
+        own = own[np.lexsort((own["seq"], own["t_ns"]))]
+        return History(own["group"].astype(np.int64), own["op"].astype(np.int64) << 32 | own["site"])
 
     def last_site(self, rank: int) -> Site | None:
         """The user's line that `rank` communicated from most recently; calls of autograd have none."""

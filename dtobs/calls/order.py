@@ -1,0 +1,53 @@
+"""Whether a rank called in another order than it ever did before, by its own history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class History:
+    """All that a rank issued up to a call, that one last: `group` (−1 for a send or a receive), and `way`.
+
+    Equal numbers in `way` are the same operation from the same line.
+    """
+
+    group: npt.NDArray[np.int64]
+    way: npt.NDArray[np.int64]
+
+    def of_last_group(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The calls of the last one's group: their places among all, and their ways."""
+        place = np.flatnonzero(self.group == self.group[-1])
+        return place, self.way[place]
+
+
+def odd_ranks(waits: Mapping[int, History]) -> tuple[int, ...]:
+    """Of ranks that wait for each other, those that came to the call they wait in by another order than before.
+
+    Empty when all of them did, none did, or the history of one is too short to say.
+    """
+    news = {rank: _is_new(history) for rank, history in waits.items()}
+    if None in news.values():
+        return ()
+    odd = tuple(sorted(rank for rank, new in news.items() if new))
+    return odd if len(odd) < len(news) else ()
+
+
+def came_before(history: History) -> bool:
+    """Whether the last call has already followed the one before it in its group, so that it is the usual next one."""
+    _, ways = history.of_last_group()
+    return len(ways) >= 3 and bool(((ways[:-2] == ways[-2]) & (ways[1:-1] == ways[-1])).any())
+
+
+def _is_new(history: History) -> bool | None:
+    """Whether the last call never before came so many calls after its group's last one; None without an earlier one."""
+    place, ways = history.of_last_group()
+    distance = np.diff(place)
+    alike = ways[1:-1] == ways[-1]
+    if not alike.any():
+        return None
+    return not bool((distance[:-1][alike] == distance[-1]).any())
