@@ -62,11 +62,12 @@ class Finding:
     next_step: str = ""
     since_ns: int = 0
     severity: Severity = field(default=Severity.WARNING)
+    early: bool = False  #: said because somebody asked: the run stands still, for less than its hang timeout
 
     def __post_init__(self) -> None:
         known = CATALOGUE[self.code]
         object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in self.ranks)))
-        object.__setattr__(self, "severity", known.severity)
+        object.__setattr__(self, "severity", Severity.WARNING if self.early else known.severity)
         if not self.next_step:
             object.__setattr__(self, "next_step", known.next_step)
 
@@ -87,6 +88,7 @@ class Finding:
             "summary": self.summary,
             "evidence": list(self.evidence),
             "next_step": self.next_step,
+            **({"early": True} if self.early else {}),
         }
 
     @classmethod
@@ -105,6 +107,7 @@ class Finding:
             evidence=evidence,
             next_step=str(value["next_step"]),
             since_ns=int(value.get("since_ns", 0)),
+            early=bool(value.get("early", False)),
         )
 
 

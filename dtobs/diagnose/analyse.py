@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from dtobs.detectors import run_detectors
-from dtobs.detectors.hangs.stall import Stall, silence
+from dtobs.detectors.hangs import CRASHES, RECOVERABLE
+from dtobs.detectors.hangs.describe import waiters, where
+from dtobs.detectors.hangs.endings import all_told, endings
+from dtobs.detectors.hangs.situation import interpret
+from dtobs.detectors.hangs.stall import Stall, moved_on, silence
 from dtobs.diagnose.gather import Evidence
-from dtobs.diagnose.model import Diagnosis, RankStatus
+from dtobs.diagnose.model import Diagnosis
 from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity
 from dtobs.recording.journal import Entry
-from dtobs.recording.rank import State
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
 
 _NOTICED_SECONDS = 5.0
-_CRASHES = {
-    "uncaught-exception",
-    "rank-dead",
-    "rank-oom-killed",
-    "rank-exited-early",
-}
+_MAX_PAST = 5
 _GOES_ON = {"reduce-op-mismatch"}
 """Codes of the hang family that stop no run."""
-_PASSING = {
-    "rank-not-joined",
-    "stuck-in-dataloader",
-    "stuck-in-checkpoint",
-    "gil-held",
-    "rank-stopped",
-    "network-stalled",
-}
-"""Codes that a run may recover from."""
-_SAYS_WHY = _PASSING - {"rank-not-joined", "network-stalled"} | {"device-stopped", "unused-parameters"}
+_DISAGREEMENTS = {"collective-mismatch", "shape-mismatch", "dtype-mismatch", "call-site-mismatch"}
+_DEADLOCKS = {"p2p-unmatched", "group-deadlock", "device-stopped", "unused-parameters"}
+_SAYS_WHY = RECOVERABLE - {"rank-not-joined", "network-stalled"} | {"device-stopped", "unused-parameters"}
 """Codes that say why a rank did not join its peers."""
-_ENDED_FROM_OUTSIDE = (State.DEAD, State.TERMINATED, State.INTERRUPTED)
 _NUMBERS = {"gradient-nonfinite", "loss-nonfinite"}
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
@@ -48,15 +38,17 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """The diagnosis of what was gathered."""
     view = evidence.view
     seen = [] if evidence.judged else run_detectors(view)
-    found = merge(seen, [e for e in evidence.journal if not _went_on(view, e)])
-    ordered = rank_causes(found)
-    notes = list(dict.fromkeys(view.damaged))
-    quiet = silence(view)
+    before = [e for e in evidence.journal if not _went_on(view, e)]
+    found, caused = without_consequences(merge(seen, before), before, view.ranks)
+    ordered = rank_causes(as_it_ended(view, finding) for finding in found)
+    quiet, ranks = silence(view), statuses(view)
+    notes = []
     if quiet is not None and not quiet.exceeded and quiet.seconds > _NOTICED_SECONDS:
-        notes.insert(0, _pause(quiet))
-    ranks = statuses(view)
-    if not ordered and (ended := _ended_from_outside(ranks)):
-        notes.insert(0, ended)
+        notes.append(_pause(view, quiet))
+    notes += [f"what came after it: {finding.summary}" for finding in caused]
+    if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
+        notes.append(ended)
+    notes += [*dict.fromkeys(view.damaged), *map(_past, evidence.past[-_MAX_PAST:])]
     return Diagnosis(
         target=evidence.target,
         world_size=view.world_size,
@@ -75,6 +67,7 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
     The surer of two views of it wins; guesses of the moment give way to what explains the end now.
     """
     found = {finding.key: finding for finding in now}
+    ended = any(code in CRASHES for code, _, _ in found)
     explained = any(CATALOGUE[code].family == "hangs" for code, _, _ in found)
     for entry in journal:
         earlier = entry.finding
@@ -83,7 +76,8 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
             _outgrown(earlier, found.values())
             or _first_sign(earlier, found.values())
             or _before_the_capture(earlier, found.values())
-            or (explained and _only_possible(earlier))
+            or (explained and _only_possible(earlier) and not (earlier.early and ended))
+            or (earlier.code == "rank-dead" and earlier.confidence is not Confidence.CERTAIN)
         ):
             continue
         if same is None or earlier.confidence.order > same.confidence.order:
@@ -96,11 +90,57 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
 def _went_on(view: RunView, entry: Entry) -> bool:
     """Whether the run trained on after a hang was found, so that the hang is over though nobody has said so yet.
 
-    Only steps and collectives count: a hung rank that is interrupted still publishes its end.
+    What every rank does counts, and no single call: a handler of the interruption may issue one.
     """
-    if entry.finding.code not in _PASSING or not len(view.pages):
-        return False
-    return max(int(view.pages[name].max()) for name in ("step_begin_ns", "collective_ns")) > entry.t_ns
+    passing = entry.finding.code in RECOVERABLE or entry.finding.early
+    return passing and moved_on(view, entry.t_ns)
+
+
+def without_consequences(
+    found: Iterable[Finding], journal: Iterable[Entry], world: Collection[int]
+) -> tuple[list[Finding], list[Finding]]:
+    """The findings, and apart from them those that a hang or its end by somebody's hand brought about.
+
+    A hang that was there is the matter; that its ranks were killed later, or called something else while they were
+    being ended, follows from it. A standstill that was no alarm yet explains only the end of all ranks `world` at once.
+    """
+    causes, everything = list(found), list(found)
+    told = {entry.finding.key: entry for entry in journal}
+    hangs = [told[f.key] for f in everything if f.key in told and f.code in RECOVERABLE | _DEADLOCKS]
+    for entry in hangs:
+        for finding in everything:
+            earlier = finding.key in told and told[finding.key].t_ns < entry.t_ns
+            if finding in causes and not earlier and _follows(finding, entry.finding, world):
+                causes.remove(finding)
+    consequences = [f for f in everything if f not in causes]
+    if any(f.code in CRASHES and f.confidence is not Confidence.POSSIBLE for f in causes):
+        causes = [f for f in causes if not f.early]  # it stood still for what became a crash
+    return causes, consequences
+
+
+def _follows(finding: Finding, hang: Finding, world: Collection[int]) -> bool:
+    if finding.code in ("rank-dead", "rank-exited-early"):
+        suspended = hang.code == "rank-stopped" and set(finding.ranks) <= set(hang.ranks)
+        return suspended or set(finding.ranks) >= set(world) or not (hang.early or hang.code == "network-stalled")
+    return finding.code in _DISAGREEMENTS and hang.code in RECOVERABLE - {"network-stalled"} and not hang.early
+
+
+def as_it_ended(view: RunView, finding: Finding) -> Finding:
+    """A finding of a process that is gone by now, in the past: nobody can resume it."""
+    gone = [p for r in finding.ranks if r in view.ranks and (p := view.process(r)) is not None and not p.alive]
+    if finding.code != "rank-stopped" or not gone:
+        return finding
+    said = finding.summary.replace(" is suspended", " was suspended", 1).replace(" are suspended", " were suspended", 1)
+    if said == finding.summary:
+        return finding
+    end = f"killed by {gone[0].ending.removeprefix('killed by ')}" if "killed by" in gone[0].ending else gone[0].ending
+    summary = said.rstrip(".") + f"; then {_it(finding)} {end}"
+    return replace(finding, summary=summary, next_step="Find out who suspended it; its process is gone since.")
+
+
+def _it(finding: Finding) -> str:
+    """ "it was" or "they were"."""
+    return "it was" if len(finding.ranks) == 1 else "they were"
 
 
 def _outgrown(earlier: Finding, now: Iterable[Finding]) -> bool:
@@ -113,7 +153,7 @@ def _outgrown(earlier: Finding, now: Iterable[Finding]) -> bool:
 def _first_sign(earlier: Finding, now: Iterable[Finding]) -> bool:
     """Whether it was a rank that stood still while the kernel ran out of memory, before it killed that rank."""
     killed = {rank for f in now if f.code == "rank-oom-killed" for rank in f.ranks}
-    return earlier.code in _PASSING and bool(earlier.ranks) and set(earlier.ranks) <= killed
+    return earlier.code in RECOVERABLE and bool(earlier.ranks) and set(earlier.ranks) <= killed
 
 
 def _before_the_capture(earlier: Finding, now: Iterable[Finding]) -> bool:
@@ -146,7 +186,7 @@ def _order(finding: Finding) -> tuple[int, int, float, bool, float, str, tuple[i
         kind,
         int(finding.confidence is Confidence.POSSIBLE),
         finding.since_ns or math.inf if kind == 0 else _step(finding),
-        finding.code not in _CRASHES,
+        finding.code not in CRASHES,
         _step(finding),
         finding.code,
         finding.ranks,
@@ -157,14 +197,36 @@ def _step(finding: Finding) -> float:
     return math.inf if finding.step is None else finding.step
 
 
-def _ended_from_outside(ranks: dict[int, RankStatus]) -> str:
+def _ended_from_outside(view: RunView) -> str:
     """A job that somebody ended is in order, but its reader may not know that somebody did."""
-    ways = sorted({status.ending for status in ranks.values() if status.state in _ENDED_FROM_OUTSIDE})
-    if not ways:
+    ended = endings(view)
+    if not all_told(ended) or any(not e.over for e in ended.values()):
         return ""
-    return f"the job did not finish: its ranks were {' and '.join(ways)}, which is how a launcher ends a job"
+    step = max(int(view.page(rank)["steps_done"]) for rank in view.ranks)
+    settings = view.info.get("config")
+    run = settings.get("run") if isinstance(settings, dict) else None
+    total = run.get("steps") if isinstance(run, dict) else None
+    of = f" of {total:,}" if isinstance(total, int) and total else ""
+    ways = sorted({e.way for e in ended.values() if e.told})
+    return f"interrupted after step {step:,}{of}: the ranks were {' and '.join(ways).replace('was ', '')}"
 
 
-def _pause(quiet: Stall) -> str:
-    limit = duration_text(quiet.threshold_seconds)
-    return f"nothing has moved for {duration_text(quiet.seconds)}; it counts as a stall after {limit} ({quiet.why})"
+def _past(entry: Entry) -> str:
+    """One matter that is over: what, when, how long."""
+    finding = entry.finding
+    lost = (entry.until_ns or entry.t_ns) - finding.since_ns if finding.since_ns else 0
+    stood = f", stood still for {duration_text(lost / 1e9)}" if finding.code in RECOVERABLE and lost > 0 else ""
+    return f"over since {entry.utc[11:19]} UTC{stood}: {finding.code}: {finding.summary}"
+
+
+def _pause(view: RunView, quiet: Stall) -> str:
+    """How long nothing has moved, when that counts, and who waits for whom meanwhile."""
+    situation = interpret(view)
+    waits = [
+        f"; {waiters(situation, absence)}, for rank {absence.rank}, which is {where(situation, absence.rank)}"
+        for absence in situation.absences[:1]
+    ]
+    return (
+        f"nothing has moved for {duration_text(quiet.seconds)}; it counts as a hang after "
+        f"{duration_text(quiet.threshold_seconds)} ({quiet.why}){''.join(waits)}"
+    )

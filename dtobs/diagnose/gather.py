@@ -10,7 +10,7 @@ from dtobs.detectors.hangs.stall import last_movement_ns, silence
 from dtobs.errors import TargetError
 from dtobs.flight_recorder.names import NAMES
 from dtobs.recording.capture import Capture, RankCapture, load_capture
-from dtobs.recording.journal import Entry, open_entries, read_journal
+from dtobs.recording.journal import Entry, history, open_entries, read_journal, standing_entries
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 
@@ -28,6 +28,7 @@ class Evidence:
     target: str
     view: RunView
     journal: tuple[Entry, ...] = ()
+    past: tuple[Entry, ...] = ()  #: what was found and cleared again
     judged: bool = False  #: the journal says all that the detectors could: the view lacks what they need
 
 
@@ -49,9 +50,10 @@ def gather(target: str | Path, take_capture: TakeCapture | None = None) -> Evide
     if not RunDirectory(path).nodes() and not RunDirectory(path).run_json.exists():
         raise TargetError(_nothing_known(path))
     view = load_run(path)
+    view.asked = True
     if take_capture is not None:
         _look_afresh(view, take_capture)
-    return Evidence(text, view, _journal(view))
+    return Evidence(text, view, *_journal(view))
 
 
 def _nothing_known(folder: Path) -> str:
@@ -80,12 +82,15 @@ def _from_capture(folder: Path) -> Evidence:
         view.processes = {rank: seen.process for rank, seen in capture.ranks.items()}
     else:
         view.damaged.append(f"the run moved on after {folder.name}: its stacks are not of the present state")
-    return Evidence(str(folder), view, _journal(view))
+    view.asked = True
+    return Evidence(str(folder), view, *_journal(view))
 
 
-def _journal(view: RunView) -> tuple[Entry, ...]:
+def _journal(view: RunView) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """What is open, standstills before an alarm included, and what was cleared."""
     entries = read_journal(RunDirectory(view.root).findings)
-    return tuple(open_entries(entries, view.attempt if len(view.pages) else None))
+    attempt = view.attempt if len(view.pages) else None
+    return (*open_entries(entries, attempt), *standing_entries(entries, attempt)), tuple(history(entries))
 
 
 def _look_afresh(view: RunView, take_capture: TakeCapture) -> None:

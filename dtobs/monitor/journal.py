@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
-from dtobs.findings import Finding
+from dtobs.findings import Confidence, Finding
 from dtobs.monitor.exits import append_lines
-from dtobs.recording.journal import Entry, open_entries, read_journal
+from dtobs.recording.journal import Entry, Event, open_entries, read_journal
 
 _MISSES_TO_CLEAR = 2
 _MAX_UNWRITTEN = 2000
@@ -23,6 +22,8 @@ Key = tuple[str, tuple[int, ...], str | None]
 class _Open:
     finding: Finding
     misses: int = 0
+    found_ns: int = 0
+    seen_ns: int = 0
 
 
 class Journal:
@@ -37,19 +38,27 @@ class Journal:
         self.unwritten: list[str] = []
         self.dropped = 0  #: lines that did not fit into memory while the disk was full
         self._open: dict[Key, _Open] = {
-            e.finding.key: _Open(e.finding) for e in open_entries(read_journal(path), attempt)
+            e.finding.key: _Open(e.finding, 0, e.t_ns, e.t_ns) for e in open_entries(read_journal(path), attempt)
         }
+        self._standing: frozenset[tuple[Key, Confidence]] = frozenset()
 
     @property
     def findings(self) -> list[Finding]:
         """What is wrong now, in the order found."""
         return [o.finding for o in self._open.values()]
 
-    def update(self, found: Iterable[Finding], now_ns: int, *, may_clear: bool) -> list[Entry]:
+    def update(
+        self,
+        found: Iterable[Finding],
+        now_ns: int,
+        *,
+        may_clear: bool,
+        over: Callable[[Finding, int], bool] = lambda finding, found_ns: True,
+    ) -> list[Entry]:
         """Take the findings of one pass of the detectors; returns what is new.
 
         A finding is cleared when two passes in a row do not have it and `may_clear`: a run that is ending takes the
-        signs of its faults with it, which does not make it healthy.
+        signs of its faults with it, which does not make it healthy. ``over(finding, found_ns)`` may object.
         """
         changes: list[Entry] = []
         seen: set[Key] = set()
@@ -58,25 +67,37 @@ class Journal:
             known = self._open.get(finding.key)
             since = finding.since_ns or now_ns
             if known is None:
-                self._open[finding.key] = _Open(replace(finding, since_ns=since))
+                self._open[finding.key] = _Open(replace(finding, since_ns=since), 0, now_ns, now_ns)
             elif _says_more(finding, known.finding):
                 known.finding, known.misses = replace(finding, since_ns=known.finding.since_ns), 0
             else:
-                known.misses = 0
+                known.misses, known.seen_ns = 0, now_ns
                 continue
+            self._open[finding.key].seen_ns = now_ns
             changes.append(self._entry("found", self._open[finding.key].finding, now_ns))
         for key in [k for k in self._open if k not in seen]:
             gone = self._open[key]
             gone.misses += 1
-            if may_clear and gone.misses >= _MISSES_TO_CLEAR:
-                changes.append(self._entry("cleared", gone.finding, now_ns))
+            if may_clear and gone.misses >= _MISSES_TO_CLEAR and over(gone.finding, gone.found_ns):
+                changes.append(self._entry("cleared", gone.finding, now_ns, gone.seen_ns))
                 del self._open[key]
         self._write(changes)
         return changes
 
+    def standing(self, found: Iterable[Finding], now_ns: int) -> list[Entry]:
+        """Write down what a standstill looks like before it is an alarm, once for each picture of it."""
+        seen = list(found)
+        picture = frozenset((f.key, f.confidence) for f in seen)
+        if picture == self._standing:
+            return []
+        self._standing = picture
+        entries = [self._entry("standing", finding, now_ns) for finding in seen]
+        self._write(entries)
+        return entries
+
     def restart(self, attempt: int, now_ns: int) -> list[Entry]:
         """A new attempt has begun: what was wrong with the last one is history."""
-        changes = [self._entry("cleared", o.finding, now_ns) for o in self._open.values()]
+        changes = [self._entry("cleared", o.finding, now_ns, o.seen_ns or now_ns) for o in self._open.values()]
         self._open.clear()
         self.attempt = attempt
         self._write(changes)
@@ -94,11 +115,11 @@ class Journal:
             return changes
         self._writes = True
         entries = open_entries(read_journal(self._path), self.attempt)
-        self._open = {e.finding.key: _Open(e.finding) for e in entries}
+        self._open = {e.finding.key: _Open(e.finding, 0, e.t_ns, e.t_ns) for e in entries}
         changes = []
         for finding in told:
             if finding.key not in self._open:
-                self._open[finding.key] = _Open(finding)
+                self._open[finding.key] = _Open(finding, 0, now_ns, now_ns)
                 changes.append(self._entry("found", finding, now_ns))
         self._write(changes)
         return changes
@@ -112,9 +133,9 @@ class Journal:
         self.unwritten.clear()
         return True
 
-    def _entry(self, event: Literal["found", "cleared"], finding: Finding, now_ns: int) -> Entry:
+    def _entry(self, event: Event, finding: Finding, now_ns: int, until_ns: int = 0) -> Entry:
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-        return Entry(event, utc, now_ns, self.attempt, finding)
+        return Entry(event, utc, now_ns, self.attempt, finding, until_ns)
 
     def _write(self, changes: list[Entry]) -> None:
         if not self._writes:
@@ -132,6 +153,8 @@ def _says_more(new: Finding, old: Finding) -> bool:
 
     Evidence often grows with every step; doubling keeps the journal short.
     """
+    if old.early and not new.early:
+        return True
     if new.confidence.order != old.confidence.order:
         return new.confidence.order > old.confidence.order
     return len(new.evidence) >= 2 * max(1, len(old.evidence)) or (not old.evidence and bool(new.evidence))

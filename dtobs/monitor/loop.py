@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dtobs.detectors import run_detectors
-from dtobs.detectors.hangs.stall import last_movement_ns, stall
+from dtobs.detectors.hangs import RECOVERABLE
+from dtobs.detectors.hangs.stall import last_movement_ns, moved_on, stall
 from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
@@ -183,6 +184,7 @@ class Monitor:
         self._count_steps(view)
         found: list[Finding] = []
         if self.leads and len(view.pages):
+            view.asked = self.watchdog.standing is not None
             try:
                 found = self._detect(view)
             except Exception as error:  # noqa: BLE001 - counted and said; a detector must not end the monitor
@@ -192,7 +194,15 @@ class Monitor:
                     self.fail("detectors", line)
             self.damaged = list(view.damaged)
             moving = self.watchdog.stalled is None and not self.ranks.any_gone()
-            for entry in self.journal.update(found, time.monotonic_ns(), may_clear=moving):
+            early, found = [f for f in found if f.early], [f for f in found if not f.early]
+            self.journal.standing(early, time.monotonic_ns())
+            changes = self.journal.update(
+                found,
+                time.monotonic_ns(),
+                may_clear=moving,
+                over=lambda finding, found_ns: finding.code not in RECOVERABLE or moved_on(view, found_ns),
+            )
+            for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)
             if self._acts_on(found):
                 self.journal.flush()  # what follows is worth knowing the reason of

@@ -16,6 +16,7 @@ from dtobs.words import duration_text
 
 KEEP = 10
 _MAX_PER_STALL = 4
+_MAX_EARLY = 8
 _APART_SECONDS = 5.0
 _REFRESH_SECONDS = 60.0
 """A stack that shows a compilation excuses a silence; after this long it has to show it again."""
@@ -30,12 +31,15 @@ class Watchdog:
     folder: Path
     take: Callable[..., Capture] = capture_ranks
     stalled: Stall | None = None
+    standing: Stall | None = None  #: a standstill that is no alarm yet, looked at for who may ask, or end the job
     capture: Capture | None = None  #: of the present stall
     captures: int = 0  #: taken by this monitor
+    early: int = 0  #: of them, taken of a standstill before it was long enough for an alarm
     problems: list[str] = field(default_factory=list)  #: what went wrong, one line each; the owner empties it
     _picture: Picture = ()
     _taken_s: float = 0.0
     _in_stall: int = 0
+    _patience: float = 1.0
 
     def look(self, view: RunView) -> float:
         """Judge `view`, capturing when that is due; returns how much of the threshold has passed (0 … 1 and more)."""
@@ -44,17 +48,31 @@ class Watchdog:
             self.stalled = None
             self._in_stall = 0
             if quiet is None or quiet.seconds < 1.0:
-                self.capture = None
+                if self.standing is not None:
+                    self._patience *= 2.0  # it went on by itself: this run takes such pauses
+                self.capture = self.standing = None
+            elif self._stands(quiet):
+                self.standing = quiet
+                self._capture(view, quiet, _picture(view))
             elif self._excuses(quiet):
                 self._capture(view, quiet, _picture(view))
             return 0.0 if quiet is None else quiet.seconds / max(quiet.threshold_seconds, 1e-9)
         picture = _picture(view)
         begins = self.stalled is None
-        self.stalled = quiet
+        self.stalled, self.standing = quiet, None
         apart = time.monotonic() - self._taken_s >= _APART_SECONDS
         if begins or (picture != self._picture and apart and self._in_stall < _MAX_PER_STALL):
             self._capture(view, quiet, picture)
         return quiet.seconds / max(quiet.threshold_seconds, 1e-9)
+
+    def _stands(self, quiet: Stall) -> bool:
+        """Whether a standstill deserves its one early look; the looks of a run are few."""
+        if self.standing is not None or self.early >= _MAX_EARLY or not quiet.standing:
+            return False
+        if quiet.seconds <= self._patience * quiet.early_seconds:
+            return False
+        self.early += 1
+        return True
 
     def _excuses(self, quiet: Stall) -> bool:
         """Whether what the capture of this very silence showed is all that makes it no stall, and is old by now."""

@@ -1,7 +1,13 @@
 """``findings.jsonl``: what was found while the run lived, and what went away again.
 
-One JSON object a line: ``{"event": "found" | "cleared", "utc", "t_ns", "attempt", "since_ns", **finding}``. The monitor
-appends; a second "found" of the same matter replaces the first (more is known now). A cut last line is left out.
+One JSON object a line: ``{"event", "utc", "t_ns", "attempt", "since_ns", **finding}``, the event one of
+
+* "found"; a second one of the same matter replaces the first (more is known now);
+* "cleared", with ``until_ns``;
+* "standing": what a standstill looked like before it was long enough for an alarm. The last of them says what the run
+  stood in if somebody ended it then.
+
+The monitor appends. A cut last line is left out.
 """
 
 from __future__ import annotations
@@ -9,22 +15,24 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dtobs.findings import Finding
 
 MAX_BYTES = 32 << 20
+Event = Literal["found", "cleared", "standing"]
 
 
 @dataclass(frozen=True)
 class Entry:
     """One line of the journal."""
 
-    event: Literal["found", "cleared"]
+    event: Event
     utc: str
     t_ns: int  #: monotonic, of the host that wrote it
     attempt: int
     finding: Finding
+    until_ns: int = 0  #: of a matter that was cleared: when it was last seen
 
     def to_json(self) -> dict[str, Any]:
         """The line as a dictionary; `from_json` reads it back."""
@@ -34,6 +42,7 @@ class Entry:
             "t_ns": self.t_ns,
             "attempt": self.attempt,
             "since_ns": self.finding.since_ns,
+            **({"until_ns": self.until_ns} if self.until_ns else {}),
             **self.finding.to_json(),
         }
 
@@ -41,7 +50,7 @@ class Entry:
     def from_json(cls, value: dict[str, Any]) -> Entry:
         """Raises KeyError, TypeError or ValueError when `value` is not a line of ours."""
         event = value["event"]
-        if event not in ("found", "cleared"):
+        if event not in get_args(Event):
             raise ValueError(f"event {event!r}")
         return cls(
             event,
@@ -49,6 +58,7 @@ class Entry:
             int(value.get("t_ns", 0)),
             int(value.get("attempt", 0)),
             Finding.from_json(value),
+            int(value.get("until_ns", 0)),
         )
 
 
@@ -78,6 +88,19 @@ def open_entries(entries: list[Entry], attempt: int | None = None) -> list[Entry
             continue
         if entry.event == "found":
             still[entry.finding.key] = entry
-        else:
+        elif entry.event == "cleared":
             still.pop(entry.finding.key, None)
     return list(still.values())
+
+
+def standing_entries(entries: list[Entry], attempt: int | None = None) -> list[Entry]:
+    """What the last standstill before an alarm looked like, when no alarm of the same matter followed."""
+    mine = [e for e in entries if attempt is None or e.attempt == attempt]
+    last = max((e.t_ns for e in mine if e.event == "standing"), default=0)
+    later = {e.finding.key for e in mine if e.event != "standing" and e.t_ns >= last}
+    return [e for e in mine if e.event == "standing" and e.t_ns == last and e.finding.key not in later]
+
+
+def history(entries: list[Entry]) -> list[Entry]:
+    """Every matter that was found and cleared, oldest first."""
+    return [e for e in entries if e.event == "cleared"]

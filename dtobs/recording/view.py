@@ -83,6 +83,7 @@ class RunView:
     paused: bool = False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
+    asked: bool = False  #: somebody wants to know now: a standstill is judged before it is long enough for an alarm
     told: bool = False  #: by a monitor, which has the files: what lies at `root` here is not read
 
     @cached_property

@@ -7,6 +7,7 @@ missing. Hangs need a stall (`stall`); crashes and disagreements do not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from dtobs.detectors.base import Detector
 from dtobs.detectors.hangs import (
@@ -58,6 +59,28 @@ RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
     network_stalled.find,
 )
 
+CRASHES = frozenset({"uncaught-exception", "rank-dead", "rank-oom-killed", "rank-exited-early"})
+"""Codes of how a rank ended: no standstill is needed to see it."""
+RECOVERABLE = frozenset(
+    {
+        "rank-not-joined",
+        "stuck-in-dataloader",
+        "stuck-in-checkpoint",
+        "gil-held",
+        "rank-stopped",
+        "network-stalled",
+    }
+)
+"""Codes that a run may recover from."""
+_SEEN = RECOVERABLE & {"rank-stopped", "gil-held"} | {
+    "collective-mismatch",
+    "shape-mismatch",
+    "dtype-mismatch",
+    "p2p-unmatched",
+    "group-deadlock",
+}
+"""Codes that rest on what the kernel says or on what the ranks recorded, and not on how long it took."""
+
 
 def detect(view: RunView) -> list[Finding]:
     """All findings of the family."""
@@ -70,9 +93,19 @@ def detect(view: RunView) -> list[Finding]:
     if missing and not situation.causes:
         return missing  # nothing else can have happened yet
     found = [finding for rule in RULES for finding in rule(situation)] if len(seen.pages) else []
+    if situation.stall is not None and not situation.stall.exceeded:
+        found = [_early(finding) for finding in found]
     if any(finding.confidence is not Confidence.POSSIBLE for finding in found):
         return found
     return lost_nodes.find(situation, lost, view) or found
+
+
+def _early(finding: Finding) -> Finding:
+    """What a rule says of a standstill that is no alarm yet: never certain, and no guess at all at the network."""
+    if finding.code in CRASHES:
+        return finding
+    sure = finding.code in _SEEN and finding.confidence is not Confidence.POSSIBLE
+    return replace(finding, early=True, confidence=Confidence.LIKELY if sure else Confidence.POSSIBLE)
 
 
 DETECTORS: tuple[Detector, ...] = (detect,)

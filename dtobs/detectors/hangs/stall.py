@@ -14,11 +14,16 @@ beyond the largest of
 Time in which nothing could move does not count (`RunView.excused`), and while its owner keeps a file ``paused`` in
 the run directory, as long as a process lives, nothing is a stall.
 
+Who asks (`RunView.asked`) need not wait for that: a run that has stood still for an eighth of it, for ten of its own
+slow steps and for twice its longest recent pause between steps stands still early, which is said as a possibility and
+never alarms. What the kernel says needs no more either: a suspended rank among others that are not is a stall as early.
+
 A slow run is not stalled, and neither is one whose ranks have all ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +65,10 @@ _COMPILER = (
     "triton/compiler/",
 )
 """Files that are on a stack while something is compiled, and not while it runs."""
+EARLY_SHARE = 1 / 8
+EARLY_SECONDS = 4.0
+_EARLY_STEPS = 10.0
+_EARLY_PAUSES = 2.0
 _STEPS = 128
 _SAMPLED_RANKS = 16
 
@@ -73,20 +82,30 @@ class Stall:
     threshold_seconds: float
     why: str  #: what set the threshold, in words
     ranks: tuple[int, ...]
+    early_seconds: float = float("inf")  #: from when on it is a standstill, for those who ask
 
     @property
     def exceeded(self) -> bool:
         """Whether it is a stall rather than a pause."""
         return self.seconds > self.threshold_seconds
 
+    @property
+    def standing(self) -> bool:
+        """Whether it is long enough for an answer to somebody who asks."""
+        return self.exceeded or self.seconds > self.early_seconds
+
 
 def stall(view: RunView) -> Stall | None:
     """The stall that the run is in at the moment of `view`, None when it moves, has ended or may still take its time.
 
+    Where somebody asked, a standstill is one.
+
     A run whose processes are gone is judged at the moment of its last capture, when nothing moved after it.
     """
     found = silence(view)
-    return found if found is not None and found.exceeded else None
+    if found is None or not (found.standing if view.asked else found.exceeded):
+        return None
+    return found
 
 
 def silence(view: RunView) -> Stall | None:
@@ -109,7 +128,40 @@ def silence(view: RunView) -> Stall | None:
         longer = PHASE_FACTORS[Phase.COMPILE] * _floor(pages)[0]
         if compiles is not None and longer > threshold:
             threshold, why = longer, f"rank {compiles} compiles, as its stack shows"
-    return Stall(since_ns, seconds, threshold, why, tuple(int(rank) for rank in pages["rank"]))
+    early = _early(view, pages, threshold) if seconds > EARLY_SECONDS else float("inf")
+    if early < min(seconds, threshold) and _one_suspended(view, pages):
+        threshold, why = early, "a rank is suspended"
+    return Stall(since_ns, seconds, threshold, why, tuple(int(rank) for rank in pages["rank"]), early)
+
+
+def moved_on(view: RunView, since_ns: int) -> bool:
+    """Whether the run trains again after a hang that it was in at `since_ns`: a step began, or every rank acted.
+
+    A hung rank that is interrupted still publishes its end, and a handler of the interruption may call a collective.
+    """
+    if not len(view.pages):
+        return False
+    did = np.max([view.pages[name] for name in ("collective_ns", "wait_since_ns", "phase_begin_ns")], axis=0)
+    return int(view.pages["step_begin_ns"].max()) > since_ns or bool((did > since_ns).all())
+
+
+def _early(view: RunView, pages: npt.NDArray[np.void], threshold: float) -> float:
+    """From how many seconds on a silence is a standstill, for those who ask; never within what was declared."""
+    if threshold == float("inf") or (pages["steps_done"] == 0).all():
+        return threshold
+    slow, pause = 0.0, 0.0
+    for steps in _histories(view, [int(rank) for rank in pages["rank"]]):
+        slow = max(slow, float((steps["end_ns"] - steps["begin_ns"])[1:].max(initial=0)) / 1e9)
+        pause = max(pause, float((steps["begin_ns"][1:] - steps["end_ns"][:-1]).max(initial=0)) / 1e9)
+    declared = int(pages["phase_allowance_ns"].max()) / 1e9
+    early = max(EARLY_SECONDS, EARLY_SHARE * threshold, _EARLY_STEPS * slow, _EARLY_PAUSES * pause, declared)
+    return min(threshold, early)
+
+
+def _one_suspended(view: RunView, pages: npt.NDArray[np.void]) -> bool:
+    """Whether the kernel says that some of the ranks are suspended and others are not: who suspends a job takes all."""
+    found = {(p := view.process(int(rank))) is not None and p.stopped for rank in pages["rank"]}
+    return len(found) == 2
 
 
 def last_movement_ns(view: RunView) -> int:
@@ -176,12 +228,17 @@ def _fixed_threshold(pages: npt.NDArray[np.void]) -> tuple[float, str]:
 
 def _slow_step_seconds(view: RunView, ranks: list[int]) -> float:
     """The slow step of the slowest of up to 16 ranks, evenly chosen; 0 before the first step."""
-    chosen = ranks[:: max(1, len(ranks) // _SAMPLED_RANKS)]
     slow = 0.0
-    for rank in chosen:
+    for steps in _histories(view, ranks):
+        # "lower": of few steps the slowest is left out, of one step it is that step.
+        taken = np.quantile(steps["end_ns"] - steps["begin_ns"], 0.98, method="lower")
+        slow = max(slow, float(taken) / 1e9)
+    return slow
+
+
+def _histories(view: RunView, ranks: list[int]) -> Iterator[npt.NDArray[np.void]]:
+    """The recent steps of up to 16 ranks that have any, evenly chosen."""
+    for rank in ranks[:: max(1, len(ranks) // _SAMPLED_RANKS)]:
         steps = view.rank_steps(rank)[-_STEPS:]
         if len(steps):
-            # "lower": of few steps the slowest is left out, of one step it is that step.
-            taken = np.quantile(steps["end_ns"] - steps["begin_ns"], 0.98, method="lower")
-            slow = max(slow, float(taken) / 1e9)
-    return slow
+            yield steps

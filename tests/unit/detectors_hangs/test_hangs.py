@@ -110,7 +110,10 @@ def test_stopped_process(training):
     assert (finding.code, finding.ranks, finding.confidence) == ("rank-stopped", (1,), "certain")
     assert "suspended (pid 4242)" in finding.summary
     assert "kill -CONT 4242" in finding.next_step
-    assert found(run.view(later=50, processes=stopped)) == {}, "suspended for a while is allowed"
+    assert "rank-stopped" in found(run.view(later=9, processes=stopped)), "the kernel's word needs no minute"
+    assert found(run.view(later=5, processes=stopped)) == {}, "suspended for a moment is allowed"
+    everybody = {rank: ProcessState(4242, alive=True, state="T") for rank in (0, 1)}
+    assert found(run.view(later=50, processes=everybody)) == {}, "a job that is suspended as a whole is so on purpose"
 
 
 def test_stopped_inside_a_collective_is_still_the_cause(training):

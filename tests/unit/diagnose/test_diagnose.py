@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from dtobs.detectors.hangs import detect
 from dtobs.diagnose import diagnose, gather
 from dtobs.diagnose.analyse import merge, rank_causes
 from dtobs.diagnose.gather import Evidence
@@ -16,7 +17,8 @@ from dtobs.findings import Confidence, Finding
 from dtobs.host.process import ProcessState
 from dtobs.monitor.journal import Journal
 from dtobs.recording.capture import Capture, RankCapture
-from dtobs.recording.journal import Entry
+from dtobs.recording.journal import Entry, read_journal, standing_entries
+from dtobs.recording.meta import Op
 from dtobs.recording.rundir import read_json
 from dtobs.reports import json as json_report
 from dtobs.testing.fake_run import FakeRun
@@ -68,8 +70,8 @@ def test_ranks_that_never_recorded_are_named(tmp_path):
 def test_a_pause_that_is_no_stall_yet_is_noted(hung):
     diagnosis = diagnose(Evidence("x", hung.view(later=30)))
     assert diagnosis.verdict is None
-    assert diagnosis.notes == (
-        "nothing has moved for 30 s; it counts as a stall after 60 s (the default hang timeout)",
+    assert diagnosis.notes[0].startswith(
+        "nothing has moved for 30 s; it counts as a hang after 60 s (the default hang timeout); ranks 0 and 2 have"
     )
 
 
@@ -126,7 +128,8 @@ def test_ranks_that_nobody_saw_end_died_after_the_capture_that_saw_them_alive(hu
         for r in range(3)
     }
     found = {f.code: f.ranks for f in diagnose(Evidence("x", view, known)).findings}
-    assert list(found.items()) == [("stuck-in-dataloader", (1,)), ("rank-dead", killed)]
+    assert list(found.items()) == [("stuck-in-dataloader", (1,))]
+    assert any("is dead" in note or "are dead" in note for note in diagnose(Evidence("x", view, known)).notes)
 
 
 def test_a_capture_away_from_its_run_says_so(tmp_path):
@@ -167,9 +170,114 @@ def test_a_job_that_was_cancelled_is_noted(tmp_path):
     ended = {r: ProcessState(1, alive=False, exit_code=-15) for r in (0, 1)}
     diagnosis = diagnose(Evidence("x", run.view(later=9, processes=ended)))
     assert diagnosis.findings == ()
-    assert diagnosis.notes == (
-        "the job did not finish: its ranks were killed by SIGTERM, which is how a launcher ends a job",
-    )
+    assert diagnosis.notes == ("interrupted after step 3: the ranks were killed by SIGTERM",)
+
+
+def standing(hung: FakeRun, later: float = 20.0) -> tuple[Entry, ...]:
+    """What the monitor wrote of a standstill before it was long enough for an alarm."""
+    view = hung.view(later=later)
+    view.asked = True
+    journal = Journal(hung.directory.findings)
+    journal.standing([f for f in detect(view) if f.early], view.now_ns)
+    return tuple(standing_entries(read_journal(hung.directory.findings)))
+
+
+def test_who_asks_is_answered_before_the_alarm(hung):
+    view = hung.view(later=15)
+    assert detect(view) == []
+    view.asked = True
+    (finding,) = diagnose(Evidence("x", view)).findings
+    assert (finding.code, finding.ranks, finding.confidence) == ("stuck-in-dataloader", (1,), "possible")
+    assert finding.severity == "warning", "exit code 3"
+    assert Finding.from_json(finding.to_json()) == replace(finding, since_ns=0)
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "validation", "compile", "startup"])
+def test_who_asks_in_a_phase_that_takes_long_is_told_a_fact_and_no_finding(hung, phase):
+    hung.rank(1).phase(phase)
+    view = hung.view(later=15)
+    view.asked = True
+    diagnosis = diagnose(Evidence("x", view))
+    assert diagnosis.findings == ()
+    assert "for rank 1, which is in " + phase in diagnosis.notes[0]
+
+
+def test_who_asks_of_a_run_that_takes_such_pauses_is_told_of_no_finding(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(5)
+    for rank in run.ranks:
+        rank.advance(20)
+    run.steps(5)
+    run.rank(0).collective(wait=True)
+    view = run.view(later=30)
+    view.asked = True
+    assert diagnose(Evidence("x", view)).findings == ()
+    assert diagnose(gather(hang_of_one(tmp_path / "one"))).verdict is None
+
+
+def hang_of_one(root: Path) -> Path:
+    """A single rank that is slow, and nobody waits for it."""
+    FakeRun(root, 1).steps(3)
+    return root
+
+
+@pytest.mark.parametrize(
+    "code", [-9, -15, -2, None], ids=["SIGKILL", "SIGTERM", "SIGINT", "the node is gone, and nobody saw how"]
+)
+@pytest.mark.parametrize("before", [True, False], ids=["before the alarm", "after the alarm"])
+def test_what_a_job_stood_in_stays_the_verdict_when_all_of_it_is_ended(hung, code, before):
+    journal = standing(hung)
+    if not before:
+        view = hung.view(later=70)
+        journal = tuple(replace(entry(f), t_ns=view.now_ns) for f in diagnose(Evidence("x", view)).findings)
+    ended = {r: ProcessState(7, alive=False, exit_code=code) for r in range(3)}
+    diagnosis = diagnose(Evidence("x", hung.view(later=80, processes=ended), journal))
+    assert [(f.code, f.ranks) for f in diagnosis.findings] == [("stuck-in-dataloader", (1,))]
+    assert diagnosis.notes, "how it was ended"
+
+
+def test_a_standstill_before_one_rank_died_is_no_verdict(hung):
+    ended = {2: ProcessState(7, alive=False, exit_code=-9)}
+    diagnosis = diagnose(Evidence("x", hung.view(later=21, processes=ended), standing(hung)))
+    assert [(f.code, f.ranks) for f in diagnosis.findings] == [("rank-dead", (2,))]
+
+
+def test_a_run_that_went_on_after_a_standstill_has_no_finding(hung):
+    journal = standing(hung)
+    for rank in hung.ranks:
+        rank.advance(100).step()
+    assert diagnose(Evidence("x", hung.view(), journal)).findings == ()
+
+
+def test_a_call_issued_while_the_job_is_ended_replaces_no_finding(hung):
+    """Lightning broadcasts from the rank that heard SIGTERM, over the all_reduce its peers wait in."""
+    view = hung.view(later=70)
+    known = tuple(replace(entry(f), t_ns=view.now_ns) for f in diagnose(Evidence("x", view)).findings)
+    hung.rank(1).advance(100).collective(Op("broadcast", "", ((1,),), ("int64",)), wait=True)
+    diagnosis = diagnose(Evidence("x", hung.view(later=1), known))
+    assert diagnosis.verdict is not None
+    assert (diagnosis.verdict.code, diagnosis.verdict.ranks) == ("stuck-in-dataloader", (1,))
+    assert "collective-mismatch" not in [f.code for f in diagnosis.findings]
+
+
+def test_nobody_resumes_a_process_that_is_gone(hung):
+    found = Finding("rank-stopped", "rank 1 is suspended (pid 7), in data", (1,), Confidence.CERTAIN)
+    known = replace(entry(found), t_ns=hung.view(later=70).now_ns)
+    ended = {1: ProcessState(7, alive=False, exit_code=-9)}
+    verdict = diagnose(Evidence("x", hung.view(later=80, processes=ended), (known,))).verdict
+    assert verdict is not None
+    assert verdict.summary == "rank 1 was suspended (pid 7), in data; then it was killed by SIGKILL"
+    assert "kill -CONT" not in verdict.next_step
+
+
+def test_what_was_found_and_is_over_is_told_with_what_it_cost(hung):
+    journal = Journal(hung.directory.findings)
+    stopped = Finding("rank-stopped", "rank 1 is suspended", (1,), since_ns=10**9)
+    journal.update([stopped], 60 * 10**9, may_clear=True)
+    journal.update([stopped], 166 * 10**9, may_clear=True)
+    for second in (170, 175):
+        journal.update([], second * 10**9, may_clear=True)
+    (note,) = [n for n in diagnose(gather(hung.directory.root)).notes if n.startswith("over since")]
+    assert note.endswith("UTC, stood still for 3 min: rank-stopped: rank 1 is suspended")
 
 
 def test_a_hang_that_passed_is_history(hung):
