@@ -15,8 +15,8 @@ VIEWER = "import sys; print('VIEWER HAS THE TERMINAL', flush=True); sys.stdin.re
 
 PROGRAM = """
 import sys
-from runtime import terminal, train, world
-terminal.viewer = train.viewer = lambda run_dir: [sys.executable, "-c", {viewer!r}]
+from runtime import process, terminal, train, world
+terminal.viewer = process.viewer = lambda run_dir: [sys.executable, "-c", {viewer!r}]
 world.exit_now(train.main(sys.argv[1:]))
 """
 
