@@ -385,6 +385,20 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "FP8 loses numbers: they saturate, or most of them become zero",
         "Leave the layers with outliers in BF16, scale by row, or scale by the present amax, not by an older one.",
     ),
+    (
+        "config-mismatch",
+        "silent",
+        Severity.WARNING,
+        "A rank is configured otherwise than its peers",
+        "Look for a branch on the rank, an environment variable, or a file that only some hosts have.",
+    ),
+    (
+        "learning-rate-mismatch",
+        "silent",
+        Severity.CRITICAL,
+        "Ranks step with different learning rates",
+        "Give every rank the same schedule and step it on every rank; after a resume, load its state on all of them.",
+    ),
     # performance
     (
         "straggler",

@@ -47,6 +47,8 @@ _ROWS = (
     Trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
     Trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
     Trouble("rescaled", "gradient-scale-mismatch", "all"),
+    Trouble("other-settings", "config-mismatch", wrappers=("fsdp",)),  # under DDP the replicas part as well
+    Trouble("other-rate", "learning-rate-mismatch", wrappers=("fsdp",)),
     Trouble("slow", "straggler"),
     Trouble("starved", "data-starved"),
 )
@@ -114,7 +116,11 @@ def train(job: SilentJob) -> None:
     plain = nn.Sequential(*layers)
     model = wrap(plain, job.wrapper)
     torch.manual_seed(1234 if is_now == "equal-dropout" else 1234 + rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=0.02 if mine and is_now == "other-rate" else 0.01,
+        weight_decay=0.1 if mine and is_now == "other-settings" else 0.0,
+    )
     samples = Samples(0 if is_now == "same-data" else rank, job.seconds if is_now == "starved" and mine else 0.0)
     group = dist.group.WORLD if job.wrapper == "by-hand" else "auto"
     with dtobs.attach(

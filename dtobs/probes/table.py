@@ -45,6 +45,7 @@ PROBES = (
     Entry("generators", "generators:GeneratorProbe"),
     Entry("inputs", "inputs:InputProbe"),
     Entry("ledger", "ledger:LedgerProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
+    Entry("settings", "settings:Settings"),
     Entry("forward", "modules:Forward"),
     Entry("optimizer", "modules:OptimizerSteps"),
 )

@@ -1,8 +1,8 @@
 """What the numbers in a recording stand for: one JSON object a line, appended when a number is first used.
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
-``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``. A last line cut by
-a kill is left out.
+``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``. A last
+line cut by a kill is left out.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class Meta:
     layout: dict[str, Any] = field(default_factory=dict)  #: `probes.layout.Layout` as JSON
     pipeline: dict[str, Any] = field(default_factory=dict)  #: `plan.Plan` as JSON; the last one watched
     laws: dict[str, dict[str, Any]] = field(default_factory=dict)  #: by name: what the rows of its ring stand for
+    settings: list[tuple[int, dict[str, str]]] = field(default_factory=list)  #: (step, fields that changed), in order
     damaged: int = 0  #: lines that could not be understood
 
 
@@ -224,5 +225,7 @@ def take(meta: Meta, e: dict[str, Any]) -> None:
             meta.pipeline = e
         case "law":
             meta.laws[str(e["name"])] = e
+        case "settings":
+            meta.settings.append((int(e["step"]), {str(name): str(value) for name, value in e["fields"].items()}))
         case _:
             pass  # written by a newer version; nothing here depends on it

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dtobs.detectors.base import Detector
+from dtobs.detectors.silent.config_mismatch import config_mismatch
 from dtobs.detectors.silent.data_overlap import data_overlap
 from dtobs.detectors.silent.fp8_saturation import fp8_saturation
 from dtobs.detectors.silent.fp16_underflow import fp16_underflow
 from dtobs.detectors.silent.gradient_ledger import gradient_ledger
 from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
+from dtobs.detectors.silent.learning_rate_mismatch import learning_rate_mismatch
 from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
 from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
 from dtobs.detectors.silent.replica_divergence import replica_divergence
@@ -23,4 +25,6 @@ DETECTORS: tuple[Detector, ...] = (
     loss_nonfinite,
     fp16_underflow,
     fp8_saturation,
+    config_mismatch,
+    learning_rate_mismatch,
 )

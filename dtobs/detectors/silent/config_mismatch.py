@@ -1,0 +1,104 @@
+"""config-mismatch: ranks that should be configured alike are not.
+
+What it does: compares, between the ranks of a data-parallel group, what each said of itself (`probes.settings`) as of
+the last step that all of them finished: the optimizer's class and hyperparameters, which parameters are trained and
+in which formats, whether dropout and batch norm are in training mode, the precision of products, versions, and the
+user's own source files. Optimizers that hold a part of the model each (ZeRO) may have different groups and are
+left out.
+
+Why it hurts: one rank trains something else, and the average of all gradients is neither.
+
+What to do next: look for a branch on the rank, an environment variable or a file that only some hosts have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dtobs.detectors.base import named
+from dtobs.detectors.peers import data_groups, odd_ones, rows_of
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
+
+WINDOW = 64
+_OF_AN_OPTIMIZER = ("optimizer.", "optimizer", "learning rate of group")
+_MAY_DIFFER = ("optimizer shares",)
+_WEAK = ("program", "Python", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
+"""Fields that can differ without harm: said as possible."""
+_EACH = 8
+
+
+def config_mismatch(view: RunView) -> list[Finding]:
+    """One finding for each set of ranks that has other settings than its peers."""
+    found: list[Finding] = []
+    for group in data_groups(view):
+        as_of = _common_step(view, group)
+        states = {rank: settings_of(view, rank, as_of) for rank in group} if as_of is not None else {}
+        if not states or not all(states.values()):
+            continue
+        by_ranks: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+        for name in _comparable(states):
+            values = {rank: state[name] for rank, state in states.items()}
+            if len(set(values.values())) > 1:
+                odd, majority = odd_ones(values)
+                by_ranks.setdefault((tuple(odd), majority), []).append(name)
+        for (ranks, majority), names in by_ranks.items():
+            found.append(_finding(ranks, majority, names, states))
+    return found
+
+
+def settings_of(view: RunView, rank: int, step: int) -> dict[str, str]:
+    """The settings of `rank` in `step`; empty where none were written by then."""
+    state: dict[str, str] = {}
+    for at, fields in view.meta(rank).settings:
+        if at <= step:
+            state |= fields
+    return state
+
+
+def _common_step(view: RunView, group: list[int]) -> int | None:
+    """The last step that every rank of `group` has finished; None before the first."""
+    window = view.steps(WINDOW)
+    valid = window.valid[rows_of(view, group)].all(axis=0)
+    return int(window.steps[valid][-1]) if valid.any() else None
+
+
+def _comparable(states: Mapping[int, Mapping[str, str]]) -> list[str]:
+    shared = set.intersection(*(set(state) for state in states.values())) - set(_MAY_DIFFER)
+    if any(state.get("optimizer shares") for state in states.values()):
+        shared = {name for name in shared if not name.startswith(_OF_AN_OPTIMIZER)}
+    if len({state.get("program's main file") for state in states.values()}) > 1:
+        shared -= {"program", "program's main file"}  # different programs by design, such as an actor and a learner
+    return sorted(shared)
+
+
+def _finding(
+    ranks: tuple[int, ...], majority: bool, names: list[str], states: Mapping[int, Mapping[str, str]]
+) -> Finding:
+    strong = [name for name in names if name not in _WEAK]
+    name = (strong or names)[0]
+    others = sorted(set(states) - set(ranks))
+    shown = {rank: state[name] or "unset" for rank, state in states.items()}
+    if majority:
+        verb = "has" if len(ranks) == 1 else "have"
+        said = f"{named(ranks)} {verb} {name} {shown[ranks[0]]}, the others {shown[others[0]]}"
+    else:
+        said = f"{named(ranks)} differ in {name}: " + ", ".join(f"rank {r} {shown[r]}" for r in ranks[:4])
+    rest = [other for other in names if other != name]
+    if rest:
+        said += f"; they also differ in {', '.join(rest[:4])}" + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
+    return Finding(
+        "config-mismatch",
+        said,
+        ranks,
+        Confidence.CERTAIN if strong else Confidence.POSSIBLE,
+        group=name,
+        evidence=tuple(
+            {
+                "what": "settings",
+                "name": field,
+                "values": {str(rank): state[field] for rank, state in sorted(states.items())[:16]},
+            }
+            for field in names[:_EACH]
+        ),
+    )

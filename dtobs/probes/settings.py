@@ -1,0 +1,176 @@
+"""How this rank is configured, for the comparison with its peers: written when first seen and when it changes.
+
+Read just before the optimizer steps, on the host, from what torch and the user's objects say of themselves: no tensor
+is touched, and a step in which nothing changed writes nothing. What a field means: `detectors.silent.config_mismatch`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from dtobs.probes.base import Probe
+
+PERIOD = 16
+"""Modes, frozen parameters and dropout are read in every such step; hyperparameters in each."""
+FIRST_STEPS = 4
+MOST_CHANGES = 200
+MOST_GROUPS = 16
+_ENVIRONMENT = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
+_BY_MODE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+_MOST_SOURCE_BYTES = 4 << 20
+
+
+class Settings(Probe):
+    """Writes ``settings`` entries: the step and the fields that have another value since the last one."""
+
+    name = "settings"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[str, str] = {}
+        self._changes = 0
+        self._looked = 0
+        self._groups: tuple[Any, ...] = ()
+        self._modules: list[weakref.ref[nn.Module]] = []
+
+    def install(self) -> None:
+        """Remember the modules whose behaviour depends on their mode."""
+        self._looked, self._groups = 0, ()
+        model = self.context.model
+        self._modules = (
+            [weakref.ref(m) for m in model.modules() if isinstance(m, _BY_MODE)] if model is not None else []
+        )
+
+    def before_optimizer(self) -> None:
+        """Compare with what was written last; a few µs where nothing changed."""
+        context = self.context
+        groups = _scalars(context.optimizer)
+        often = self._looked < FIRST_STEPS or context.step % PERIOD == 0
+        if groups == self._groups and not often:
+            return
+        fields = _hyperparameters(context.optimizer, groups, context.model)
+        if often:
+            fields |= _model(context.model, self._modules) | _arithmetic()
+        if not self._looked:
+            fields |= _process()
+        self._groups = groups
+        self._looked += 1
+        changed = {name: value for name, value in fields.items() if self._known.get(name) != value}
+        if changed and self._changes < MOST_CHANGES:
+            self._changes += 1
+            self._known |= changed
+            context.recorder.meta.add("settings", step=context.step, fields=changed)
+
+
+def _scalars(optimizer: torch.optim.Optimizer | None) -> tuple[Any, ...]:
+    """What the groups hold beside parameters and the learning rate, as far as it lies on the host."""
+    if optimizer is None:
+        return ()
+    return tuple(
+        tuple((name, value) for name, value in group.items() if _plain(value) and name not in ("lr", "initial_lr"))
+        for group in optimizer.param_groups[:MOST_GROUPS]
+    )
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(item, (bool, int, float, str)) for item in value)
+    return isinstance(value, (bool, int, float, str))
+
+
+def _hyperparameters(
+    optimizer: torch.optim.Optimizer | None, groups: tuple[Any, ...], model: nn.Module | None
+) -> dict[str, str]:
+    if optimizer is None:
+        return {}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
+    fields = {"optimizer": type(optimizer).__name__, "optimizer shares": "" if trained <= held else "a part"}
+    for number, group in enumerate(groups):
+        for name, value in group:
+            fields[f"optimizer.{name}" + (f" of group {number}" if number else "")] = repr(value)
+    rates = [group.get("lr") for group in optimizer.param_groups[:MOST_GROUPS]]
+    first = rates[0] if rates else None
+    if isinstance(first, float) and first > 0:
+        for number, rate in enumerate(rates[1:], 1):
+            if isinstance(rate, float):
+                fields[f"learning rate of group {number} to that of group 0"] = f"{rate / first:.4g}"
+    return fields
+
+
+def _model(model: nn.Module | None, modules: list[weakref.ref[nn.Module]]) -> dict[str, str]:
+    if model is None:
+        return {}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    kinds: dict[str, int] = {}
+    for parameter in model.parameters():
+        kinds[str(parameter.dtype)] = kinds.get(str(parameter.dtype), 0) + 1
+    fields = {
+        "trained parameters": f"{len(trained)} ({_digest(' '.join(trained))})",
+        "parameter dtypes": ", ".join(
+            f"{count} x {kind.removeprefix('torch.')}" for kind, count in sorted(kinds.items())
+        ),
+    }
+    alive = [module for module in (reference() for reference in modules) if module is not None]
+    if alive:
+        training = sum(module.training for module in alive)
+        fields["dropout and batch-norm layers in training mode"] = f"{training} of {len(alive)}"
+        rates = sorted({float(getattr(module, "p", 0.0)) for module in alive if hasattr(module, "p")})
+        if rates:
+            fields["dropout"] = ", ".join(f"{rate:g}" for rate in rates)
+    return fields
+
+
+def _arithmetic() -> dict[str, str]:
+    return {
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }
+
+
+def _process() -> dict[str, str]:
+    fields = {
+        "torch": str(torch.__version__),
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        **{name: os.environ.get(name, "") for name in _ENVIRONMENT},
+    }
+    sources = dict(_sources(sys.modules))
+    if sources:
+        fields["program"] = _digest(" ".join(f"{name}={sources[name]}" for name in sorted(sources)))
+        main = Path(str(getattr(sys.modules.get("__main__"), "__file__", None) or "")).name
+        fields["program's main file"] = main
+    return fields
+
+
+def _sources(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and digest of the main file and of the modules beside it: the user's own program."""
+    main = getattr(modules.get("__main__"), "__file__", None)
+    if not main:
+        return
+    folder, left = Path(main).resolve().parent, _MOST_SOURCE_BYTES
+    for name, module in list(modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and (not file or Path(file).parent != folder):
+            continue
+        try:
+            content = Path(file or main).read_bytes()
+        except OSError:
+            continue
+        left -= len(content)
+        if left < 0:
+            return
+        yield name, _digest(content)
+
+
+def _digest(text: str | bytes) -> str:
+    return f"{xxhash.xxh3_64_intdigest(text.encode() if isinstance(text, str) else text):016x}"[:8]
