@@ -47,8 +47,8 @@ _ROWS = (
     Trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
     Trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
     Trouble("rescaled", "gradient-scale-mismatch", "all"),
-    Trouble("other-settings", "config-mismatch", wrappers=("fsdp",)),  # under DDP the replicas part as well
-    Trouble("other-rate", "learning-rate-mismatch", wrappers=("fsdp",)),
+    Trouble("other-settings", "config-mismatch", "all", ("fsdp",)),  # of two that differ none is accused
+    Trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp",)),
     Trouble("slow", "straggler"),
     Trouble("starved", "data-starved"),
 )
