@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dtobs.detectors.base import named
 from dtobs.detectors.peers import data_groups, odd_ones, rows_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
 
 WINDOW = 64
 _OF_AN_OPTIMIZER = ("optimizer.", "optimizer", "learning rate of group")
@@ -81,9 +81,9 @@ def _finding(
     shown = {rank: state[name] or "unset" for rank, state in states.items()}
     if majority:
         verb = "has" if len(ranks) == 1 else "have"
-        said = f"{named(ranks)} {verb} {name} {shown[ranks[0]]}, the others {shown[others[0]]}"
+        said = f"{ranks_text(ranks)} {verb} {name} {shown[ranks[0]]}, the others {shown[others[0]]}"
     else:
-        said = f"{named(ranks)} differ in {name}: " + ", ".join(f"rank {r} {shown[r]}" for r in ranks[:4])
+        said = f"{ranks_text(ranks)} differ in {name}: " + ", ".join(f"rank {r} {shown[r]}" for r in ranks[:4])
     rest = [other for other in names if other != name]
     if rest:
         said += f"; they also differ in {', '.join(rest[:4])}" + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.base import named
 from dtobs.detectors.peers import data_groups, odd_ones, rows_of
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
 
 WINDOW = 64
 LEAST_STEPS = 2
@@ -48,9 +48,9 @@ def learning_rate_mismatch(view: RunView) -> list[Finding]:
         step = int(window.steps[first])
         if majority:
             verb = "trains" if len(odd) == 1 else "train"
-            said = f"{named(odd)} {verb} with learning rate {values[odd[0]]}, the others with {values[others[0]]}"
+            said = f"{ranks_text(odd)} {verb} with learning rate {values[odd[0]]}, the others with {values[others[0]]}"
         else:
-            said = f"{named(odd)} train with different learning rates: " + ", ".join(
+            said = f"{ranks_text(odd)} train with different learning rates: " + ", ".join(
                 f"rank {rank} {values[rank]}" for rank in odd[:4]
             )
         found.append(
