@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dtobs.detectors.peers import data_groups, odd_ones, rows_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_text
+from dtobs.words import ranks_do, ranks_text
 
 WINDOW = 64
 _OF_AN_OPTIMIZER = ("optimizer.", "optimizer", "learning rate of group")
@@ -80,8 +80,7 @@ def _finding(
     others = sorted(set(states) - set(ranks))
     shown = {rank: state[name] or "unset" for rank, state in states.items()}
     if majority:
-        verb = "has" if len(ranks) == 1 else "have"
-        said = f"{ranks_text(ranks)} {verb} {name} {shown[ranks[0]]}, the others {shown[others[0]]}"
+        said = f"{ranks_do(ranks, 'have')} {name} {shown[ranks[0]]}, the others {shown[others[0]]}"
     else:
         said = f"{ranks_text(ranks)} differ in {name}: " + ", ".join(f"rank {r} {shown[r]}" for r in ranks[:4])
     rest = [other for other in names if other != name]

@@ -16,7 +16,7 @@ from dtobs.detectors.peers import data_groups, odd_ones, rows_of
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_text
+from dtobs.words import ranks_do, ranks_text
 
 WINDOW = 64
 LEAST_STEPS = 2
@@ -47,8 +47,7 @@ def learning_rate_mismatch(view: RunView) -> list[Finding]:
         others = sorted(set(group) - set(odd))
         step = int(window.steps[first])
         if majority:
-            verb = "trains" if len(odd) == 1 else "train"
-            said = f"{ranks_text(odd)} {verb} with learning rate {values[odd[0]]}, the others with {values[others[0]]}"
+            said = f"{ranks_do(odd, 'train')} with learning rate {values[odd[0]]}, the others with {values[others[0]]}"
         else:
             said = f"{ranks_text(odd)} train with different learning rates: " + ", ".join(
                 f"rank {rank} {values[rank]}" for rank in odd[:4]
