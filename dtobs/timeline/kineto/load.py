@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MOST_NAMES = 1 << 20
-_DEVICE = {"kernel": None, "gpu_memcpy": Kind.MEMORY, "gpu_memset": Kind.MEMORY}
-_OLD_DEVICE = {"memcpy": "gpu_memcpy", "memset": "gpu_memset"}
-_RUNTIME = ("cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "privateuse1_runtime")
+_RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "privateuse1_runtime")
 _SYNC = ("Synchronize", "StreamWaitValue")
 _ALLOCATION = ("Malloc", "Free", "HostAlloc", "MemCreate", "MemMap", "MemUnmap", "MemRelease", "HostRegister")
 _DATA = ("enumerate(DataLoader)", "DataLoader.", "dataloader")
@@ -83,9 +83,17 @@ class _Columns:
         self.records = [array("d"), array("d")]
         self.record_rows = [array("q") for _ in range(3)]  # call, external id, thread
         self.spans = {what: (array("d"), array("d")) for what in ("sync", "alloc", "data", "op")}
+        self.operators = self.spans["op"]
         self.host = [array("d"), array("d")]
         self.host_rows = [array("q") for _ in range(3)]  # name, thread, call
         self.steps: list[tuple[int, float, float]] = []
+        self.kinds: dict[str, str] = {}  #: of the names of the runtime's calls and the host's operators
+        self.handlers: dict[str, Callable[[Event, str, float, float, dict[str, Any]], None]] = {
+            **dict.fromkeys(("cpu_op", "user_annotation", "operator", "Operator"), self._host),
+            **dict.fromkeys((*_RUNTIME, "Runtime"), self._runtime),
+            **dict.fromkeys(("kernel", "Kernel"), self._kernel),
+            **dict.fromkeys(("gpu_memcpy", "gpu_memset", "Memcpy", "Memset"), self._memory),
+        }
 
     def number(self, name: str) -> int:
         found = self.numbers.get(name)
@@ -99,44 +107,41 @@ class _Columns:
         found = call_of(args) if "Collective name" in args else None
         return -1 if found is None else self.calls.setdefault(found, len(self.calls))
 
-    def add(self, event: Event) -> None:
-        if event.get("ph") != "X":
-            return
-        category = event.get("cat")
-        name = event.get("name")
-        if not isinstance(category, str) or not isinstance(name, str):
-            return
-        begin, duration = event.get("ts"), event.get("dur")
-        if type(begin) is not float or type(duration) is not float:
-            begin, duration = _number(begin), _number(duration)
-        if not (duration >= 0 and math.isfinite(begin + duration)):
-            return
-        args = event.get("args")
-        if not isinstance(args, dict):
-            args = {}
-        category = category.lower()
-        if category == "cpu_op" or category == "user_annotation" or category == "operator":
-            self._host(event, name, begin, begin + duration, args)
-        elif category in _RUNTIME:
-            self._runtime(event, name, begin, begin + duration, args)
-        else:
-            category = _OLD_DEVICE.get(category, category)
-            if category in _DEVICE:
-                self._device(event, category, name, begin, begin + duration, args)
+    def take(self, batch: list[Event]) -> None:
+        """Take what is of use from a batch of events."""
+        handlers = self.handlers
+        for event in batch:
+            category = event.get("cat")
+            handler = handlers.get(category) if type(category) is str else None
+            if handler is None or event.get("ph") != "X":
+                continue
+            begin, duration, name = event.get("ts"), event.get("dur"), event.get("name")
+            if type(begin) is not float or type(duration) is not float:
+                begin, duration = _number(begin), _number(duration)
+            if duration >= 0 and begin - begin == duration - duration == 0 and type(name) is str:  # finite
+                args = event.get("args")
+                handler(event, name, begin, begin + duration, args if type(args) is dict else {})
 
-    def _device(self, event: Event, category: str, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
+    def _kernel(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         call = self.call(args)
-        kind = _DEVICE[category]
-        if kind is None:
-            kind = Kind.COMMUNICATION if call >= 0 else kernel_kind(name)
+        self._device(event, name, begin, end, args, Kind.COMMUNICATION if call >= 0 else kernel_kind(name), call)
+
+    def _memory(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
+        self._device(event, name, begin, end, args, Kind.MEMORY, -1)
+
+    def _device(
+        self, event: Event, name: str, begin: float, end: float, args: dict[str, Any], kind: Kind, call: int
+    ) -> None:
         where = (str(event.get("pid")), str(args.get("stream", event.get("tid"))))
         self.device[0].append(begin)
         self.device[1].append(end)
-        correlation = whole(args.get("correlation"), -1)
-        stream = self.streams.setdefault(where, len(self.streams))
-        row = (self.number(name), stream, int(kind), correlation, whole(args.get("External id"), -1), call)
-        for column, value in zip(self.rows, row, strict=True):
-            column.append(value)
+        names, streams, kinds, correlations, externals, calls = self.rows
+        names.append(self.number(name))
+        streams.append(self.streams.setdefault(where, len(self.streams)))
+        kinds.append(kind)
+        correlations.append(whole(args.get("correlation"), -1))
+        externals.append(whole(args.get("External id"), -1))
+        calls.append(call)
 
     def _runtime(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         self.runtime[0].append(begin)
@@ -145,7 +150,11 @@ class _Columns:
         columns[0].append(whole(args.get("correlation"), -1))
         columns[1].append(whole(args.get("External id"), -1))
         columns[2].append(_thread(event))
-        what = "sync" if any(w in name for w in _SYNC) else "alloc" if any(w in name for w in _ALLOCATION) else ""
+        what = self.kinds.get(name)
+        if what is None:
+            what = "sync" if any(w in name for w in _SYNC) else "alloc" if any(w in name for w in _ALLOCATION) else ""
+            if len(self.kinds) < MOST_NAMES:
+                self.kinds[name] = what
         if what:
             self.span(what, begin, end)
 
@@ -155,7 +164,8 @@ class _Columns:
 
     def _host(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         if name.startswith("aten::"):
-            self.span("op", begin, end)
+            self.operators[0].append(begin)
+            self.operators[1].append(end)
             return
         if name == "record_param_comms":
             call = self.call(args)
@@ -180,9 +190,14 @@ class _Columns:
 def load(path: Path) -> Rank:
     """Read one file. Raises TargetError when it is no trace."""
     stream, columns = Stream(path), _Columns()
-    for batch in stream.batches():
-        for event in batch:
-            columns.add(event)
+    collecting = gc.isenabled()
+    gc.disable()  # millions of events, none of them in a cycle
+    try:
+        for batch in stream.batches():
+            columns.take(batch)
+    finally:
+        if collecting:
+            gc.enable()
     return _rank(stream, columns)
 
 

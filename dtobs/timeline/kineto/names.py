@@ -123,6 +123,8 @@ def ranks_of(value: Any) -> tuple[int, ...]:
 
 def whole(value: Any, otherwise: int = 0) -> int:
     """`value` as a number that a trace can mean, `otherwise` where it is none."""
+    if type(value) is int:
+        return value if 0 <= value < 1 << 60 else otherwise
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,0 +1,233 @@
+"""A table of a job's operations, one row each, from CSV, Parquet or one of our own runs.
+
+The columns are those of the design: step, rank, dp, pp, vpp, microbatch, op, start_ns, duration_ns; the last two may be
+given in _us, _ms or _s. `vpp` and `microbatch` may be empty where they mean nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.errors import DependencyMissing, TargetError, brief, opening
+from dtobs.events import PipelineOp
+from dtobs.recording.view import RunView
+from dtobs.timeline.pipeline import pipelines, read_steps
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+COMPUTATION = (
+    "forward-compute",
+    "backward-compute",
+    "weight-gradient",
+    "optimizer",
+    "embedding",
+    "layernorm",
+    "clip",
+    "gc",
+    "loss",
+    "data",
+)
+MESSAGES = ("forward-send", "forward-recv", "backward-send", "backward-recv")
+SYNCS = ("params-sync", "grads-sync")
+OPS = (*COMPUTATION, *MESSAGES, *SYNCS)
+MOST_ROWS = 1 << 25
+_NUMBERS = ("step", "rank", "dp", "pp", "vpp", "microbatch")
+_OPTIONAL = ("vpp", "microbatch")
+_UNITS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+_RECORDED = {
+    PipelineOp.FORWARD: "forward-compute",
+    PipelineOp.BACKWARD: "backward-compute",
+    PipelineOp.BACKWARD_INPUT: "backward-compute",
+    PipelineOp.BACKWARD_WEIGHT: "weight-gradient",
+    PipelineOp.LOSS: "loss",
+    PipelineOp.SEND_FORWARD: "forward-send",
+    PipelineOp.RECV_FORWARD: "forward-recv",
+    PipelineOp.SEND_BACKWARD: "backward-send",
+    PipelineOp.RECV_BACKWARD: "backward-recv",
+}
+
+
+@dataclass
+class Operations:
+    """The rows as columns; times in nanoseconds, `op` an index into `OPS`, `stage` counted over the whole pipeline."""
+
+    step: Ints
+    rank: Ints
+    dp: Ints
+    pp: Ints
+    stage: Ints
+    microbatch: Ints
+    op: Ints
+    start: Floats
+    duration: Floats
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def is_op(self, *names: str) -> npt.NDArray[np.bool_]:
+        """Which rows are of these operations."""
+        found: npt.NDArray[np.bool_] = np.isin(self.op, [OPS.index(name) for name in names])
+        return found
+
+
+def read_table(path: Path) -> Operations:
+    """Read CSV or Parquet. Raises TargetError with the row where something cannot be right."""
+    with opening(path):
+        with path.open("rb") as stream:
+            parquet = stream.read(4) == b"PAR1"
+        columns = _parquet(path) if parquet else _csv(path)
+    first = 1 if parquet else 2  # as an editor counts the rows
+    missing = [n for n in (*_NUMBERS, "op") if n not in columns and n not in _OPTIONAL]
+    missing += [f"{n}_ns" for n in ("start", "duration") if not any(f"{n}_{unit}" in columns for unit in _UNITS)]
+    if missing:
+        raise TargetError(f"{path}: the table has no column {', '.join(missing)}")
+    count = len(columns["op"])
+    if not count:
+        raise TargetError(f"{path}: the table has no rows")
+    numbers = {}
+    for name in _NUMBERS:
+        least = -1 if name in _OPTIONAL else 0
+        empty = np.full(count, -1.0)
+        found = _numbers(path, name, columns[name], first, name in _OPTIONAL) if name in columns else empty
+        _refuse(path, name, columns.get(name), (found < least) | (found != np.floor(found)) | (found >= 2**40), first)
+        numbers[name] = found.astype(np.int64)
+    times = {name: _time(path, name, columns, first) for name in ("start", "duration")}
+    _refuse(path, "duration", None, times["duration"] < 0, first, "is negative")
+    codes = {name: code for code, name in enumerate(OPS)}
+    ops = np.array([codes.get(str(op).strip().lower().replace("_", "-"), -1) for op in columns["op"]], dtype=np.int64)
+    _refuse(
+        path, "op", columns["op"], ops < 0, first, f"is none of {', '.join(OPS[:8])}, {', '.join(MESSAGES + SYNCS)}"
+    )
+    stages = int(numbers["pp"].max()) + 1
+    stage = np.maximum(numbers["vpp"], 0) * stages + numbers["pp"]
+    named = (numbers["step"], numbers["rank"], numbers["dp"], numbers["pp"], stage, numbers["microbatch"])
+    return Operations(*named, ops, times["start"], times["duration"])
+
+
+def _csv(path: Path) -> dict[str, Sequence[object]]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
+        reader = csv.reader(stream)
+        try:
+            head = [name.strip().lower() for name in next(reader, [])]
+            rows = []
+            for number, row in enumerate(reader, 2):
+                if not row:
+                    continue
+                if len(row) != len(head):
+                    raise TargetError(f"{path}: row {number} has {len(row)} columns, the head has {len(head)}")
+                if number > MOST_ROWS:
+                    raise TargetError(f"{path}: more than {MOST_ROWS} rows")
+                rows.append(row)
+        except csv.Error as error:
+            raise TargetError(f"{path}: row {reader.line_num} is no CSV ({error})") from error
+    if len(set(head)) != len(head):
+        raise TargetError(f"{path}: a column stands twice in the head")
+    return dict(zip(head, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(head, ())
+
+
+def _parquet(path: Path) -> dict[str, Sequence[object]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DependencyMissing("pyarrow", "parquet") from error
+    try:
+        file = parquet.ParquetFile(path)
+        if file.metadata.num_rows > MOST_ROWS:
+            raise TargetError(f"{path}: more than {MOST_ROWS} rows")
+        table = file.read()
+    except (ArrowException, ValueError) as error:
+        raise TargetError(f"{path} is no Parquet that can be read: {brief(error)}") from error
+    return {name.strip().lower(): table.column(name).to_pylist() for name in table.column_names}
+
+
+def _numbers(path: Path, name: str, values: Sequence[object], first: int, optional: bool) -> Floats:
+    try:
+        found = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = np.array([_number(value, optional) for value in values])
+    if optional:
+        found = np.where(np.isnan(found) & np.array([_is_empty(v) for v in values]), -1.0, found)
+    _refuse(path, name, values, ~np.isfinite(found), first)
+    return found
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or str(value).strip().lower() in ("", "nan", "none", "null")
+
+
+def _number(value: object, optional: bool) -> float:
+    if optional and _is_empty(value):
+        return -1.0
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
+
+
+def _time(path: Path, name: str, columns: dict[str, Sequence[object]], first: int) -> Floats:
+    unit = next(unit for unit in _UNITS if f"{name}_{unit}" in columns)
+    column = f"{name}_{unit}"
+    return _numbers(path, column, columns[column], first, False) * _UNITS[unit]
+
+
+def _refuse(
+    path: Path, name: str, values: Sequence[object] | None, wrong: npt.NDArray[np.bool_], first: int, why: str = ""
+) -> None:
+    if wrong.any():
+        row = int(wrong.argmax())
+        shown = "" if values is None else f" {str(values[row])[:40]!r}"
+        raise TargetError(f"{path}: row {row + first}: {name}{shown} {why or 'is not a number that it can be'}")
+
+
+def from_run(view: RunView, last: int = 50) -> Operations:
+    """The newest steps of one of our runs: its pipelines' records, else the phases of its steps.
+
+    Raises TargetError when it recorded neither.
+    """
+    rows = list(_pipeline_rows(view, last)) or list(_phase_rows(view, last))
+    if not rows:
+        raise TargetError(f"{view.root} has no step that all its ranks finished")
+    columns = list(zip(*rows, strict=True))
+    ints = [np.array(column, dtype=np.int64) for column in columns[:7]]
+    return Operations(*ints, np.array(columns[7], dtype=np.float64), np.array(columns[8], dtype=np.float64))
+
+
+Row = tuple[int, int, int, int, int, int, int, float, float]
+
+
+def _pipeline_rows(view: RunView, last: int) -> Iterable[Row]:
+    for dp, plan in enumerate(pipelines(view)):
+        for step in read_steps(view, plan, last):
+            for pp, rank in enumerate(plan.ranks):
+                for chunk in step.chunks[rank]:
+                    if chunk.op in _RECORDED:
+                        op = OPS.index(_RECORDED[chunk.op])
+                        where = (step.step, rank, dp, pp, chunk.stage, chunk.micro_batch)
+                        yield (*where, op, float(chunk.begin_ns), float(chunk.duration_ns))
+
+
+def _phase_rows(view: RunView, last: int) -> Iterable[Row]:
+    """Without a pipeline a step is one micro-batch, with what is exposed of communication as its reduction."""
+    window = view.steps(last)
+    keep = window.valid.all(axis=0)
+    parts = (
+        ("data", "data"),
+        ("forward", "forward-compute"),
+        ("backward", "backward-compute"),
+        ("exposed", "grads-sync"),
+        ("optimizer", "optimizer"),
+    )
+    for dp, rank in enumerate(view.ranks):
+        for record in window.records[dp][keep]:
+            at = float(record["begin_ns"])
+            for part, op in parts:
+                duration = float(record[f"{part}_ns"])
+                yield int(record["step"]), rank, dp, 0, 0, 0, OPS.index(op), at, duration
+                at += duration
