@@ -408,6 +408,27 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "Compare this rank's host: CPU or GPU clocks, other processes, its share of the data.",
     ),
     (
+        "stage-imbalance",
+        "performance",
+        Severity.WARNING,
+        "A pipeline stage computes longer than the others",
+        "Move layers from this stage to the others; the last one also has the head and the loss.",
+    ),
+    (
+        "sequence-imbalance",
+        "performance",
+        Severity.WARNING,
+        "Micro-batches take unequally long because their sequences do",
+        "Balance micro-batches by the cost of their sequences (sum of squared lengths), not by their tokens.",
+    ),
+    (
+        "slow-link",
+        "performance",
+        Severity.WARNING,
+        "Transfers take longer than others of their kind",
+        "Measure the links of the ranks named with `dtobs preflight`; look at their network interfaces and switches.",
+    ),
+    (
         "transport-fallback",
         "performance",
         Severity.WARNING,

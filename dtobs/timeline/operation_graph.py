@@ -140,7 +140,9 @@ def _inputs(ops: Operations, lane: Ints) -> tuple[Ints, Ints]:
     by_place = _key(ops.step, ops.rank, ops.stage)
     by_rank = _key(ops.step, ops.rank)
     forward, grads, backward = rows("forward-compute"), rows("grads-sync"), rows("backward-compute", "weight-gradient")
-    sync[forward] = _latest(ops, by_place, forward, rows("params-sync"), ends=False)
+    gathered = _latest(ops, by_place, forward, rows("params-sync"), ends=False)
+    # Where nothing gathers parameters, the step before must have reduced its gradients.
+    sync[forward] = np.where(gathered < 0, _latest(ops, ops.rank, forward, grads, ends=True), gathered)
     sync[grads] = _latest(ops, by_place, grads, backward, ends=True)
     after = rows("optimizer", "clip")
     sync[after] = _latest(ops, by_rank, after, grads, ends=False)

@@ -195,8 +195,9 @@ def from_run(view: RunView, last: int = 50) -> Operations:
     if not rows:
         raise TargetError(f"{view.root} has no step that all its ranks finished")
     columns = list(zip(*rows, strict=True))
-    ints = [np.array(column, dtype=np.int64) for column in columns[:7]]
-    return Operations(*ints, np.array(columns[7], dtype=np.float64), np.array(columns[8], dtype=np.float64))
+    step, rank, dp, pp, stage, batch, op = (np.array(column, dtype=np.int64) for column in columns[:7])
+    start, duration = (np.array(column, dtype=np.float64) for column in columns[7:])
+    return Operations(step, rank, dp, pp, stage, batch, op, start, duration)
 
 
 Row = tuple[int, int, int, int, int, int, int, float, float]
