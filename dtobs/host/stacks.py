@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d{1,9}|\?\?\?) in (?P<function>.+)$')
 _PYSPY = re.compile(r"^\s+(?P<function>\S.*) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)$")
@@ -16,7 +18,10 @@ _LIBRARY = (
     "<frozen ",
     "/dtobs/probes/",
     "/dtobs/session/",
+    "/dtobs/recording/",
+    "/dtobs/integrations/",
 )
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/:. ]+)")
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Frame:
     @property
     def in_library(self) -> bool:
         """Whether it is installed code rather than the user's own."""
-        return any(part in self.file for part in _LIBRARY)
+        return in_library(self.file)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,43 @@ class ThreadStack:
     def mentions(self, *needles: str) -> bool:
         """Whether any frame's file or function contains one of `needles`."""
         return any(n in f.file or n in f.function for f in self.frames for n in needles)
+
+
+def in_library(frame: str) -> bool:
+    """Whether a frame, as text, is installed code or dtobs rather than the user's own."""
+    return any(part in frame for part in _LIBRARY)
+
+
+def folded(stack: Iterable[str]) -> list[str]:
+    """A stack with the user's own lines in full, and each run of library frames as one line that names its packages.
+
+    A stack without a line of the user's stays as it is.
+    """
+    frames = list(stack)
+    if all(in_library(frame) for frame in frames):
+        return frames
+    lines: list[str] = []
+    for library, run in groupby(frames, in_library):
+        hidden = list(run)
+        lines += [_fold(hidden)] if library and len(hidden) > 1 else hidden
+    return lines
+
+
+def alike(stack: Iterable[str]) -> tuple[str, ...]:
+    """What two stacks have in common that one tool wrote with qualified names and another without."""
+    own = (frame.rpartition(" in ") for frame in stack if not in_library(frame))
+    return tuple(f"{place} {function.rpartition('.')[2]}" for place, _, function in own) or tuple(stack)
+
+
+def _fold(frames: list[str]) -> str:
+    packages = dict.fromkeys(_package(frame) for frame in frames)
+    told = next((frame for frame in frames if "/dtobs/" not in frame), frames[0]).rpartition(" in ")[2]
+    return f"… {len(frames)} frames of {', '.join(packages)} (in {told})"
+
+
+def _package(frame: str) -> str:
+    installed = _PACKAGE.search(frame)
+    return installed[1] if installed else "dtobs" if "/dtobs/" in frame else "python"
 
 
 def parse_stacks(text: str) -> list[ThreadStack]:

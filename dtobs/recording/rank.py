@@ -26,7 +26,7 @@ BRIEF_WAIT_SECONDS = 1.0
 """A shorter wait for other ranks is part of every step and not a state."""
 _SILENT_SECONDS = 10.0
 _SILENT_STEPS = 8
-_LONG_PHASES = (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION, Phase.COMPILE)
+LONG_PHASES = (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION, Phase.COMPILE)
 _TAIL_EVENTS = 64
 TERMINATION = frozenset({-signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP})
 """Exit codes of a process that a launcher, a scheduler or a person ended."""
@@ -154,7 +154,7 @@ class Rank:
 
     @property
     def _too_quiet(self) -> bool:
-        if self.get("phase") in _LONG_PHASES or not self.get("steps_done"):
+        if self.get("phase") in LONG_PHASES or not self.get("steps_done"):
             return False
         usual = max(self.get("step_ns"), self.get("phase_allowance_ns")) / 1e9
         return (self.silent_seconds or 0.0) >= max(_SILENT_SECONDS, _SILENT_STEPS * usual)
@@ -204,7 +204,7 @@ class Rank:
         """The collective or the message it is blocked in; None when it is not blocked."""
         if not self.waited_seconds:
             return None
-        wait, message = open_wait(self.view.recent_events(self.rank, _TAIL_EVENTS))
+        wait, message = open_wait(self.view.tail_events(self.rank, _TAIL_EVENTS))
         if message is not None:
             op, site = int(message["op"]), int(message["site"])
             return self._call(op, int(message["seq"]), int(message["group"]), site, int(message["value"]))
@@ -260,7 +260,8 @@ def _gone(process: ProcessState) -> State:
 
 def open_wait(events: npt.NDArray[np.void]) -> tuple[np.void | None, np.void | None]:
     """The wait that `events` of one rank end in, and the send or receive it is for; None for what there is not."""
-    waits = np.flatnonzero(np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END)))
+    kinds = events["kind"]
+    waits = np.flatnonzero((kinds == Kind.WAIT_BEGIN) | (kinds == Kind.WAIT_END))
     if not len(waits) or events["kind"][waits[-1]] != Kind.WAIT_BEGIN:
         return None, None
     begin, before = events[waits[-1]], events[: waits[-1]]

@@ -79,6 +79,7 @@ class RunView:
     _meta_size: dict[int, int] = field(default_factory=dict, repr=False)
     _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
+    _tails: dict[int, tuple[tuple[int, int], npt.NDArray[np.void]]] = field(default_factory=dict, repr=False)
     damaged: list[str] = field(default_factory=list)  #: files that could not be read, one line each
     paused: bool = False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
@@ -154,12 +155,16 @@ class RunView:
             self._events[rank] = shift(self._ring(path, EVENT_DTYPE), self._clock.get(rank, 0))
         return self._events[rank]
 
-    def recent_events(self, rank: int, last: int) -> npt.NDArray[np.void]:
-        """The newest `last` of `events`, without reading the rest."""
+    def tail_events(self, rank: int, last: int) -> npt.NDArray[np.void]:
+        """The newest `last` of `events`, without reading the rest; kept while the rank publishes nothing."""
         if rank in self._events:
             return self._events[rank][-last:]
-        path = RunDirectory(self.root).events(rank, self._attempt(rank))
-        return shift(self._ring(path, EVENT_DTYPE, last), self._clock.get(rank, 0))
+        page = self.page(rank)
+        mark = (int(page["attempt"]), int(page["heartbeat_ns"]))
+        if rank not in self._tails or self._tails[rank][0] != mark:
+            path = RunDirectory(self.root).events(rank, mark[0])
+            self._tails[rank] = (mark, shift(self._ring(path, EVENT_DTYPE, last), self._clock.get(rank, 0)))
+        return self._tails[rank][1]
 
     def digests(self, rank: int) -> npt.NDArray[np.void]:
         """Parameter digests of `rank`: fields step, t_ns, digest u64[parameters]; empty when none."""
@@ -329,6 +334,7 @@ def _reuse(view: RunView, previous: RunView | None) -> None:
     """Take over the meta entries of ranks whose file is as long as it was (entries are only ever appended)."""
     if previous is None or previous.root != view.root:
         return
+    view._tails = previous._tails
     before = {int(p["rank"]): (int(p["attempt"]), int(p["attach_ns"])) for p in previous.pages}
     for page in view.pages:
         rank, identity = int(page["rank"]), (int(page["attempt"]), int(page["attach_ns"]))

@@ -21,12 +21,13 @@ from textual.widgets import DataTable, Footer, OptionList
 
 from dtobs.errors import DtobsError
 from dtobs.tui.columns import COLUMNS
+from dtobs.tui.curves import Curves
 from dtobs.tui.detail import RankDetail
 from dtobs.tui.findings_panel import FindingsPanel
 from dtobs.tui.header import Header
 from dtobs.tui.model import Frame
 from dtobs.tui.order import MAX_ROWS, Order
-from dtobs.tui.screens import RankScreen, evidence_screen, help_screen
+from dtobs.tui.screens import RankScreen, evidence_screen, help_screen, history_screen
 from dtobs.tui.table import RankTable
 
 
@@ -48,10 +49,11 @@ class TopApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "quit", "Quit", key_display="q", priority=False),
-        Binding("space,p", "pause", "Pause", key_display="space"),
+        Binding("space,p", "pause", "Pause/go on", key_display="space"),
         Binding("s", "sort", "Sort"),
         Binding("r", "reverse", "Reverse"),
         Binding("f", "filter", "Suspicious"),
+        Binding("h", "history", "History"),
         Binding("question_mark", "help", "Help", key_display="?"),
     ]
 
@@ -74,6 +76,7 @@ class TopApp(App[None]):
         """Head, table, findings, keys."""
         yield Header(id="head")
         yield RankTable()
+        yield Curves(id="curves")
         yield FindingsPanel()
         yield Footer()
 
@@ -127,15 +130,19 @@ class TopApp(App[None]):
         table.border_title = self._table_title(len(table.shown))
         table.border_subtitle = self._missing()
         main.query_one(FindingsPanel).show(self.frame)
+        main.query_one(Curves).show(self.frame, beside=len(table.shown))
 
     def _table_title(self, shown: int) -> str:
         assert self.frame is not None
         everybody = len(self.frame.rows)
         if self.order.suspicious_only:
-            return f"suspicious ranks ({shown} of {everybody:,})"
+            title = f"suspicious ranks ({shown} of {everybody:,})"
+            return title if shown else "no rank is suspicious: f shows all"
         if everybody > MAX_ROWS:
-            return f"the {shown} most suspicious of {everybody:,} ranks"
-        return "ranks"
+            return f"{shown} of {everybody:,} ranks, those that differ first"
+        hidden = self.order.key not in {c.sort for c in self.query_one(RankTable).columns_shown}
+        sorted_by = f", by {self.order.key} (a column that does not fit)" if hidden else ""
+        return f"ranks{sorted_by}"
 
     def _missing(self) -> str:
         assert self.frame is not None
@@ -177,6 +184,11 @@ class TopApp(App[None]):
     def action_filter(self) -> None:
         """Only suspicious ranks, or all."""
         self._set_order(Order(self.order.key, self.order.reverse, not self.order.suspicious_only))
+
+    def action_history(self) -> None:
+        """What was found and cleared again."""
+        if self.frame is not None:
+            self.push_screen(history_screen(self.frame.history))
 
     def action_help(self) -> None:
         """Keys and words."""

@@ -121,6 +121,7 @@ def _time(name: str) -> Callable[[RankRow, Scale], list[Piece]]:
 COLUMNS: tuple[Column, ...] = (
     Column("rank", "rank", 6, 0, True, _rank, "rank"),
     Column("host", "host", 14, 9, False, lambda r, s: [(words.shorten(r.host, 14) or NONE, "dim")]),
+    Column("place", "place", 22, 10, False, lambda r, s: [(words.shorten(r.place, 22) or NONE, "dim")]),
     Column("state", "state", 19, 0, False, _state, "state"),
     Column("step", "step", 7, 0, True, lambda r, s: [(f"{r.step:,}", "")]),
     Column("phase", "phase", 17, 3, False, _phase),
@@ -128,7 +129,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("wait", "wait", 8, 1, True, _time("wait_seconds"), "wait"),
     Column("bar", "busy + wait", BAR_WIDTH, 6, False, _bar),
     Column("late", "late", 8, 7, True, _time("late_seconds"), "late"),
-    Column("norm", "norm", 8, 2, True, _norm, "norm"),
+    Column("norm", "local norm", 10, 2, True, _norm, "norm"),
     Column("loss", "loss", 8, 8, True, _loss, "loss"),
     Column("memory", "memory", 12, 5, True, _memory, "memory"),
     Column("collective", "collective", 21, 7, False, _collective),
@@ -138,9 +139,11 @@ COLUMNS: tuple[Column, ...] = (
 
 def fitting(frame: Frame, width: int, gap: int = 2) -> tuple[Column, ...]:
     """The columns that fit `width` characters with `gap` between them; a host column only with several hosts."""
-    wanted = [c for c in COLUMNS if c.key != "host" or frame.hosts > 1]
-    if frame.rows and all(row.late_seconds is None for row in frame.rows):
-        wanted = [c for c in wanted if c.key != "late"]
+    absent = {"host"} if frame.hosts < 2 else set()
+    for key, said in (("late", "late_seconds"), ("loss", "loss"), ("place", "place")):
+        if frame.rows and all(getattr(row, said) in (None, "") for row in frame.rows):
+            absent.add(key)
+    wanted = [c for c in COLUMNS if c.key not in absent]
     room = width
     chosen: set[str] = set()
     for column in sorted(wanted, key=lambda c: c.priority):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dtobs.events import STEP_PARTS, Kind, phase_name
+from dtobs.host.stacks import folded
 from dtobs.recording.meta import Meta
 from dtobs.recording.rank import Rank
 from dtobs.recording.view import RunView
@@ -34,6 +35,7 @@ class StepLine:
     wall_seconds: float
     parts: dict[str, float]
     loss: float
+    loss_said: bool
     local_norm: float
     reduced_norm: float
 
@@ -57,7 +59,8 @@ class RankDetail:
     steps: tuple[StepLine, ...]
     events: tuple[EventLine, ...]
     exception: str
-    stacks: str
+    stack: tuple[str, ...]  #: of its main thread, from the user's line on, library frames folded
+    stacks: str  #: of all its threads, as captured
     stacks_utc: str
 
 
@@ -71,6 +74,7 @@ def rank_detail(view: RunView, number: int) -> RankDetail:
         tuple(_step(r) for r in view.recent_steps(number, MAX_STEPS)[::-1]),
         tuple(_event(e, rank.meta, view.now_ns) for e in view.events(number)[-MAX_EVENTS:][::-1]),
         _exception(rank.meta),
+        tuple(folded(str(f) for f in rank.stack.frames)) if rank.stack is not None else (),
         seen.stacks_text if seen else "",
         view.capture.taken_utc if view.capture and seen and seen.stacks_text else "",
     )
@@ -116,6 +120,7 @@ def _step(record: np.void) -> StepLine:
         (int(record["end_ns"]) - int(record["begin_ns"])) / 1e9,
         {part: int(record[f"{part}_ns"]) / 1e9 for part in STEP_PARTS},
         float(record["loss"]),
+        bool(record["losses"]) or bool(np.isfinite(record["loss"])),
         float(record["local_norm"]),
         float(record["reduced_norm"]),
     )
@@ -159,5 +164,5 @@ def _exception(meta: Meta) -> str:
         return ""
     last = meta.exceptions[-1]
     trace = last.get("traceback")
-    lines = trace if isinstance(trace, str) else "".join(map(str, trace)) if isinstance(trace, list) else ""
+    lines = trace if isinstance(trace, str) else "\n".join(str(t).rstrip("\n") for t in trace or ())
     return lines.strip() or f"{last.get('type', 'exception')}: {last.get('message', '')}"

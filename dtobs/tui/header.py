@@ -10,7 +10,7 @@ from textual.widgets import Static
 from dtobs.findings import Severity
 from dtobs.tui import palette, words
 from dtobs.tui.model import Frame
-from dtobs.tui.plain import facts, place
+from dtobs.tui.plain import facts, origin, place
 from dtobs.words import count
 
 _LABEL = Style(color=palette.GREY)
@@ -19,7 +19,7 @@ _SPARK = Style(color=palette.TEAL)
 
 
 class Header(Static):
-    """Three lines: identity and state; labels; figures. What does not fit is left out from the right."""
+    """Four lines: identity and state; where it is; labels; figures. What does not fit is left out from the right."""
 
     def show(self, frame: Frame, *, paused: bool) -> None:
         """Draw `frame`."""
@@ -30,6 +30,7 @@ class Header(Static):
         grid.add_row(identity(frame, paused), chips(frame))
         block = Table.grid(expand=True)
         block.add_row(grid)
+        block.add_row(Text(origin(frame), _LABEL, no_wrap=True, overflow="ellipsis"))
         for line in figures(frame, width):
             block.add_row(line)
         self.update(block)

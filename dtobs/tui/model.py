@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from dtobs.events import RankState
-from dtobs.findings import Severity
+from dtobs.detectors.hangs.stall import Stall, silence
+from dtobs.events import phase_name
+from dtobs.findings import Finding, Severity
 from dtobs.recording.journal import Entry
-from dtobs.recording.rank import ENDED
+from dtobs.recording.rank import ENDED, LONG_PHASES, State
 from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import ideal, recent_shares
 from dtobs.timeline.pipeline import pipelines
+from dtobs.tui import words
 from dtobs.tui.rows import Accused, RankRow, rank_rows
-from dtobs.words import duration_text
 
 Status = Literal["empty", "starting", "running", "quiet", "hurt", "ended", "broken", "gone"]
 HISTORY_STEPS = 256
-_QUIET_SECONDS = 30.0
+CURVE_STEPS = 4096
+"""So many steps of one rank are drawn as curves over the run."""
+_STILL_SECONDS = 3.0
+_STILL_STEPS = 5
+_FIRST_STEP_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,16 @@ class FindingRow:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """One figure over the steps that are still on record."""
+
+    title: str
+    first_step: int
+    last_step: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Frame:
     """Everything on the screen at one moment. None is "not known"; durations in seconds."""
 
@@ -57,11 +74,14 @@ class Frame:
     hosts: int = 0
     layout: str = ""
     attempt: int = 0
+    started: str = ""  #: UTC, ISO 8601
     elapsed_seconds: float | None = None
+    remaining_seconds: float | None = None  #: at the present speed; None when the total is not known
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
     loss_history: tuple[float, ...] = ()
+    curves: tuple[Curve, ...] = ()
     validation_loss: float | None = None
     learning_rate: float | None = None
     gradient_norm: float | None = None
@@ -74,7 +94,17 @@ class Frame:
     rows: tuple[RankRow, ...] = ()
     missing_ranks: tuple[int, ...] = ()
     findings: tuple[FindingRow, ...] = ()  #: newest first
+    history: tuple[
+        FindingRow, ...
+    ] = ()  #: found and cleared again, oldest first; `age_seconds` is how long they lasted
     damaged: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> str:
+        """How many ranks do what, the rarest first: ``1 × loading, 511 × waits in all_reduce``."""
+        like = Counter(row.doing for row in self.rows)
+        parts = [f"{number:,} × {doing}" for doing, number in sorted(like.items(), key=lambda pair: pair[1])]
+        return ", ".join([*parts[:4], *(["…"] if len(parts) > 4 else [])]) if len(parts) > 1 else ""
 
     @property
     def over(self) -> bool:
@@ -94,16 +124,18 @@ class Frame:
         return finite
 
 
-def build_frame(view: RunView, entries: Iterable[Entry] = ()) -> Frame:
-    """The frame of one look. `entries` are the open findings of the run, oldest first."""
-    findings = tuple(_finding(entry, view) for entry in reversed(list(entries)))
-    rows = rank_rows(view, _accused(findings))
-    status, text = _status(view, rows)
+def build_frame(view: RunView, entries: Iterable[Entry] = (), cleared: Iterable[Entry] = ()) -> Frame:
+    """The frame of one look. `entries` are the open findings of the run, `cleared` the past ones, oldest first."""
+    opened = list(entries)[::-1]
+    rows = rank_rows(view, _accused(entry.finding for entry in opened))
     speed = _speed(view)
+    status, text = _status(view, rows, speed.step_seconds)
     bubble, bound = _bubble(view)
     skews = [row.late_seconds for row in rows if row.late_seconds is not None]
     began = int(view.pages["attach_ns"].min()) if rows else 0
-    end = int(view.pages["heartbeat_ns"].max()) if status in ("ended", "broken") else view.now_ns
+    end = _last_seen_ns(view) if status in ("ended", "broken") else view.now_ns
+    total, step = _setting(view.info, "run", "steps"), max((row.step for row in rows), default=None)
+    left = max(0, total - step - 1) if total and step is not None and status == "running" else None
     return Frame(
         target=str(view.root),
         name=str(view.info.get("name") or view.root.name),
@@ -114,10 +146,13 @@ def build_frame(view: RunView, entries: Iterable[Entry] = ()) -> Frame:
         layout=_layout(view.info),
         attempt=view.attempt,
         elapsed_seconds=max(0, end - began) / 1e9 if rows else None,
-        step=max((row.step for row in rows), default=None),
-        total_steps=_setting(view.info, "run", "steps"),
+        started=str(view.info.get("started") or ""),
+        remaining_seconds=left * speed.step_seconds if left is not None and speed.step_seconds else None,
+        step=step,
+        total_steps=total,
         loss=_mean([row.loss for row in rows]),
         loss_history=speed.losses,
+        curves=speed.curves,
         validation_loss=_mean(_page_values(view, "validation_loss")),
         learning_rate=_mean(_page_values(view, "learning_rate")),
         gradient_norm=_mean(_page_values(view, "reduced_norm")),
@@ -129,7 +164,8 @@ def build_frame(view: RunView, entries: Iterable[Entry] = ()) -> Frame:
         bubble_ideal=bound,
         rows=rows,
         missing_ranks=tuple(view.missing_ranks) if rows else (),
-        findings=findings,
+        findings=tuple(_finding(entry, end) for entry in opened),
+        history=tuple(_finding(entry, end) for entry in cleared),
         damaged=tuple(view.damaged),
     )
 
@@ -142,42 +178,57 @@ def empty_frame(target: str, status: Status, text: str) -> Frame:
 @dataclass(frozen=True)
 class _Speed:
     losses: tuple[float, ...] = ()
+    curves: tuple[Curve, ...] = ()
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
 
 
 def _speed(view: RunView) -> _Speed:
-    """Throughput from the recent steps of one rank: the ranks of a job go in step."""
-    rank = next((int(p["rank"]) for p in view.pages if int(p["steps_done"]) > 0), None)
-    if rank is None:
+    """Throughput and curves from the steps of one rank: the ranks of a job go in step."""
+    done = np.flatnonzero(view.pages["steps_done"] > 0)
+    if not len(done):
         return _Speed()
     # The last stage of a pipeline has the loss, the first rank has not.
-    speaker = next((int(p["rank"]) for p in view.pages if math.isfinite(float(p["loss"]))), rank)
-    history = view.recent_steps(speaker, HISTORY_STEPS)
-    losses = tuple(float(v) for v in history["loss"])
-    walls = (history["end_ns"] - history["begin_ns"])[-32:] / 1e9
-    if not len(walls) or not np.median(walls) > 0:
+    speaking = np.flatnonzero(np.isfinite(view.pages["loss"]))
+    speaker = view.ranks[int(speaking[0] if len(speaking) else done[0])]
+    steps = view.recent_steps(speaker, CURVE_STEPS)
+    losses = tuple(steps["loss"][-HISTORY_STEPS:].tolist())
+    walls = (steps["end_ns"] - steps["begin_ns"]) / 1e9
+    if not len(walls) or not np.median(walls[-32:]) > 0:
         return _Speed(losses)
-    seconds = float(np.median(walls))
+    seconds = float(np.median(walls[-32:]))
     tokens = _tokens_per_step(view)
-    flops = [float(p["model_flops"]) for p in view.pages if math.isfinite(float(p["model_flops"]))]
+    flops = view.pages["model_flops"][np.isfinite(view.pages["model_flops"])]
     peak = _setting_float(view.info, "run", "peak_flops")
-    mfu = sum(flops) / len(flops) / seconds / peak if flops and peak else None
-    return _Speed(losses, seconds, tokens / seconds if tokens else None, mfu)
+    mfu = float(flops.mean()) / seconds / peak if len(flops) and peak else None
+    said = (("loss", steps["loss"]), ("step time, s", walls), ("gradient norm", steps["reduced_norm"]))
+    curves = tuple(_curve(title, steps["step"], values) for title, values in said if np.isfinite(values).sum() > 1)
+    return _Speed(losses, curves, seconds, tokens / seconds if tokens else None, mfu)
+
+
+def _curve(title: str, steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> Curve:
+    good = np.isfinite(values)
+    places = np.flatnonzero(good)[:: max(1, int(good.sum()) // 512)]
+    return Curve(title, int(steps[0]), int(steps[-1]), tuple(values[places].tolist()))
+
+
+def _last_seen_ns(view: RunView) -> int:
+    """When the run that has ended was last alive: its last word, a process' end, or a look that saw it alive."""
+    ends = [state.ended_ns for state in view.processes.values()]
+    looked = view.capture.taken_ns if view.capture is not None else 0
+    return max([int(view.pages["heartbeat_ns"].max()), looked, *ends])
 
 
 def _tokens_per_step(view: RunView) -> float | None:
     """Of the whole job. Without the program's own figure each rank's tokens count: right for data parallel."""
-    for page in view.pages:
-        if math.isfinite(float(page["global_tokens"])) and int(page["steps_done"]) > 0:
-            return float(page["global_tokens"]) / int(page["steps_done"])
-    own = [
-        float(p["tokens"]) / int(p["steps_done"])
-        for p in view.pages
-        if math.isfinite(float(p["tokens"])) and int(p["steps_done"]) > 0
-    ]
-    return sum(own) if own else None
+    done = view.pages["steps_done"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        everybody, own = view.pages["global_tokens"] / done, view.pages["tokens"] / done
+    known = np.isfinite(everybody)
+    if known.any():
+        return float(everybody[known][0])
+    return float(own[np.isfinite(own)].sum()) if np.isfinite(own).any() else None
 
 
 def _bubble(view: RunView) -> tuple[float | None, float | None]:
@@ -191,31 +242,59 @@ def _bubble(view: RunView) -> tuple[float | None, float | None]:
     return max(found, key=lambda pair: pair[0], default=(None, None))
 
 
-def _status(view: RunView, rows: Sequence[RankRow]) -> tuple[Status, str]:
+def _status(view: RunView, rows: Sequence[RankRow], step_seconds: float | None) -> tuple[Status, str]:
     if not rows:
         return "empty", "no rank has recorded yet"
-    broken = [row.rank for row in rows if row.state in ENDED and row.level == "bad"]
-    living = [row for row in rows if row.state not in ENDED]
-    if not living:
-        if broken:
-            which = f"rank {broken[0]}" if len(broken) == 1 else f"{len(broken)} ranks"
-            return "broken", f"ended, {which} failed"
-        return "ended", "ended, all ranks finished"
+    broken = [row for row in rows if row.state in ENDED and row.level == "bad"]
+    if all(row.state in ENDED for row in rows):
+        return _end(view, rows, broken)
+    still = _still(view, step_seconds)
     hurt = [row for row in rows if row.level == "bad"]
     if hurt:
         which = f"rank {hurt[0].rank} {hurt[0].state}" if len(hurt) == 1 else f"{len(hurt)} ranks stopped or failed"
-        return "hurt", which
+        return "hurt", f"{which}, {still}" if still else which
     if not view.processes:
         return "quiet", "last words; its processes cannot be seen from this host"
-    if all(int(p["state"]) == RankState.STARTING for p in view.pages):
+    if still:
+        return "quiet", still
+    if all(row.state == State.STARTING for row in rows):
         return "starting", "starting"
-    quiet = min(row.heartbeat_seconds or 0.0 for row in living)
-    if quiet >= _QUIET_SECONDS:
-        return "quiet", f"no sign of life for {duration_text(quiet)}"
     return "running", "running"
 
 
-def _accused(findings: Iterable[FindingRow]) -> dict[int, Accused]:
+def _end(view: RunView, rows: Sequence[RankRow], broken: Sequence[RankRow]) -> tuple[Status, str]:
+    total, reached = _setting(view.info, "run", "steps"), max(row.step for row in rows)
+    early = total is not None and reached + 1 < total
+    where = f" at step {reached:,} of {total:,}" if early else ""
+    if broken:
+        which = f"rank {broken[0].rank} {broken[0].state}" if len(broken) == 1 else f"{len(broken)} ranks failed"
+        return "broken", f"ended{where}, {which}"
+    stopped = early and any(row.state in (State.INTERRUPTED, State.TERMINATED) for row in rows)
+    return "ended", f"interrupted{where}" if stopped else f"ended{where}" if early else "ended, all ranks finished"
+
+
+def _still(view: RunView, step_seconds: float | None) -> str:
+    """How long nothing has moved, when that is many of the run's own steps; "" while it moves."""
+    quiet = silence(view)
+    if quiet is None:
+        return ""
+    slow = max([step_seconds or 0.0, *(view.pages["step_ns"] / 1e9).tolist()])
+    if quiet.seconds < max(_STILL_SECONDS, _STILL_STEPS * slow):
+        return ""
+    if (view.pages["steps_done"] == 0).any() and quiet.seconds < _FIRST_STEP_SECONDS:
+        return ""
+    longer = {int(phase) for phase in view.pages["phase"].tolist()} & set(LONG_PHASES)
+    if longer and not quiet.exceeded:
+        return f"in {phase_name(min(longer))} for {words.age(quiet.seconds)}"
+    limit = "" if quiet.exceeded or not math.isfinite(quiet.threshold_seconds) else f" ({_limit(quiet)})"
+    return f"standing still for {words.age(quiet.seconds)}{limit}"
+
+
+def _limit(quiet: Stall) -> str:
+    return f"a hang after {words.age(quiet.threshold_seconds)}"
+
+
+def _accused(findings: Iterable[Finding]) -> dict[int, Accused]:
     """The worst severity of the findings that name each rank."""
     found: dict[int, Accused] = {}
     for finding in findings:
@@ -225,10 +304,11 @@ def _accused(findings: Iterable[FindingRow]) -> dict[int, Accused]:
     return found
 
 
-def _finding(entry: Entry, view: RunView) -> FindingRow:
+def _finding(entry: Entry, now_ns: int) -> FindingRow:
     f = entry.finding
     since = f.since_ns or entry.t_ns
-    age = (view.now_ns - since) / 1e9 if since else None
+    until = entry.t_ns if entry.event == "cleared" else now_ns
+    age = (until - since) / 1e9 if since else None
     return FindingRow(
         f.code,
         f.severity.value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -11,6 +12,9 @@ from dtobs.tui.rows import RankRow
 
 MAX_ROWS = 256
 """With more ranks than this the screen shows the worst ones."""
+
+MANY = 64
+"""From this many ranks on, those that differ from most come first, until the user sorts by something."""
 
 _SEVERITY = {"bad": 0, "warn": 1, "wait": 2, "ok": 3, "done": 4}
 
@@ -48,7 +52,7 @@ class Order:
 
 def arrange(rows: Sequence[RankRow], order: Order, limit: int = MAX_ROWS) -> list[RankRow]:
     """The rows to show. Unknown values come last, NaN first; past `limit` suspicious ranks are kept first."""
-    kept = [row for row in rows if row.suspicious or not order.suspicious_only]
+    kept = [row for row in rows if row.suspicious or row.odd or not order.suspicious_only]
     key = KEYS[order.key]
 
     def place(row: RankRow) -> tuple[bool, float, int]:
@@ -59,7 +63,11 @@ def arrange(rows: Sequence[RankRow], order: Order, limit: int = MAX_ROWS) -> lis
         return False, size if order.reverse else -size, row.rank
 
     kept.sort(key=place)
-    if len(kept) <= limit:
+    if len(kept) <= limit and (len(kept) < MANY or order != Order()):
         return kept
-    worst = {r.rank for r in sorted(kept, key=lambda r: (not r.suspicious, _SEVERITY[r.level]))[:limit]}
+    like = Counter(row.doing for row in rows)
+    odd = sorted(kept, key=lambda r: (not r.suspicious, not r.odd, like[r.doing], _SEVERITY[r.level]))[:limit]
+    if order == Order():
+        return odd
+    worst = {row.rank for row in odd}
     return [row for row in kept if row.rank in worst]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
-from dtobs.findings import Severity
 from dtobs.tui import words
 from dtobs.tui.columns import Scale, fitting
 from dtobs.tui.model import FindingRow, Frame
@@ -14,7 +14,7 @@ from dtobs.words import NONE, count, duration_text, ranks_text
 
 def render(frame: Frame, width: int = 100, order: Order | None = None, limit: int = 64) -> str:
     """The whole frame, at most `limit` ranks, lines of at most `width` characters."""
-    lines = [_title(frame), *_figures(frame, width)]
+    lines = [_title(frame), origin(frame), *_figures(frame, width)]
     if frame.rows:
         lines += ["", *_table(frame, width, order or Order(), limit)]
     if frame.missing_ranks:
@@ -35,7 +35,7 @@ def facts(frame: Frame) -> list[tuple[str, str]]:
         ("tokens/s", words.si(frame.tokens_per_second)),
         ("step time", duration_text(frame.step_seconds)),
         ("MFU", NONE if frame.mfu is None else f"{frame.mfu:.1%}"),
-        ("skew", duration_text(frame.skew_seconds)),
+        ("late", duration_text(frame.skew_seconds)),
         ("bubble", _bubble(frame)),
         ("grad norm", words.number(frame.gradient_norm)),
         ("val loss", words.number(frame.validation_loss)),
@@ -60,12 +60,13 @@ def place(frame: Frame) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def findings_count(frame: Frame) -> str:
-    """``1 critical, 2 warnings``; "no findings" without any."""
-    critical, warnings = frame.count(Severity.CRITICAL), frame.count(Severity.WARNING)
-    parts = [f"{critical} critical" if critical else ""]
-    parts.append(f"{count(warnings, 'warning')}" if warnings else "")
-    return ", ".join(part for part in parts if part) or "no findings"
+def origin(frame: Frame) -> str:
+    """``runs/20261120T120000Z-train · since 2026-11-20 12:00 UTC · 00:12:31 to go · 1 × loading, 7 × waits in …``."""
+    started = f"since {frame.started[:16].replace('T', ' ')} UTC" if frame.started.endswith("+00:00") else ""
+    left = f"{words.clock(frame.remaining_seconds)} to go" if frame.remaining_seconds is not None else ""
+    past = f"{len(frame.history)} found and cleared" if frame.history else ""
+    target = frame.target.removeprefix(f"{Path.cwd()}/")
+    return " · ".join(part for part in (target, left, started, frame.counts, past) if part)
 
 
 def _title(frame: Frame) -> str:
@@ -80,7 +81,8 @@ def _figures(frame: Frame, width: int) -> list[str]:
         longer = f"{text}   {label} {value}" if text else f"{label} {value}"
         text = longer if len(longer) <= width else text
     spark = words.sparkline(frame.loss_history, 24)
-    return [text, f"loss {spark}"] if text and len(set(frame.loss_history)) > 1 else [text] if text else []
+    drawn = spark.strip() and len(set(frame.loss_history)) > 1
+    return [text, f"loss {spark}"] if text and drawn else [text] if text else []
 
 
 def _table(frame: Frame, width: int, order: Order, limit: int) -> list[str]:
@@ -91,7 +93,7 @@ def _table(frame: Frame, width: int, order: Order, limit: int) -> list[str]:
         cells = ["".join(text for text, _ in c.cell(row, scale)) for c in columns]
         lines.append("  ".join(_fit(t, c.width, c.right) for t, c in zip(cells, columns, strict=True)))
     if len(rows) < len(frame.rows):
-        lines.append(f"… {len(rows)} of {len(frame.rows):,} ranks, the most suspicious ones")
+        lines.append(f"… {len(rows)} of {len(frame.rows):,} ranks, those that differ first")
     return lines
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from dtobs.detectors.hangs.endings import End, causes, endings
 from dtobs.recording.rank import ENDED, Rank, State
 from dtobs.recording.view import RunView
 
@@ -22,6 +23,13 @@ WINDOW_RANKS = 32
 """Step histories are read for the arrival times of at most this many ranks; pages are read for any number."""
 _WINDOW_STEPS = 16
 _LONG_LOADING_SECONDS = 30.0
+_AFTER = {
+    End.PEER_LOST: "lost a peer",
+    End.TIMED_OUT: "gave up waiting",
+    End.ABORTED: "aborted",
+    End.TERMINATED: "terminated",
+}
+"""What became of ranks that ended because of another."""
 _LEVELS: dict[State, Level] = {
     State.WAITING: "wait",
     State.SILENT: "warn",
@@ -42,6 +50,7 @@ class RankRow:
 
     rank: int
     host: str
+    place: str  #: its coordinates in the mesh: "stage 1, shard 0"
     node: int
     state: str  #: the word of `State`
     doing: str  #: the state with what it waits for: "waits in all_reduce"
@@ -49,8 +58,8 @@ class RankRow:
     step: int
     phase: str
     phase_seconds: float | None
-    busy_seconds: float | None  #: own time of the last step
-    wait_seconds: float | None  #: of the last step, the host waited for communication
+    busy_seconds: float | None  #: own time of a step, median of the last 16
+    wait_seconds: float | None  #: of a step, the host waited for communication, median of the last 16
     late_seconds: float | None  #: behind the first rank at the step's first collective, median of recent steps
     local_norm: float | None
     loss: float | None
@@ -60,6 +69,7 @@ class RankRow:
     collective_seq: int
     heartbeat_seconds: float | None  #: since its last sign of life; None when it has ended
     accused: Accused = ""
+    odd: bool = False  #: it does not wait while most others do
 
     @property
     def suspicious(self) -> bool:
@@ -69,8 +79,44 @@ class RankRow:
 
 def rank_rows(view: RunView, accused: Mapping[int, Accused] | None = None) -> tuple[RankRow, ...]:
     """The rows of all ranks that recorded, by rank; `accused` has the worst severity of findings that name a rank."""
-    late, blamed = arrivals(view), accused or {}
-    return tuple(_row(rank, late.get(rank.rank), blamed.get(rank.rank, "")) for rank in view.each_rank())
+    late, blamed, usual = arrivals(view), accused or {}, _medians(view)
+    rows = [_row(r, late.get(r.rank), blamed.get(r.rank, ""), usual.get(r.rank)) for r in view.each_rank()]
+    rows = _victims(view, rows)
+    waiting = sum(row.level == "wait" for row in rows)
+    if len(rows) > 2 and 2 * waiting > len(rows):
+        rows = [row if row.level == "wait" else replace(row, odd=True) for row in rows]
+    return tuple(rows)
+
+
+def _victims(view: RunView, rows: list[RankRow]) -> list[RankRow]:
+    """Tell the ranks that ended by themselves from those that were ended, or gave up, because of them."""
+    if not any(row.state in ENDED and row.level == "bad" for row in rows):
+        return rows
+    ended = endings(view)
+    own = {end.rank for end in causes(ended, stalled=False)}
+    if not own:  # nobody ended by itself: a person or a scheduler ended the job
+        told = (State.TERMINATED, State.INTERRUPTED)
+        return [replace(row, level="done") if row.state in told else row for row in rows]
+    return [
+        replace(row, level="done", doing=_AFTER.get(ended[row.rank].kind, row.state))
+        if row.state in ENDED and row.rank not in own and ended[row.rank].kind is not End.EXCEPTION
+        else row
+        for row in rows
+    ]
+
+
+def _medians(view: RunView) -> dict[int, tuple[float, float]]:
+    """Own time and wait of each rank in a step, median of its last steps; {} with very many ranks."""
+    if len(view.ranks) > WINDOW_RANKS:
+        return {}
+    found = {}
+    for rank in view.ranks:
+        steps = view.recent_steps(rank, _WINDOW_STEPS)
+        if len(steps):
+            wait = np.median(steps["exposed_ns"])
+            own = np.median(steps["end_ns"] - steps["begin_ns"] - steps["exposed_ns"])
+            found[rank] = (float(own) / 1e9, float(wait) / 1e9)
+    return found
 
 
 def arrivals(view: RunView) -> dict[int, float]:
@@ -94,17 +140,19 @@ def arrivals(view: RunView) -> dict[int, float]:
     return {rank: float(seconds) for rank, seconds in zip(view.ranks, behind, strict=True)}
 
 
-def _row(rank: Rank, late: float | None, accused: Accused) -> RankRow:
+def _row(rank: Rank, late: float | None, accused: Accused, usual: tuple[float, float] | None) -> RankRow:
     page, state = rank.page, rank.state
     over = state in ENDED
     memory, total = _float(page, "device_bytes"), _float(page, "device_total_bytes")
     if memory is None or memory == 0:
         memory, total = _float(page, "rss_bytes"), None
     done = rank.get("steps_done") > 0
+    own, wait = usual or (rank.get("busy_ns") / 1e9, rank.get("exposed_ns") / 1e9)
     call = rank.call
     return RankRow(
         rank=rank.rank,
         host=rank.host,
+        place=", ".join(f"{name} {at}" for name, at in rank.place.items()),
         node=rank.get("node"),
         state=state.value,
         doing=_doing(rank),
@@ -112,8 +160,8 @@ def _row(rank: Rank, late: float | None, accused: Accused) -> RankRow:
         step=rank.step,
         phase="" if over else rank.phase,
         phase_seconds=rank.phase_seconds,
-        busy_seconds=rank.get("busy_ns") / 1e9 if done else None,
-        wait_seconds=rank.get("exposed_ns") / 1e9 if done else None,
+        busy_seconds=own if done else None,
+        wait_seconds=wait if done else None,
         late_seconds=late,
         local_norm=_said(page, "local_norm", done),
         loss=_said(page, "loss", done),

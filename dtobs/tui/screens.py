@@ -15,6 +15,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from dtobs.host.stacks import in_library
 from dtobs.tui import palette, words
 from dtobs.tui.detail import RankDetail, StepLine
 from dtobs.tui.model import FindingRow
@@ -22,6 +23,7 @@ from dtobs.words import NONE, duration_text, runs_text
 
 _LABEL = Style(color=palette.GREY)
 _HEAD = Style(color=palette.TEAL, bold=True)
+_OWN = Style(color=palette.BRIGHT)
 _PART_COLOURS = {
     "data": "#b48ead",
     "forward": "#5ab0b4",
@@ -39,6 +41,7 @@ HELP = (
     ("s", "sort by the next column; a click on a title sorts by it"),
     ("r", "reverse the order"),
     ("f", "only suspicious ranks, or all"),
+    ("h", "what was found and cleared again, and how long it lasted"),
     ("Enter", "details of the rank, or evidence of the finding, under the cursor"),
     ("Tab", "between ranks and findings"),
     ("Escape", "close this"),
@@ -46,9 +49,9 @@ HELP = (
 GLOSSARY = (
     (
         "busy",
-        "own time of the last step: what this rank did itself. Compare ranks by this, never by step time",
+        "own time of a step, median of the last 16. Compare ranks by this, never by step time",
     ),
-    ("wait", "time of the last step in which the host waited for communication"),
+    ("wait", "time of a step in which the host waited for communication, median of the last 16"),
     ("late", "how long after the first rank this one came to the step's first collective"),
     ("norm", "this rank's gradient norm before reduction"),
     ("seen", "since its last sign of life"),
@@ -93,6 +96,20 @@ def help_screen() -> Panel:
     return Panel("help", Group(_pairs(HELP), Text(""), Text("columns", _HEAD), _pairs(GLOSSARY)))
 
 
+def history_screen(past: tuple[FindingRow, ...]) -> Panel:
+    """What was found and cleared again, the newest first."""
+    if not past:
+        return Panel("history", Text("nothing was found and cleared again in this run", _LABEL))
+    parts: list[RenderableType] = []
+    for finding in reversed(past):
+        lasted = f", lasted {words.age(finding.age_seconds)}" if finding.age_seconds is not None else ""
+        parts += [
+            Text(f"{finding.code}  cleared {finding.found_utc}{lasted}", _HEAD),
+            Text(finding.summary + "\n", Style(color=palette.BRIGHT)),
+        ]
+    return Panel(f"history ({len(past)})", Group(*parts))
+
+
 def evidence_screen(finding: FindingRow) -> Panel:
     """What a finding rests on."""
     parts: list[RenderableType] = [
@@ -135,13 +152,24 @@ def _rank(detail: RankDetail) -> Group:
     parts: list[RenderableType] = [_pairs(detail.facts)]
     if detail.exception:
         parts += [Text("\nexception", Style(color=palette.RED, bold=True)), Text(detail.exception)]
+    if detail.stack:
+        parts += [Text(f"\nstack of its main thread, captured {detail.stacks_utc}", _HEAD), _stack(detail.stack)]
     if detail.steps:
         parts += [Text("\nlast steps  ", _HEAD) + _legend(detail.steps), _steps(detail.steps)]
     if detail.events:
         parts += [Text("\nlast events", _HEAD), _events(detail)]
     if detail.stacks:
-        parts += [Text(f"\nstacks, captured {detail.stacks_utc}", _HEAD), Text(detail.stacks)]
+        parts += [Text("\nall its threads", _HEAD), Text(detail.stacks)]
     return Group(*parts)
+
+
+def _stack(frames: tuple[str, ...]) -> Text:
+    """The user's own lines stand out."""
+    text = Text()
+    for frame in frames:
+        text.append(f"{frame}\n", _LABEL if frame.startswith("…") or in_library(frame) else _OWN)
+    text.rstrip()
+    return text
 
 
 def _legend(steps: tuple[StepLine, ...]) -> Text:
@@ -149,8 +177,8 @@ def _legend(steps: tuple[StepLine, ...]) -> Text:
     for part, colour in _PART_COLOURS.items():
         if all(step.parts[part] * _BAR < step.wall_seconds for step in steps):
             continue  # less than a cell of the bar
-        legend.append("■ ", Style(color=colour))
-        legend.append(f"{part}  ", _LABEL)
+        legend.append(" ■\u00a0", Style(color=colour))
+        legend.append(part, _LABEL)
     return legend
 
 
@@ -171,7 +199,7 @@ def _steps(steps: tuple[StepLine, ...]) -> Table:
             f"{step.step:,}",
             duration_text(step.wall_seconds),
             _partition(step, longest),
-            words.number(step.loss),
+            words.number(step.loss) if step.loss_said else NONE,
             words.number(step.local_norm) if step.local_norm == step.local_norm else NONE,
         )
     return table

@@ -17,13 +17,20 @@ from dtobs.tui.model import Frame, build_frame, empty_frame
 class DirectorySource:
     """Looks at a run directory. One that is not filled yet gives an empty frame, one that went away the last frame."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, newest_below: Path | None = None) -> None:
+        self.root, self._newest_below = root, newest_below
         self._view: RunView | None = None
         self._frame: Frame | None = None
 
     def look(self) -> Frame:
-        """The run as it is now. Raises TargetError when the path is something else than a run directory."""
+        """The run as it is now; with `newest_below`, of a newer one there once this has ended.
+
+        Raises TargetError when the path is something else than a run directory.
+        """
+        if self._newest_below is not None and self._frame is not None and self._frame.over:
+            newest = newest_run(self._newest_below)
+            if newest != self.root:
+                self.root, self._view = newest, None
         try:
             with opening(self.root):
                 view = load_run(self.root, previous=self._view)
@@ -36,7 +43,8 @@ class DirectorySource:
             raise
         self._view = view
         entries = read_journal(RunDirectory(self.root).findings)
-        self._frame = build_frame(view, open_entries(entries, view.attempt if len(view.pages) else None))
+        current = open_entries(entries, view.attempt if len(view.pages) else None)
+        self._frame = build_frame(view, current, (entry for entry in entries if entry.event == "cleared"))
         return self._frame
 
     def detail(self, rank: int) -> RankDetail | None:
@@ -80,17 +88,23 @@ def open_source(target: str | None, here: Path) -> DirectorySource | MonitorSour
     """The source for what a user typed; without anything the newest run below `here`. Raises TargetError."""
     if target is not None and is_address(target):
         return MonitorSource(target)
-    return DirectorySource(newest_run(here) if target is None else Path(target))
+    return DirectorySource(newest_run(here), here) if target is None else DirectorySource(Path(target))
 
 
 def newest_run(base: Path) -> Path:
-    """The newest run directory below ``base/runs``. Raises TargetError when there is none."""
+    """The run below ``base/runs`` that was started last. Raises TargetError when there is none."""
     runs = base / "runs"
     with opening(runs):
         found = [p for p in runs.iterdir() if p.is_dir() and _is_run(p)] if runs.is_dir() else []
     if not found:
         raise TargetError(f"there is no run below {runs}: name a run directory, or start one (make train)")
-    return max(found, key=lambda p: (p.stat().st_mtime_ns, p.name))
+    return max(found, key=lambda p: (_started_ns(p), p.name))
+
+
+def _started_ns(run: Path) -> int:
+    """When rank 0 wrote run.json; a folder's own time changes with every file that is put into it."""
+    said = run / "run.json"
+    return (said if said.exists() else run).stat().st_mtime_ns
 
 
 def _is_run(path: Path) -> bool:

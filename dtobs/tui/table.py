@@ -27,7 +27,7 @@ class RankTable(DataTable[Text]):
     def __init__(self) -> None:
         super().__init__(id="ranks", cursor_type="row", zebra_stripes=True, cursor_foreground_priority="renderable")
         self._shape: tuple[tuple[str, ...], str, bool] = ((), "", False)
-        self._columns_shown: tuple[Column, ...] = ()
+        self.columns_shown: tuple[Column, ...] = ()
         self._drawn: dict[tuple[int, str], list[Piece]] = {}
         self.shown: list[int] = []  #: ranks in the order of the rows
 
@@ -56,7 +56,7 @@ class RankTable(DataTable[Text]):
         self.clear(columns=True)
         self._drawn.clear()
         self.shown = []
-        self._columns_shown = columns
+        self.columns_shown = columns
         for column in columns:
             mark = (" ▴" if order.reverse else " ▾") if column.sort == order.key else ""
             label = Text(column.title + mark, _SORTED if mark else _TITLE)
@@ -69,17 +69,17 @@ class RankTable(DataTable[Text]):
         wanted = {row.rank for row in rows}
         for rank in [rank for rank in self.shown if rank not in wanted]:
             self.remove_row(str(rank))
-            for column in self._columns_shown:
+            for column in self.columns_shown:
                 self._drawn.pop((rank, column.key), None)
         present = set(self.shown)
         self.shown = [rank for rank in self.shown if rank in wanted]
         for row in rows:
-            cells = [column.cell(row, scale) for column in self._columns_shown]
+            cells = [column.cell(row, scale) for column in self.columns_shown]
             if row.rank not in present:
-                lines = [palette.text(c, right=k.right) for c, k in zip(cells, self._columns_shown, strict=True)]
+                lines = [palette.text(c, right=k.right) for c, k in zip(cells, self.columns_shown, strict=True)]
                 self.add_row(*lines, key=str(row.rank))
                 self.shown.append(row.rank)
-            for column, pieces in zip(self._columns_shown, cells, strict=True):
+            for column, pieces in zip(self.columns_shown, cells, strict=True):
                 before = self._drawn.get((row.rank, column.key))
                 if before is not None and before != pieces:
                     self.update_cell(str(row.rank), column.key, palette.text(pieces, right=column.right))

@@ -42,14 +42,14 @@ def si(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """A loss or a norm: ``2.431``, ``1.2e-05``, and ``nan`` or ``inf`` as what they are."""
+    """A loss or a norm with four digits: ``2.431``, ``4.000``, ``1.20e-05``, and ``nan`` or ``inf`` as they are."""
     if value is None:
         return NONE
     if not math.isfinite(value):
         return str(value)
     if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.1e}"
-    return f"{value:.4g}"
+        return f"{value:.2e}"
+    return f"{value:#.4g}".rstrip(".")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -102,6 +102,16 @@ def test_likeness_puts_the_accused_first_then_the_rare():
     assert [one[0] for one in stacks_by_likeness(ranks, first=(3,))] == [(3,), (2,), (0, 1)]
 
 
+def test_stacks_that_two_tools_wrote_are_alike():
+    torch = "/venv/lib/python3.11/site-packages/torch/x.py:1 in wait"
+    ranks = [
+        status(0, stack=(torch, "/me/a.py:3 in Step.install.<locals>.backward")),
+        status(1, stack=("/me/a.py:3 in backward",)),
+        status(2, stack=("/me/a.py:4 in backward",)),
+    ]
+    assert [one[0] for one in stacks_by_likeness(ranks)] == [(2,), (0, 1)]
+
+
 def test_stacks_are_read_without_plumbing():
     packages = "/venv/lib/python3.11/site-packages"
     stack = [
@@ -112,7 +122,7 @@ def test_stacks_are_read_without_plumbing():
         "/usr/lib/python3.11/threading.py:3 in wait",
     ]
     assert readable(stack) == [
-        "torch/nn/modules/linear.py:134 in Linear.forward",
+        "… 3 frames of torch (in Linear.forward)",
         "/me/model.py:27 in forward",
         "threading.py:3 in wait",
     ]

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from textual.worker import WorkerCancelled
@@ -125,7 +126,7 @@ class FakeSource:
         self.looks += 1
         self._view = self.view()
         entries = open_entries(read_journal(self.run.directory.findings))
-        return build_frame(self._view, entries)
+        return replace(build_frame(self._view, entries), target="runs/20261120T115800Z-llama-small")
 
     def detail(self, rank: int) -> RankDetail | None:
         """One rank of the last look."""

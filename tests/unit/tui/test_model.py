@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from dtobs.events import RankState
-from dtobs.findings import Severity
+from dtobs.findings import Finding, Severity
 from dtobs.host.process import ProcessState
+from dtobs.recording.capture import Capture, RankCapture
+from dtobs.recording.journal import Entry
 from dtobs.testing.fake_run import FakeRun
+from dtobs.tui.curves import plot
 from dtobs.tui.detail import rank_detail
 from dtobs.tui.model import Frame, build_frame
 from dtobs.tui.order import KEYS, Order, arrange
@@ -48,7 +51,7 @@ def test_the_scene(tmp_path: Path) -> None:
     frame = frame_of(run, later=42.0)
     assert frame.layout == "replicate 4 × shard 2"
     assert (frame.step, frame.total_steps, frame.hosts) == (1240, 2000, 2)
-    assert frame.status_text == "no sign of life for 42 s"
+    assert frame.status_text == "standing still for 42 s (a hang after 60 s)"
     assert frame.tokens_per_second == pytest.approx(65536 / frame.step_seconds)  # type: ignore[operator]
     assert frame.mfu == pytest.approx(1.36e13 / frame.step_seconds / 60e12)  # type: ignore[operator]
     assert row(frame, STUCK).state == "loading"
@@ -184,7 +187,7 @@ def test_orders(tmp_path: Path) -> None:
 def test_past_the_limit_suspects_are_kept(tmp_path: Path) -> None:
     run = stalled_run(tmp_path / "run", steps=20)
     write_findings(run)
-    assert [r.rank for r in arrange(frame_of(run).rows, Order(), limit=3)] == [0, SLOW, STUCK]
+    assert [r.rank for r in arrange(frame_of(run).rows, Order(), limit=3)] == [STUCK, SLOW, 0]
 
 
 def test_unknown_values_come_last_and_nan_first(tmp_path: Path) -> None:
@@ -212,3 +215,91 @@ def test_detail(tmp_path: Path) -> None:
     assert detail.exception.endswith("ValueError: no")
     with pytest.raises(KeyError):
         rank_detail(FakeSource(run).view(), 99)
+
+
+def test_a_standstill_of_a_few_steps_is_said(tmp_path: Path) -> None:
+    quick = FakeRun(tmp_path / "quick", 2).steps(20)
+    assert frame_of(quick, later=1.0).status_text == "running"
+    frame = frame_of(quick, later=21.0)
+    assert (frame.status, frame.status_text) == ("quiet", "standing still for 21 s (a hang after 60 s)")
+    slow = FakeRun(tmp_path / "slow", 2).steps(20, forward=40.0)
+    assert frame_of(slow, later=45.0).status_text == "running"
+    saving = FakeRun(tmp_path / "saving", 2).steps(20)
+    saving.rank(1).phase("checkpoint")
+    assert frame_of(saving, later=21.0).status_text == "in checkpoint for 21 s"
+
+
+def test_who_died_is_told_from_who_ended_for_it(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 4).steps(5)
+    run.rank(0).meta("exception", type="RuntimeError", message="gloo: Connection closed by peer", t_ns=1)
+    run.rank(0).page(state=RankState.FAILED)
+    ended = {r: ProcessState(1, alive=False, exit_code=code) for r, code in ((0, 1), (1, -15), (2, -9), (3, -15))}
+    frame = build_frame(run.view(later=9, processes=ended))
+    assert [(r.doing, r.level) for r in frame.rows] == [
+        ("lost a peer", "done"),
+        ("terminated", "done"),
+        ("dead", "bad"),
+        ("terminated", "done"),
+    ]
+    assert frame.status_text == "ended, rank 2 dead"
+
+
+def test_an_interrupted_run_is_no_complete_one(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 2, info={"config": {"run": {"steps": 4000}}}).steps(320)
+    for rank in run.ranks:
+        rank.page(state=RankState.CLOSED)
+    assert frame_of(run).status_text == "ended at step 319 of 4,000"
+    interrupted = {r: ProcessState(1, alive=False, exit_code=-2) for r in range(2)}
+    for rank in run.ranks:
+        rank.page(state=RankState.RUNNING)
+    assert build_frame(run.view(processes=interrupted)).status_text == "interrupted at step 319 of 4,000"
+
+
+def test_time_left_and_what_was_cleared(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 2, info={"config": {"run": {"steps": 120}}}).steps(20)
+    entry = Entry(
+        "cleared", "2026-11-20T12:00:42+00:00", 165_000_000_000, 0, Finding("rank-stopped", "was", since_ns=1)
+    )
+    frame = build_frame(run.view(processes={0: ProcessState(1, True), 1: ProcessState(2, True)}), (), (entry,))
+    assert frame.remaining_seconds == pytest.approx(100 * (frame.step_seconds or 0))
+    assert [(f.code, round(f.age_seconds or 0)) for f in frame.history] == [("rank-stopped", 165)]
+
+
+def test_those_that_differ_come_first_among_many(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 100).steps(3)
+    for rank in run.ranks:
+        if rank.number != 77:
+            rank.collective("all_reduce", wait=True)
+    frame = frame_of(run, later=5.0)
+    assert arrange(frame.rows, Order())[0].rank == 77
+    assert [r.rank for r in arrange(frame.rows, Order(suspicious_only=True))] == [77]
+    assert frame.counts == "1 × running, 99 × waits in all_reduce"
+
+
+def test_the_sheet_opens_at_the_users_line(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 1).steps(1)
+    text = """Thread 0x01 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed.py", line 3 in recv
+  File "/venv/lib/python3.11/site-packages/torch/c10d.py", line 4 in wrapper
+  File "/me/train.py", line 30 in step
+"""
+    view = run.view()
+    seen = RankCapture(0, ProcessState(1, True), stacks_text=text)
+    view.capture = Capture(int(view.pages["heartbeat_ns"].max()) + 1, "now", "test", {0: seen})
+    assert rank_detail(view, 0).stack == ("… 2 frames of torch (in recv)", "/me/train.py:30 in step")
+
+
+def test_an_exception_keeps_its_lines(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 1).steps(1)
+    run.rank(0).meta(
+        "exception", type="ValueError", message="no", traceback=["Traceback", "  File a", "ValueError: no"]
+    )
+    assert rank_detail(run.view(), 0).exception == "Traceback\n  File a\nValueError: no"
+
+
+@pytest.mark.parametrize("values", [(1.0, 2.0, 3.0), (5.0,), (), (1e308, -1e308, 0.0), (float("nan"), 1.0)])
+def test_curves_of_anything(values: tuple[float, ...]) -> None:
+    lines = plot(values, 10, 3)
+    assert [len(line) for line in lines] == [10, 10, 10]
+    dots = sum((ord(c) - 0x2800).bit_count() for line in lines for c in line)
+    assert dots == sum(v == v for v in values)

@@ -146,4 +146,4 @@ def test_columns_fit_every_width(tmp_path: Path) -> None:
 
 def test_many_ranks_as_text(tmp_path: Path) -> None:
     frame = FakeSource(FakeRun(tmp_path / "run", 100).steps(1)).look()
-    assert "… 64 of 100 ranks, the most suspicious ones" in render(frame)
+    assert "… 64 of 100 ranks, those that differ first" in render(frame)

@@ -34,11 +34,11 @@ def test_si(value: float | None, text: str) -> None:
     [
         (None, "–"),
         (2.4312, "2.431"),
-        (1.2e-5, "1.2e-05"),
-        (1e9, "1.0e+09"),
+        (1.2e-5, "1.20e-05"),
+        (1e9, "1.00e+09"),
         (math.nan, "nan"),
         (math.inf, "inf"),
-        (0, "0"),
+        (0, "0.000"),
     ],
 )
 def test_number(value: float | None, text: str) -> None:
