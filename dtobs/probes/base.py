@@ -56,6 +56,8 @@ class Context:
     """Group and sequence number of the collective that the calling thread issued last; zeros for none."""
     on_split_backward: list[Callable[[Any], object]] = field(default_factory=list)
     """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
+    loss_scale: float | torch.Tensor | None = None
+    """What this step's loss was multiplied with; a 0-d tensor where only a device knows it."""
     progress: Progress = field(init=False)
     _failed: list[Probe] = field(default_factory=list)
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dtobs.events import NONFINITE_MARK, UNUSED_MARK, Kind
-from dtobs.probes.base import Probe
+from dtobs.events import BAD_PARAMETERS_MARK, NONFINITE_MARK, UNUSED_MARK, Kind
+from dtobs.probes.base import Context, Probe
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.modules import around_call, roots
@@ -233,9 +233,11 @@ class GradientProbe(Probe):
     def _not_finite(self, index: int, values: torch.Tensor, square: float) -> float:
         if bool(torch.isfinite(values).all()):  # only the squares overflowed
             return float(torch.linalg.vector_norm(values, dtype=torch.float64).item()) ** 2
+        context = self.context
+        if not self._alarm:
+            note_bad_parameters(context, self._tensors)
         self._read_whole(True)
         self._alarm = ALARM_STEPS
-        context = self.context
         # A loop that gives up at once never ends this step: the event is what remains.
         context.recorder.events.write(
             Kind.MARK, context.phase, context.step, op=NONFINITE_MARK, seq=index, value=square
@@ -256,16 +258,19 @@ class GradientProbe(Probe):
             self._note_unused()
         rows, squares = zip(*found, strict=True)
         count = sum(square is not None for square in self._squares)
+        scale = context.loss_scale
         late = [s for s in squares if isinstance(s, torch.Tensor)]
         if not late:
-            for name, value in self._summary(rows, squares, count, whole).items():
+            for name, value in self._summary(rows, squares, count, whole, scale).items():
                 context.record[name] = value
             return
         step, device = context.step, late[0].device
-        stacked = torch.stack([torch.as_tensor(s, dtype=torch.float64).to(device) for s in squares])
+        numbers = (*squares, 1.0 if scale is None else scale)
+        stacked = torch.stack([torch.as_tensor(s, dtype=torch.float64).to(device) for s in numbers])
 
         def arrived(values: npt.NDArray[Any]) -> bool:
-            return context.recorder.amend_step(step, **self._summary(rows, values.tolist(), count, whole))
+            *squares, scale = values.tolist()
+            return context.recorder.amend_step(step, **self._summary(rows, squares, count, whole, scale))
 
         self.late.put(stacked, arrived)
 
@@ -283,8 +288,13 @@ class GradientProbe(Probe):
                 value=float(len(unused)),
             )
 
-    def _summary(self, rows: Sequence[int], squares: Sequence[float], count: int, whole: bool) -> dict[str, float]:
-        """The step's fields. The first `count` of `squares` are of whole gradients, the rest of their samples."""
+    def _summary(
+        self, rows: Sequence[int], squares: Sequence[float], count: int, whole: bool, scale: Any = None
+    ) -> dict[str, float]:
+        """The step's fields. The first `count` of `squares` are of whole gradients, the rest of their samples.
+
+        Norms are of the loss itself, not of what a scaler made of it.
+        """
         bad = {row for row, square in zip(rows, squares, strict=True) if not math.isfinite(square)}
         if bad:
             self._alarm = ALARM_STEPS
@@ -297,6 +307,8 @@ class GradientProbe(Probe):
             found["sample_norm"] = found["local_norm"]
         elif count < len(rows):
             found["sample_norm"] = self._norm(rows[count:], squares[count:])
+        if scale:
+            found |= {name: found[name] / float(scale) for name in ("local_norm", "sample_norm") if name in found}
         return found
 
     def _norm(self, rows: Sequence[int], squares: Sequence[float]) -> float:
@@ -307,6 +319,17 @@ class GradientProbe(Probe):
 def _finds_unused(ddp: nn.Module) -> bool:
     """Whether this DDP copes with parameters that a backward does not reach."""
     return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
+
+
+def note_bad_parameters(context: Context, tensors: Sequence[Named]) -> None:
+    """Where a NaN is found: whether the parameters held one before, so that it arose earlier. Only on the host."""
+    for row, named in enumerate(tensors):
+        held = local_tensor(named.tensor)
+        if held.is_cpu and held.is_floating_point() and not math.isfinite(float(held.sum())):
+            context.recorder.events.write(
+                Kind.MARK, context.phase, context.step, op=BAD_PARAMETERS_MARK, seq=row, value=math.nan
+            )
+            return
 
 
 def _listen(parameter: nn.Parameter, read: Callable[[torch.Tensor], None]) -> RemovableHandle:

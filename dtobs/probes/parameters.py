@@ -1,7 +1,10 @@
-"""Digests of every parameter after the optimizer's step: copies of a model that drift apart show it here.
+"""Digests of every parameter after each step: copies of a model that drift apart show it here.
+
+They are read just before the *next* optimizer step: until then a sharded optimizer may still bring the copies together,
+after its own step or as late as in the next forward. So what the last step of a run left is not read.
 
 Read every K steps, K from the model's size and so the same on every copy (1 for small models: the first step is exact).
-Before the first optimizer step they are read once more, as ``step - 1``: what the model began with.
+Before the first optimizer step they are read as ``step - 1``: what the model began with.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class ParameterProbe(Probe):
         self._tensors: list[Named] = []
         self._memory: dict[int, tuple[int, memoryview]] = {}  # address and memory of each row
         self._every = 1
-        self._seen_initial = False
+        self._due: int | None = None  # the step after which they are to be read
+        self._fresh = True
 
     def install(self) -> None:
         """Write the table and the layout."""
@@ -38,7 +42,7 @@ class ParameterProbe(Probe):
             return
         self._tensors = model_tensors(context.model, context.replicas)
         self._every = period([t.tensor for t in self._tensors])
-        self._seen_initial = False
+        self._due, self._fresh = None, True
         context.recorder.parameters(t.row for t in self._tensors)
         layout = find_layout(context.model, context.mesh)
         context.recorder.meta.add("layout", **layout.to_json(), digest_every=self._every)
@@ -50,18 +54,21 @@ class ParameterProbe(Probe):
         super().remove()
 
     def before_optimizer(self) -> None:
-        """Once: what the parameters were before they were first changed."""
-        if self._tensors and not self._seen_initial:
-            self._seen_initial = True
-            self._read(self.context.step - 1, None)
+        """What the last step left, and at first what the model began with."""
+        step = self.context.step
+        if not self._tensors:
+            return
+        if self._fresh:
+            self._fresh = False
+            self._read(step - 1, None)
+        elif self._due is not None and self._due < step:
+            due, self._due = self._due, None
+            self.context.progress.flush()  # the step's record is to be amended
+            self._read(due, due)
 
     def after_optimizer(self) -> None:
         """On every K-th step."""
-        context = self.context
-        if np.isnan(context.record["learning_rate"]) and context.optimizer is not None:
-            context.record["learning_rate"] = float(context.optimizer.param_groups[0]["lr"])
-        if self._tensors and context.step % self._every == 0:
-            self._read(context.step, context.step)
+        self._due = self.context.step if self.context.step % self._every == 0 else None
 
     def _read(self, step: int, amend: int | None) -> None:
         context = self.context
@@ -76,7 +83,7 @@ class ParameterProbe(Probe):
         if not late:
             context.recorder.digests(step, values)
             if amend is not None:
-                context.record["params_digest"] = _fold(values)
+                context.recorder.amend_step(amend, params_digest=_fold(values))
             return
         stacked = torch.stack([device_digest(local_tensor(self._tensors[row].tensor)) for row in late])
 

@@ -98,6 +98,7 @@ class Progress:
         self._run_delay, self._delay_ns = RunDelay(), 0
         self._bytes0 = 0.0
         self._optimizer_stepped = False
+        self.steps_seen = 0  #: of the optimizer, those that a scaler skipped among them
         self.allowances: dict[int, int] = {}
         self._paused = 0
         self.on_step_begin: list[Callable[[], object]] = []
@@ -250,6 +251,7 @@ class Progress:
         if threading.get_ident() != self.thread or not self.active:
             return
         self._optimizer_stepped = True
+        self.steps_seen += 1
         if self.in_step and not self.explicit_steps:
             self.finish_step()
             self.start_step(int(self._ints[_STEP]) + 1)

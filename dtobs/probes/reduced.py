@@ -1,5 +1,8 @@
 """The gradient after reduction, as the optimizer finds it (so after clipping), on sampled steps.
 
+Whether it is finite is looked at in every step in which the local gradient is not read whole: a NaN may arise in a
+tensor that nobody sampled, and the step after it everything is NaN everywhere.
+
 ``reduced_square``  this rank's share of the squared norm: the shares of all ranks add up to the whole model's
 ``reduced_norm``    the norm, where one rank holds all of it
 
@@ -16,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtobs.events import BAD_REDUCED_MARK, Kind
 from dtobs.probes import gradients
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
@@ -42,7 +46,9 @@ class ReducedGradientProbe(Probe):
             return
         tensors = model_tensors(context.model, context.replicas)
         self._tensors = [t for t in tensors if t.tensor.requires_grad]
-        self._every = reduced_period(period([t.tensor for t in tensors], gradients.WHOLE_BYTES_A_STEP))
+        self._rows = {id(t): row for row, t in enumerate(tensors)}
+        self._whole_every = period([t.tensor for t in tensors], gradients.WHOLE_BYTES_A_STEP)
+        self._every, self._bad = reduced_period(self._whole_every), False
         self._whole = all(not isinstance(t.tensor, DTensor) and t.row.replica for t in self._tensors)
 
     def remove(self) -> None:
@@ -51,9 +57,46 @@ class ReducedGradientProbe(Probe):
         super().remove()
 
     def before_optimizer(self) -> None:
-        """On every K-th step, K from the model's size."""
-        if self._tensors and self.context.step % self._every == 0 and not self._reported():
+        """On every K-th step, K from the model's size; whether it is finite, on the others."""
+        if not self._tensors:
+            return
+        step = self.context.step
+        if step % self._every == 0 and not self._reported():
             self._read()
+        if self._whole_every > 1 and step % self._whole_every and not self._bad:
+            self._check()
+
+    def _check(self) -> None:
+        """One square a tensor: not finite where an element is not (or where the squares overflow: looked at again)."""
+        rows: list[int] = []
+        squares: list[torch.Tensor] = []
+        for row, named in enumerate(self._tensors):
+            gradient = named.tensor.grad
+            if gradient is None or gradient.is_sparse:
+                continue
+            values = local_tensor(gradient)
+            if not values.is_cpu:
+                rows.append(row)
+                squares.append(device_square(values))
+            elif not math.isfinite(host_square(values)) and not bool(torch.isfinite(values).all()):
+                self._note_bad(self.context.step, named)
+                return
+        if squares:
+            step = self.context.step
+            stacked = torch.stack(squares)
+
+            def arrived(found: npt.NDArray[Any]) -> None:
+                bad = np.flatnonzero(~np.isfinite(found))
+                if len(bad) and not self._bad:
+                    self._note_bad(step, self._tensors[rows[int(bad[0])]])
+
+            self.late.put(stacked, arrived)
+
+    def _note_bad(self, step: int, named: Named) -> None:
+        self._bad = True  # the first is of interest
+        context = self.context
+        row = self._rows[id(named)]
+        context.recorder.events.write(Kind.MARK, context.phase, step, op=BAD_REDUCED_MARK, seq=row, value=math.nan)
 
     def _reported(self) -> bool:
         """Whether the loop itself says what its norm is (of this step, or of the last one)."""

@@ -46,6 +46,7 @@ PROBES = (
     Entry("inputs", "inputs:InputProbe"),
     Entry("ledger", "ledger:LedgerProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
     Entry("settings", "settings:Settings"),
+    Entry("scaler", "scaler:Scaler"),
     Entry("forward", "modules:Forward"),
     Entry("optimizer", "modules:OptimizerSteps"),
 )

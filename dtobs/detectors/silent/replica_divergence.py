@@ -2,8 +2,10 @@
 
 What it does: compares the digests of every parameter between ranks that hold copies of it (DDP ranks, the replicate
 dimension of a mesh), bit for bit, and reports the first step and the first parameter in model order that differ. With
-three or more copies the majority says which rank is odd. Copies that are equal again at the newest digests were
-averaged now and then on purpose.
+three or more copies the majority says which rank is odd. Copies that met again once are averaged now and then on
+purpose: they may go their own ways twice as long as ever before (or as ``session.policy(average_every=)`` says). Copies
+between which no gradient travels while they differ may be in the first such period: that is only possible, and not said
+before `FIRST_PERIOD` steps.
 
 Why it hurts: from then on the ranks average gradients of different models. Nothing raises, the loss still falls.
 
@@ -12,6 +14,8 @@ memory or a bad device; many parameters at the first step are a missing broadcas
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -22,22 +26,75 @@ from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
+FIRST_PERIOD = 16
+"""Steps that copies may be apart, with no gradient between them, before it is said."""
+
 
 def replica_divergence(view: RunView) -> list[Finding]:
     """One finding for each set of ranks whose copies differ."""
-    return [_describe(view, copies) for copies in replica_sets(view) if _lasting(view, copies)]
+    found = []
+    for copies in replica_sets(view):
+        confidence = _judge(view, copies)
+        if confidence is not None:
+            found.append(_describe(view, copies, confidence))
+    return found
 
 
-def _lasting(view: RunView, copies: ReplicaSet) -> bool:
-    """Whether the copies differ and did not meet again, but for being NaN everywhere."""
+def _judge(view: RunView, copies: ReplicaSet) -> Confidence | None:
+    """How sure it is that the copies differ and are not to meet again; None where nothing speaks for it."""
     differs: npt.NDArray[np.bool_] = np.any(copies.differs, axis=1)
-    if differs[-1] or not differs.any():
-        return bool(differs[-1])
-    last = int(copies.steps[differs][-1])
-    return any(((h := view.rank_steps(r))["nonfinite"][h["step"] > last] > 0).any() for r in copies.ranks)
+    if not differs.any():
+        return None
+    if not differs[-1]:  # they met again, but perhaps by being NaN everywhere
+        last = int(copies.steps[differs][-1])
+        met = not any(((h := view.rank_steps(r))["nonfinite"][h["step"] > last] > 0).any() for r in copies.ranks)
+        return None if met else Confidence.CERTAIN
+    apart, longest = _apart(copies.steps, differs)
+    declared = [view.meta(r).policy.get("average_every") for r in copies.ranks]
+    period = max((int(d) for d in declared if isinstance(d, int | float)), default=0)
+    if period:
+        return Confidence.CERTAIN if apart > period else None
+    if longest:
+        return Confidence.CERTAIN if apart > 2 * longest else None
+    if _gradients_travel(view, copies, copies.steps[differs]):
+        return Confidence.CERTAIN
+    return Confidence.POSSIBLE if apart > FIRST_PERIOD else None
 
 
-def _describe(view: RunView, copies: ReplicaSet) -> Finding:
+def _apart(steps: npt.NDArray[np.int64], differs: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """For how many steps the copies have been different now, and the longest time after which they met; 0 for never."""
+    longest, since = 0, 0
+    for place, (step, apart) in enumerate(zip(steps.tolist(), differs.tolist(), strict=True)):
+        before = int(steps[place - 1]) if place else int(step) - 1
+        if apart and (place == 0 or not differs[place - 1]):
+            since = before
+        elif not apart and place and differs[place - 1]:
+            longest = max(longest, int(step) - since)
+    return int(steps[-1]) - since, longest
+
+
+def _gradients_travel(view: RunView, copies: ReplicaSet, steps: npt.NDArray[np.int64]) -> bool:
+    """Whether as many bytes as a gradient has went between these ranks, in most of `steps`."""
+    params = view.meta(copies.ranks[0]).params
+    wanted = sum(
+        math.prod(p.shape) for p in params
+    )  # a fourth of it in FP32: it may be compressed, or be in part frozen
+    for rank in copies.ranks:
+        meta, history = view.meta(rank), view.rank_steps(rank)
+        some = history[np.isin(history["step"], steps)]
+        if not len(some):
+            return True  # nothing is known
+        travels = some["collective_bytes"] >= wanted
+        if meta.layout.get("kind") in ("ddp", "plain"):
+            known = {number: set(group.ranks) for number, group in meta.groups.items()}
+            everyone = set(copies.ranks)
+            travels &= [everyone <= known.get(int(g), everyone) for g in some["sync_group"]]
+        if travels.mean() <= 0.5:
+            return False
+    return True
+
+
+def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Finding:
     differs = copies.differs
     when = int(differs.any(axis=1).argmax())
     which = int(differs[when].argmax())
@@ -57,11 +114,16 @@ def _describe(view: RunView, copies: ReplicaSet) -> Finding:
         summary = f"{ranks_do(odd, 'differ')} from {ranks_text(others)} in {name}{more}, first seen {since}"
     else:
         summary = f"{ranks_text(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
+    if confidence == Confidence.POSSIBLE:
+        summary += (
+            "; no gradient travels between them: where they are averaged now and then on purpose,"
+            " say so by session.policy(average_every=STEPS)"
+        )
     return Finding(
         "replica-divergence",
         summary,
         tuple(odd),
-        Confidence.CERTAIN,
+        confidence,
         step=step,
         evidence=(
             {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.detectors import run_detectors
-from dtobs.events import NONFINITE_MARK, Kind
+from dtobs.events import BAD_PARAMETERS_MARK, BAD_REDUCED_MARK, NONFINITE_MARK, Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRun
@@ -73,6 +73,42 @@ def test_of_two_copies_none_is_accused_alone(tmp_path: Path):
 
 def test_copies_that_meet_again_are_periodic_averaging(tmp_path: Path):
     assert findings(diverging(tmp_path, 3, odd=1, again=True)) == []
+
+
+def averaging(tmp_path: Path, apart: list[bool], *, travels: bool = False, policy: int = 0) -> FakeRun:
+    """Two copies that differ after the steps that `apart` says; with or without gradients between them."""
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*PARAMETERS).digests(1, 2, 3, step=-1)
+        if policy:
+            rank.meta("policy", average_every=policy)
+        for step, differs in enumerate(apart):
+            own = 1000 * (number + 1) if differs else 0
+            rank.step(params_digest=own + step + 1, collective_bytes=4e6 if travels else 0.0)
+            rank.digests(own + step, own + step + 50, own + step + 90)
+    return run
+
+
+PERIOD_OF_4 = [True, True, True, False] * 3
+
+
+@pytest.mark.parametrize(
+    ("apart", "travels", "policy", "expected"),
+    [
+        (PERIOD_OF_4 + [True] * 5, True, 0, None),  # apart at the moment, as three times before
+        (PERIOD_OF_4 + [True] * 12, True, 0, Confidence.CERTAIN),  # for much longer than ever
+        ([True] * 10, False, 0, None),  # the first period, by the look of it
+        ([False] * 5 + [True] * 30, False, 0, Confidence.POSSIBLE),  # a long one, or nothing brings them together
+        ([True] * 10, True, 0, Confidence.CERTAIN),  # gradients are reduced in every step
+        ([True] * 30, True, 50, None),  # declared
+        ([False] * 3 + [True] * 30, False, 8, Confidence.CERTAIN),  # declared otherwise
+    ],
+)
+def test_local_sgd_is_told_from_copies_that_part(
+    tmp_path: Path, apart: list[bool], travels: bool, policy: int, expected: Confidence | None
+):
+    found = [f for f in findings(averaging(tmp_path, apart, travels=travels, policy=policy)) if f.code != "seed-policy"]
+    assert [f.confidence for f in found] == ([expected] if expected else [])
 
 
 def test_only_equal_keys_are_compared(tmp_path: Path):
@@ -265,6 +301,29 @@ def test_a_nan_in_a_step_that_never_ended(tmp_path: Path):
     found = only(run)
     assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (1,), 40)
     assert "block.weight" in found.summary
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_nan_that_was_not_sampled_where_it_arose_is_nobodys(tmp_path: Path, seen: bool):
+    bad = {"local_norm": NAN, "nonfinite": 2, "nonfinite_param": 0}
+    run = noisy_run(tmp_path, 2, 14, change=lambda rank, step: bad if step == 13 else {})
+    for rank in run.ranks:
+        if seen:
+            rank.event(Kind.MARK, op=BAD_REDUCED_MARK, seq=2, value=NAN, step=12)
+        rank.event(Kind.MARK, op=BAD_PARAMETERS_MARK, seq=0, value=NAN, step=13)
+    found = only(run)
+    assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (), 12)
+    assert ("the gradient of head.weight" if seen else "in or before step 12: embed.weight") in found.summary
+    assert found.summary.endswith("; which rank computed it was not sampled")
+
+
+def test_a_scaler_excuses_its_overflows_before_its_first_step_ends(tmp_path: Path):
+    run = noisy_run(tmp_path, 2, 3)
+    for rank in run.ranks:
+        rank.meta("process", loss_scaler="GradScaler")
+        rank.event(Kind.MARK, op=NONFINITE_MARK, seq=1, value=INF)
+        rank.event(Kind.MARK, op=BAD_REDUCED_MARK, seq=1, value=INF)
+    assert findings(run) == []
 
 
 def test_overflow_is_how_a_loss_scaler_finds_its_scale(tmp_path: Path):

@@ -1,0 +1,78 @@
+"""Loss scaling by ``torch.amp.GradScaler``, understood without a report: the scale, and steps that it skips.
+
+A scaler finds its scale by letting gradients overflow now and then; it then skips the optimizer's step. Such a step is
+a step of the loop all the same, its gradients are those of the scaled loss, and its overflow is no error.
+
+Private torch: ``GradScaler._scale``, a tensor that may live on a device and is read without waiting; tried with 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.amp.grad_scaler import GradScaler
+
+from dtobs.probes.base import Probe
+
+
+class Scaler(Probe):
+    """Fills in ``loss_scale``, and ends the steps that a scaler skips."""
+
+    name = "scaler"
+    about_model = False
+
+    def install(self) -> None:
+        self._known = False
+        self.around(GradScaler, "scale", self._enabled, self._note)
+        self.around(GradScaler, "step", self._before_step, self._after_step)
+
+    def remove(self) -> None:
+        """The loss is as it is."""
+        self.context.loss_scale = None
+        super().remove()
+
+    def step_begin(self) -> None:
+        """Until the loss is scaled in this step, it is not."""
+        self.context.loss_scale = None
+
+    def _enabled(self, scaler: Any, *_args: Any, **_named: Any) -> Any:
+        if not scaler.is_enabled():
+            return None
+        if not self._known:
+            self._known = True
+            self.context.recorder.meta.add("process", loss_scaler=type(scaler).__name__)
+        return scaler
+
+    def _note(self, scaler: Any) -> None:
+        """The scale of this step, once: `update` changes it after the optimizer has stepped."""
+        context, scale = self.context, getattr(scaler, "_scale", None)
+        if scale is None or context.loss_scale is not None:
+            return
+        step = context.step
+        if scale.is_cpu:
+            context.loss_scale = float(scale)
+            self._write(step, context.loss_scale)
+        else:
+            copied = context.loss_scale = scale.detach().clone().reshape(())
+            self.late.put(copied, lambda value: self._write(step, value.item()))
+
+    def _write(self, step: int, scale: float) -> None:
+        context = self.context
+        if context.step != step:
+            context.recorder.amend_step(step, loss_scale=scale)
+        elif math.isnan(float(context.record["loss_scale"])):  # what the loop says of itself counts
+            context.record["loss_scale"] = scale
+        context.recorder.page.set(loss_scale=scale)
+
+    def _before_step(self, scaler: Any, optimizer: Any, *_args: Any, **_named: Any) -> Any:
+        if self._enabled(scaler) is None:
+            return None
+        self._note(scaler)  # of scalers whose `scale` is their own
+        return optimizer, self.context.progress.steps_seen
+
+    def _after_step(self, token: Any) -> None:
+        optimizer, before = token
+        progress = self.context.progress
+        if optimizer is self.context.optimizer and progress.steps_seen == before:
+            progress.optimizer_stepped()  # it was skipped
