@@ -45,7 +45,7 @@ def wrap_init_process_group(
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            waiting = become(who(), "waiting", site=_caller())
+            waiting = become(who(), "waiting", site=caller())
             write_arrival(run, waiting)
             try:
                 result = original(*args, **kwargs)
@@ -67,7 +67,7 @@ def _timed(waiting: Arrival, after: Arrival) -> Arrival:
     return become(after, after.state, waited=max(0.0, after.since - waiting.since))
 
 
-def _caller() -> str:
+def caller() -> str:
     """The innermost line that is neither torch's nor ours."""
     frame = sys._getframe(1)
     ours = Path(__file__).resolve().parents[1]

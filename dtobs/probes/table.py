@@ -32,6 +32,7 @@ PROBES = (
     Entry("signals", "exceptions:Signals"),
     Entry("stacks", "stacks:Stacks"),
     Entry("rendezvous", "rendezvous:Rendezvous", needs=(DISTRIBUTED,)),
+    Entry("constructions", "constructions:Constructions", needs=(DISTRIBUTED,)),
     Entry("pipeline", "pipeline:PipelineProbe", needs=(DISTRIBUTED,)),
     Entry("worker_server", "worker_server:WorkerServer", needs=(DISTRIBUTED,)),
     Entry("collectives", "collectives:Collectives", ("full", "cheap", OFF), (DISTRIBUTED,)),

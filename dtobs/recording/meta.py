@@ -11,12 +11,13 @@ import json
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dtobs.errors import RecordingDisabled
 from dtobs.recording.rundir import private_folder
+from dtobs.words import ranks_text
 
 MAX_BYTES = 8 << 20
 
@@ -122,6 +123,21 @@ class Parameter:
     replica: str = ""
 
 
+@dataclass(frozen=True)
+class Construction:
+    """A process group that a rank began to make: the `number`-th of the job. `state` is "open", "done" or "failed"."""
+
+    number: int
+    ranks: tuple[int, ...]
+    name: str
+    site: str
+    begin_ns: int
+    state: str = "open"
+
+    def __str__(self) -> str:
+        return f"{self.name or 'a group'} of {ranks_text(self.ranks)}"
+
+
 @dataclass
 class Meta:
     """All entries of one rank, by type."""
@@ -139,6 +155,7 @@ class Meta:
     pipeline: dict[str, Any] = field(default_factory=dict)  #: `plan.Plan` as JSON; the last one watched
     laws: dict[str, dict[str, Any]] = field(default_factory=dict)  #: by name: what the rows of its ring stand for
     settings: list[tuple[int, dict[str, str]]] = field(default_factory=list)  #: (step, fields that changed), in order
+    constructions: dict[int, Construction] = field(default_factory=dict)  #: by number
     damaged: int = 0  #: lines that could not be understood
 
 
@@ -223,6 +240,13 @@ def take(meta: Meta, e: dict[str, Any]) -> None:
             meta.layout = _layout(e)
         case "pipeline":
             meta.pipeline = e
+        case "construction" if "ranks" in e:
+            ranks = tuple(int(r) for r in e["ranks"])
+            made = Construction(int(e["number"]), ranks, str(e["name"]), str(e["site"]), int(e["begin_ns"]))
+            meta.constructions[made.number] = made
+        case "construction":
+            number = int(e["number"])
+            meta.constructions[number] = replace(meta.constructions[number], state=str(e["state"]))
         case "law":
             meta.laws[str(e["name"])] = e
         case "settings":

@@ -17,6 +17,7 @@ from dtobs.detectors.hangs import (
     dtype_mismatch,
     gil_held,
     group_deadlock,
+    groups,
     lost_nodes,
     network_stalled,
     p2p_unmatched,
@@ -92,6 +93,8 @@ def detect(view: RunView) -> list[Finding]:
     situation = interpret(seen)
     if missing and not situation.causes:
         return missing  # nothing else can have happened yet
+    if apart := groups.find(situation):
+        return apart  # who waits inside a construction has not reached what comes after it
     found = [finding for rule in RULES for finding in rule(situation)] if len(seen.pages) else []
     if situation.stall is not None and not situation.stall.exceeded:
         found = [_early(finding) for finding in found]
