@@ -344,7 +344,7 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
     (
         "accumulation-not-normalized",
         "silent",
-        Severity.CRITICAL,
+        Severity.WARNING,
         "Accumulated micro-batches do not count as they should",
         "Zero gradients once a step, before the first micro-batch, and divide each loss by what all of them have "
         "together.",
@@ -370,6 +370,20 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         Severity.CRITICAL,
         "The loss is NaN or infinity",
         "Look at this rank's batch of this step; lower the learning rate or clip if gradients grew before.",
+    ),
+    (
+        "loss-spike",
+        "silent",
+        Severity.WARNING,
+        "The loss leapt out of what it was and came back",
+        "Look at the batch of this step; clip gradients or lower the learning rate if it happens again.",
+    ),
+    (
+        "gradient-spike",
+        "silent",
+        Severity.WARNING,
+        "The gradient norm leapt to many times what it was",
+        "Clip gradients by their global norm, and look at the batch of this step.",
     ),
     (
         "fp16-underflow",

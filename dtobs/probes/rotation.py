@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 import time
 
-SHARE = 0.001
-"""Of a step's wall time that one law may take."""
+SHARE = 0.0005
+"""Of a step's wall time that one law takes: half of what it may, because a look is never the same twice."""
 LEAST_EVERY = 5
 """At least every 2**5-th step is looked at, whatever it costs: of a model this small, a look is cheap as well."""
 MOST_ROWS = 2
 """At most 2**2 rows a step."""
 FIRST_STEPS = 4
 """Steps at the beginning that are all looked at: most errors are there from the first step."""
-_ADJUST_EVERY = 32
+_ADJUST_EVERY = 16
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _SILVER = math.sqrt(2) - 1
 
@@ -29,7 +29,7 @@ class Rotation:
 
     def __init__(self, count: int, *, everything: bool = False, share: float = SHARE) -> None:
         self._count, self._everything, self._share = count, everything, share
-        self.level = 0  #: 2**level rows in every step, or one row in every 2**-level-th
+        self.level = -1  #: 2**level rows in every step, or one row in every 2**-level-th
         self._steps, self._looks = 0, 0
         self._spent_ns = 0
         self._began_ns = 0

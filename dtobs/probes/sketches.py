@@ -16,7 +16,7 @@ import torch
 from dtobs.probes.rotation import place
 from dtobs.recording.laws import SKETCHES
 
-ELEMENTS = 1 << 15
+ELEMENTS = 1 << 14
 """Of one tensor that one look reads at most."""
 COLUMNS = 1 << 13
 PARTS = 64

@@ -48,6 +48,7 @@ PROBES = (
     Entry("ledger", "ledger:LedgerProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
     Entry("settings", "settings:Settings"),
     Entry("scaler", "scaler:Scaler"),
+    Entry("loss weights", "loss_weights:LossWeightProbe"),
     Entry("forward", "modules:Forward"),
     Entry("optimizer", "modules:OptimizerSteps"),
 )

@@ -12,8 +12,10 @@ from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.detectors.silent.learning_rate_mismatch import learning_rate_mismatch
 from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
 from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
+from dtobs.detectors.silent.loss_weights import loss_weights
 from dtobs.detectors.silent.replica_divergence import replica_divergence
 from dtobs.detectors.silent.seed_policy import seed_policy
+from dtobs.detectors.silent.spikes import spikes
 
 DETECTORS: tuple[Detector, ...] = (
     gradient_ledger,
@@ -23,6 +25,8 @@ DETECTORS: tuple[Detector, ...] = (
     local_gradient_outlier,
     gradient_nonfinite,
     loss_nonfinite,
+    loss_weights,
+    spikes,
     fp16_underflow,
     fp8_saturation,
     config_mismatch,

@@ -11,8 +11,12 @@ from typing import Any
 
 from dtobs.probes.table import PROBES
 from tests.benchmarks.overhead.hooks import measure_hooks
+from tests.benchmarks.overhead.shares import measure_shares
 from tests.benchmarks.overhead.workload import Measured, Plan, measure
 from tests.harness import run_ranks
+
+NUMBERS = ("gradients", "reduced gradients", "parameters", "generators", "inputs", "ledger", "loss weights", "updates")
+"""The probes that look at numbers; the others are what these hang on."""
 
 
 def ratios(blocks: list[Measured], steps: int) -> dict[str, float]:
@@ -48,13 +52,18 @@ def main() -> int:
     )
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--shares", action="store_true", help="measure what each probe takes of a step, in its hooks")
     parser.add_argument("--hooks", action="store_true", help="measure single hooks instead of whole steps")
     options = parser.parse_args()
+    if options.shares:
+        for one in run_ranks(measure_shares, 2, options.steps, options.fsdp, timeout=900):
+            print(json.dumps(one.value))
+        return 0
     if options.hooks:
         costs = run_ranks(measure_hooks, 1, timeout=600)[0].value
         print(json.dumps({name: round(value, 2) for name, value in costs.items()}, indent=1))
         return 0
-    off = [*options.off, *(p.name for p in PROBES if options.only and p.name not in options.only)]
+    off = [*options.off, *(p.name for p in PROBES if options.only and p.name in NUMBERS and p.name not in options.only)]
     plan = Plan(options.pairs, options.steps, options.batch, options.length, dict.fromkeys(off, "off"), options.fsdp)
     found: dict[str, Any] = {"steps": options.steps, "pairs": options.pairs, "off": off, "fsdp": options.fsdp}
     for world in options.worlds:

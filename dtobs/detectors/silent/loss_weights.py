@@ -1,0 +1,162 @@
+"""accumulation-not-normalized: tokens do not count alike, or a step's micro-batches do not count as one batch.
+
+What it does: reads what each backward was handed (`recording.laws.LOSS_WEIGHTS`): how many tokens its loss counted and
+what weight they had together. Where every micro-batch of a step weighs 1 in itself, the gradient is as many times too
+large as there are micro-batches; where all weigh the same although they hold different numbers of tokens, a token of a
+short one counts more than one of a long one (a mean of means). Several losses in one backward are left alone.
+
+Why it hurts: the learning rate is not what it says, or rare short samples are learnt and long ones are not; a run with
+another number of micro-batches or ranks trains a different model.
+
+What to do next: sum the losses of all micro-batches and ranks, and divide by the tokens that all of them have together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.detectors.peers import data_groups
+from dtobs.detectors.silent.ledger_looks import looks
+from dtobs.detectors.silent.mixing import judge
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.laws import LOSS_WEIGHTS
+from dtobs.recording.view import RunView
+from dtobs.words import count, ranks_text, significant
+
+NEWEST = 1024
+"""Records of a rank that are read."""
+LEAST_STEPS = 8
+UNEVEN = 1.2
+"""A token that counts this many times as much as another, in the average step, is worth a word; less is usual."""
+EQUAL = 1e-4
+MANY = 4
+"""So many backwards of one step are micro-batches; two or three may be different losses."""
+
+
+@dataclass
+class _Step:
+    """One step of the ranks that train together: a value for each backward of each of them."""
+
+    tokens: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    backwards: list[int] = field(default_factory=list)  # by rank
+
+    @property
+    def micros(self) -> int:
+        return max(self.backwards)
+
+
+def loss_weights(view: RunView) -> list[Finding]:
+    """At most one finding for each set of ranks that train on different samples."""
+    if any(view.meta(rank).policy.get("token_weights") for rank in view.ranks):
+        return []
+    apart = {rank for group in data_groups(view) for rank in group}
+    found = []
+    for ranks in [*data_groups(view), *([rank] for rank in view.ranks if rank not in apart)]:
+        steps = _steps(view, ranks)
+        if len(steps) >= LEAST_STEPS:
+            finding = _not_divided(view, ranks, steps) or _mean_of_means(ranks, steps)
+            found += [finding] if finding is not None else []
+    return found
+
+
+def _steps(view: RunView, ranks: list[int]) -> dict[int, _Step]:
+    """The steps in which all `ranks` were looked at and had one loss in each backward."""
+    tables = [_whole(view.law(LOSS_WEIGHTS, rank, NEWEST)) for rank in ranks]
+    common = set.intersection(*(set(table) for table in tables)) if tables else set()
+    found: dict[int, _Step] = {}
+    for step in sorted(common):
+        here = _Step()
+        for table in tables:
+            records = table[step]
+            here.tokens += records["tokens"].tolist()
+            here.total += records["total"].tolist()
+            here.backwards.append(len(records))
+        usual = min(here.tokens) > 0 and min(here.total) > 0 and np.isfinite(here.total).all()
+        if usual and len(set(here.backwards)) == 1:
+            found[step] = here
+    return found
+
+
+def _whole(records: npt.NDArray[np.void]) -> dict[int, npt.NDArray[np.void]]:
+    """By step the records of its backwards, of steps that have one cross-entropy in each and nothing twice."""
+    rows: dict[int, list[int]] = defaultdict(list)
+    for n, step in enumerate(records["step"].tolist()):
+        rows[step].append(n)
+    found = {}
+    for step, at in rows.items():
+        here = records[at]
+        if (here["losses"] == 1).all() and here["micro"].tolist() == list(range(len(at))):
+            found[step] = here
+    return found
+
+
+def _not_divided(view: RunView, ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
+    wrong = {
+        number: step
+        for number, step in steps.items()
+        if step.micros > 1 and np.allclose(step.total, 1.0, rtol=EQUAL, atol=0)
+    }
+    if len(wrong) < max(LEAST_STEPS, len(steps) // 2):
+        return None
+    micros = int(np.median([step.micros for step in wrong.values()]))
+    factor = _factor(view, set(ranks))
+    if factor is not None and factor * micros < 1.5:
+        return None  # divided later, before the optimizer
+    first = min(wrong)
+    return Finding(
+        "accumulation-not-normalized",
+        f"{ranks_text(ranks)} {'adds' if len(ranks) == 1 else 'add'} up {count(micros, 'backward')} a step whose losses"
+        f" each weigh 1: gradients are {micros} times as large as those of one batch, since step {first}",
+        tuple(ranks),
+        Confidence.LIKELY if micros >= MANY else Confidence.POSSIBLE,
+        step=first,
+        group="not divided",
+        evidence=({"what": "loss weights", "backwards": micros, "sum_of_weights": micros, "steps": len(wrong)},),
+    )
+
+
+def _factor(view: RunView, ranks: set[int]) -> float | None:
+    """What the optimizers of `ranks` get of the average gradient, as the ledger knows it; None where it is not one."""
+    factors = [judge(look).factors for look in looks(view) if ranks.issuperset(look.ranks)]
+    known = np.concatenate(factors) if factors else np.zeros(0)
+    known = known[np.isfinite(known)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _mean_of_means(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
+    uneven: dict[int, float] = {}
+    for number, step in steps.items():
+        alike = np.ptp(step.total) <= EQUAL * max(step.total)
+        uneven[number] = max(step.tokens) / min(step.tokens) if alike else 1.0
+    average = float(np.mean(list(uneven.values())))
+    if average < UNEVEN:
+        return None
+    first = next(number for number, ratio in uneven.items() if ratio > 1.0)
+    worst = max(uneven, key=lambda number: uneven[number])
+    step = steps[worst]
+    where = "micro-batches" if len(ranks) == 1 else "ranks" if step.micros == 1 else "ranks and micro-batches"
+    return Finding(
+        "accumulation-not-normalized",
+        f"tokens do not count alike: the loss of {ranks_text(ranks)} is a mean of the means of {where} that hold"
+        f" different numbers of tokens, so that one counts {significant(average)} times as much as another in the"
+        f" average step ({step.tokens[int(np.argmax(step.tokens))]:.0f} and {min(step.tokens):.0f} tokens in step"
+        f" {worst}); where that is meant, declare session.policy(token_weights=True)",
+        tuple(ranks),
+        Confidence.POSSIBLE,
+        step=first,
+        group="mean of means",
+        evidence=(
+            {
+                "what": "loss weights",
+                "step": worst,
+                "tokens": step.tokens[:64],
+                "weights": step.total[:64],
+                "largest_by_smallest": average,
+            },
+        ),
+    )

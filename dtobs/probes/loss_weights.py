@@ -1,0 +1,185 @@
+"""What each token counts in the loss, read from the graph that backward is handed; and the loss itself.
+
+From the tensor given to ``backward`` it is a few nodes to the cross-entropy, which knows how many targets it counted;
+the gradient that reaches it is the weight they have together. Where a loop reports no loss of its own, the value that
+backward was given is the step's loss, freed of its weight (a loss scale, a number of micro-batches).
+
+Blind where the loss is fused into a kernel, compiled, or weighs classes: then only the value is known.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtobs.probes.backward import compiled_autograd
+from dtobs.probes.base import Probe
+from dtobs.probes.rotation import Rotation
+from dtobs.recording.laws import LOSS_WEIGHTS
+
+NODES = 64
+"""Of the graph that are looked at; what lies further from the loss is the model."""
+BACKWARDS = 64
+"""Of one step that are recorded."""
+_NONE, _MEAN = 0, 1  # the reductions as the graph numbers them
+_FIELDS = ("losses", "tokens", "least", "largest", "total", "loss")
+
+
+class LossWeightProbe(Probe):
+    """Writes the ring LOSS_WEIGHTS, and ``loss`` of steps for which nobody reports one."""
+
+    name = "loss weights"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rotation = Rotation(0)
+        self._looking = False
+        self._found: list[list[torch.Tensor]] = []  # of the backward in progress, by loss: the four numbers of it
+        self._value: torch.Tensor | None = None
+        self._seen: list[torch.Tensor] = []  # one row of _FIELDS for each backward of the step
+        self._handles: list[Any] = []
+        self._own_loss = math.nan
+        self._record = np.zeros((), LOSS_WEIGHTS.dtype)
+
+    def install(self) -> None:
+        """All of it hangs on the backward."""
+        self._rotation = Rotation(1)
+
+    def remove(self) -> None:
+        """Let go of everything."""
+        self.backward_end()
+        self._seen = []
+        super().remove()
+
+    def step_begin(self) -> None:
+        """Look at this step or leave it out."""
+        self._looking, self._seen = bool(self._rotation.rows(self.context.step)), []
+
+    def backward_begin(self, tensors: Any) -> None:
+        """Find the losses that this backward begins with, and listen to what reaches them."""
+        if not self._looking or len(self._seen) >= BACKWARDS:
+            return
+        begin = time.perf_counter_ns()
+        root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
+        if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
+            self._value = root.detach()
+            for node in loss_nodes(root.grad_fn) if not compiled_autograd() else ():
+                self._handles.append((node, node.register_prehook(self.guard(self._reader(node)))))
+        self._rotation.spent(time.perf_counter_ns() - begin)
+
+    def backward_end(self) -> None:
+        """Put together what was seen."""
+        while self._handles:
+            self._handles.pop()[1].remove()
+        value, found = self._value, self._found
+        self._value, self._found = None, []
+        if value is None:
+            return
+        begin = time.perf_counter_ns()
+        with torch.no_grad():
+            if found:
+                tokens, least, largest, total = (torch.stack(column) for column in zip(*found, strict=True))
+                seen = [tokens.sum(), least.min(), largest.max(), total.sum()]
+            else:
+                seen = [value.new_full((), math.nan, dtype=torch.float64)] * 4
+            count = value.new_full((), len(found), dtype=torch.float64)
+            self._seen.append(torch.stack([count, *seen, value.to(torch.float64).reshape(())]))
+        self._rotation.spent(time.perf_counter_ns() - begin)
+
+    def step_end(self) -> None:
+        """Write down the backwards of this step."""
+        if not self._seen:
+            return
+        rows, self._seen = torch.stack(self._seen), []
+        step, context = self.context.step, self.context
+        if rows.is_cpu:
+            loss = self._write(step, rows.numpy())
+            if self._nobody_reports():
+                self._own_loss = loss
+                context.record["loss"], context.record["losses"] = loss, 1
+                context.recorder.page.set(loss=loss)
+            return
+
+        def arrived(values: Any) -> None:
+            loss = self._write(step, values)
+            if self._nobody_reports():
+                self._own_loss = loss
+                context.recorder.amend_step(step, loss=loss, losses=1)
+                context.recorder.page.set(loss=loss)
+
+        self.late.put(rows, arrived)
+
+    def _write(self, step: int, rows: Any) -> float:
+        """Append `rows`, one for each backward; returns the step's loss, each token weighed as the loop does."""
+        ring, record = self.context.recorder.law(LOSS_WEIGHTS), self._record
+        for micro, row in enumerate(rows.tolist()):
+            record["step"], record["micro"] = step, micro
+            for name, value in zip(_FIELDS, row, strict=True):
+                record[name] = value
+            ring.append(record)
+        losses, total = float(rows[:, 5].sum()), float(rows[:, 4].sum())
+        if total > 0:
+            return losses / total
+        scale = float(self.context.record["loss_scale"])
+        return losses / scale if scale > 0 else losses
+
+    def _nobody_reports(self) -> bool:
+        """Whether the loss on the page, if any, is one of ours."""
+        said = self.context.recorder.page.get("loss")
+        return not self.context.record["losses"] and (math.isnan(said) or said == self._own_loss)
+
+    def _reader(self, node: Any) -> Any:
+        """Given the gradient of a loss, note how many targets it counts and with what weight."""
+        reduction = int(node._saved_reduction)
+
+        def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            gradient = gradients[0]
+            if gradient is None:
+                return
+            begin = time.perf_counter_ns()
+            with torch.no_grad():
+                weights = gradient.to(torch.float64)
+                if reduction == _MEAN:
+                    tokens = node._saved_total_weight.to(torch.float64)
+                    self._found.append([tokens, weights / tokens, weights / tokens, weights])
+                else:
+                    counted = node._saved_target != _signed(node._saved_ignore_index)
+                    if reduction == _NONE:  # a mask of the loop's own leaves zeros
+                        counted = counted & (weights != 0)
+                    else:
+                        weights = weights.expand(counted.shape)
+                    tokens = counted.sum().to(torch.float64)
+                    least = torch.where(counted, weights, math.inf).min()
+                    largest = torch.where(counted, weights, -math.inf).max()
+                    self._found.append([tokens, least, largest, torch.where(counted, weights, 0.0).sum()])
+            self._rotation.spent(time.perf_counter_ns() - begin)
+
+        return read
+
+
+def loss_nodes(root: Any) -> list[Any]:
+    """The cross-entropies within reach of `root`, whose targets all count alike; what lies behind them is not searched.
+
+    Raises nothing: a node that does not look as expected is none of them.
+    """
+    found, queue, seen = [], [root], {root}
+    for node in queue:
+        if node.name().startswith("NllLoss"):
+            if getattr(node, "_saved_weight", None) is None and hasattr(node, "_saved_ignore_index"):
+                found.append(node)
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and len(queue) < NODES:
+                seen.add(following)
+                queue.append(following)
+    return found
+
+
+def _signed(number: int) -> int:
+    """An index as the graph saves it, which knows no negative numbers."""
+    return number - (1 << 64) if number >= 1 << 63 else number

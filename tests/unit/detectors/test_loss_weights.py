@@ -1,0 +1,114 @@
+"""What tokens count: undivided sums and means of means are named, ordinary losses are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtobs.detectors.silent.loss_weights import loss_weights
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.laws import LOSS_WEIGHTS
+from dtobs.testing.fake_run import FakeRun
+from tests.unit.detectors.ledgers import Case, ledger_run, mean
+
+Tokens = Callable[[int, int, int], int]
+"""(rank, step, micro-batch) → tokens that count."""
+
+
+def full(rank: int, step: int, micro: int) -> int:
+    return 64
+
+
+def padded(rank: int, step: int, micro: int) -> int:
+    return 16 + 12 * ((rank + step + micro) % 5)
+
+
+def each(weight: float) -> Callable[[Sequence[int]], list[float]]:
+    """Every micro-batch weighs the same."""
+    return lambda tokens: [weight] * len(tokens)
+
+
+def by_token(tokens: Sequence[int]) -> list[float]:
+    """Every token weighs the same."""
+    return [n / sum(tokens) for n in tokens]
+
+
+def keep(run: FakeRun, micros: int, tokens: Tokens, weights: Callable[..., list[float]], losses: int = 1) -> FakeRun:
+    """Write what each backward of twelve steps was handed; `weights` of a rank's micro-batches."""
+    record = np.zeros((), LOSS_WEIGHTS.dtype)
+    for rank in run.ranks:
+        ring = rank.recorder.law(LOSS_WEIGHTS)
+        for step in range(1, 13):
+            counts = [tokens(rank.number, step, m) for m in range(micros)]
+            for micro, (counted, total) in enumerate(zip(counts, weights(counts), strict=True)):
+                record["step"], record["micro"], record["losses"] = step, micro, losses
+                record["tokens"], record["total"] = counted, total
+                record["least"] = record["largest"] = total / max(1, counted)
+                ring.append(record)
+    return run.steps(12)
+
+
+def found(root: Path, world: int, *args: object, **options: int) -> list[Finding]:
+    return loss_weights(keep(FakeRun(root, world), *args, **options).view())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_micro_batches_that_nobody_divides(tmp_path: Path, world: int):
+    (one,) = found(tmp_path, world, 4, full, each(1.0))
+    assert (one.code, one.group, one.confidence) == ("accumulation-not-normalized", "not divided", Confidence.LIKELY)
+    assert "4 backwards a step" in one.summary
+    assert "4 times as large" in one.summary
+
+
+def test_two_losses_of_a_step_may_be_two_losses(tmp_path: Path):
+    (one,) = found(tmp_path, 1, 2, full, each(1.0))
+    assert one.confidence == Confidence.POSSIBLE
+
+
+def test_a_gradient_that_is_divided_before_the_optimizer(tmp_path: Path):
+    def quarter(case, step, name, rank, shares):
+        return mean(case, step, name, rank, shares) / 4
+
+    run = ledger_run(tmp_path, Case(2, 4, final=quarter, steps=3))
+    assert loss_weights(keep(run, 4, full, each(1.0)).view()) == []
+
+
+@pytest.mark.parametrize(("world", "micros", "where"), [(1, 4, "micro-batches"), (2, 1, "ranks"), (2, 2, "ranks and")])
+def test_a_mean_of_means(tmp_path: Path, world: int, micros: int, where: str):
+    (one,) = found(tmp_path, world, micros, padded, each(1 / micros))
+    assert (one.code, one.group, one.confidence) == (
+        "accumulation-not-normalized",
+        "mean of means",
+        Confidence.POSSIBLE,
+    )
+    assert f"means of {where}" in one.summary
+
+
+HEALTHY = {
+    "equal micro-batches": (4, full, each(0.25)),
+    "one batch": (1, full, each(1.0)),
+    "by token": (4, padded, by_token),
+    "scaled": (4, full, each(65536 / 4)),
+    "slightly uneven": (4, lambda rank, step, micro: 64 - micro, each(0.25)),
+    "nothing counted": (2, lambda rank, step, micro: 0, lambda tokens: [0.0] * len(tokens)),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_ordinary_losses_have_no_finding(tmp_path: Path, name: str, world: int):
+    assert found(tmp_path, world, *HEALTHY[name]) == []
+
+
+def test_several_losses_in_one_backward_are_left_alone(tmp_path: Path):
+    assert found(tmp_path, 2, 4, padded, each(1.0), losses=2) == []
+
+
+def test_it_can_be_declared(tmp_path: Path):
+    run = keep(FakeRun(tmp_path, 2), 1, padded, each(1.0))
+    run.rank(0).meta("policy", token_weights=True)
+    assert loss_weights(run.view()) == []
