@@ -422,6 +422,27 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "Compare this rank's host: CPU or GPU clocks, other processes, its share of the data.",
     ),
     (
+        "checkpoint-stall",
+        "performance",
+        Severity.WARNING,
+        "Training stands still while checkpoints are written",
+        "Write asynchronously, less often, or to faster storage.",
+    ),
+    (
+        "memory-leak",
+        "performance",
+        Severity.WARNING,
+        "Allocated device memory grows with every step",
+        "Look for tensors that outlive their step: losses summed without .item(), lists of outputs, hooks.",
+    ),
+    (
+        "memory-near-limit",
+        "performance",
+        Severity.WARNING,
+        "A device's memory is nearly full",
+        "Use a smaller micro-batch, activation checkpointing or more sharding; read a snapshot with `dtobs memory`.",
+    ),
+    (
         "stage-imbalance",
         "performance",
         Severity.WARNING,

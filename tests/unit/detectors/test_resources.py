@@ -1,0 +1,81 @@
+"""Checkpoints that stall, memory that leaks or is nearly full, and what only looks like them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtobs.detectors import run_detectors
+from dtobs.findings import Finding
+from dtobs.testing.fake_run import FakeRun
+from tests.unit.detectors.runs import noisy_run
+
+GIB = float(1 << 30)
+CODES = {"checkpoint-stall", "memory-leak", "memory-near-limit"}
+
+
+def findings(run: FakeRun) -> list[Finding]:
+    found = run_detectors(run.view(), ("performance",))
+    return [f for f in found if f.code in CODES]
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_checkpoints_that_take_a_third_of_the_time(tmp_path: Path, world: int):
+    found = findings(noisy_run(tmp_path, world, 100, lambda rank, step: {"checkpoint": 20.0} if step % 10 == 9 else {}))
+    assert [(f.code, f.ranks, f.step) for f in found] == [("checkpoint-stall", tuple(range(world)), 9)]
+    assert "10 of them, 20 s each" in found[0].summary
+
+
+HEALTHY_CHECKPOINTS = [
+    lambda rank, step: {"checkpoint": 300.0} if step == 39 else {},  # the only one, at the end
+    lambda rank, step: {"checkpoint": 2.0} if step % 10 == 9 else {},  # a short run: seconds
+    lambda rank, step: {"forward": 20.0, "checkpoint": 20.0 if step % 10 == 9 else 0.0},  # a tenth of the time
+    lambda rank, step: {"forward": 8.0, "checkpoint": 8.0},  # small states, after every step, as long as a step
+    lambda rank, step: {"validation": 60.0} if step % 10 == 9 else {},
+]
+
+
+@pytest.mark.parametrize("change", HEALTHY_CHECKPOINTS)
+def test_checkpoints_that_stall_nothing(tmp_path: Path, change):
+    assert findings(noisy_run(tmp_path, 2, 40, change)) == []
+
+
+def held(level):
+    """Device bytes after each step, with the noise that real ones have."""
+    noise = np.random.default_rng(3).uniform(0, 0.01, 4096)
+    return lambda rank, step: {"device_bytes": level(rank, step) + GIB * noise[step]}
+
+
+def test_a_leak_is_found_with_its_rank_and_pace(tmp_path: Path):
+    change = held(lambda rank, step: 10 * GIB + (GIB / 64 * step if rank == 1 else 0))
+    found = findings(noisy_run(tmp_path, 3, 240, change))
+    assert [(f.code, f.ranks) for f in found] == [("memory-leak", (1,))]
+    assert "rank 1 holds 1" in found[0].summary and "MiB more of device memory after every step" in found[0].summary
+
+
+LEVELS = {
+    "level": lambda rank, step: 10 * GIB,
+    "warm-up": lambda rank, step: GIB * min(step, 8),
+    "a cache that fills": lambda rank, step: 10 * GIB * (2 - np.exp(-step / 40)),
+    "longer sequences from step 100 on": lambda rank, step: GIB * (10 if step < 100 else 20),
+    "up and down": lambda rank, step: GIB * (10 + step % 50 / 10),
+    "a validation every 20 steps": lambda rank, step: GIB * (20 if step % 20 == 0 else 10),
+    "a growing curriculum in four stages": lambda rank, step: GIB * (10 + step // 60),
+    "none": lambda rank, step: float("nan"),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
+def test_memory_that_does_not_leak(tmp_path: Path, level):
+    assert findings(noisy_run(tmp_path, 2, 240, held(level))) == []
+
+
+@pytest.mark.parametrize(("peak", "accused"), [(0.97, (1,)), (0.9, ())])
+def test_a_device_that_is_nearly_full(tmp_path: Path, peak: float, accused: tuple[int, ...]):
+    run = noisy_run(tmp_path, 2, 40, lambda rank, step: {"device_peak_bytes": 80 * GIB * (peak if rank else 0.5)})
+    for rank in run.ranks:
+        rank.page(device_total_bytes=80 * GIB)
+    found = findings(run)
+    assert [(f.code, f.ranks) for f in found] == ([("memory-near-limit", accused)] if accused else [])
