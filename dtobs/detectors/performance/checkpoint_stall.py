@@ -1,7 +1,8 @@
 """checkpoint-stall: the training stands still for a good part of its time while checkpoints are written.
 
 What it does: adds up the checkpoint phase of the newest steps. It is a stall when it takes `SHARE` of at least
-`LEAST_SECONDS`, in `LEAST_TIMES` checkpoints or more that each took `LONG` times an ordinary step: a short run that
+`LEAST_SECONDS`, in `LEAST_TIMES` checkpoints or more that each took
+`LEAST_EACH` seconds and `LONG` times an ordinary step: a short run that
 ends with its only checkpoint is none, nor is one that keeps small states often.
 
 Why it hurts: every device of the job idles meanwhile.
@@ -19,7 +20,7 @@ from dtobs.words import duration_text, ranks_text
 
 LAST = 4096
 SHARE = 0.25
-LEAST_SECONDS, LEAST_TIMES, LONG = 120.0, 3, 3.0
+LEAST_SECONDS, LEAST_TIMES, LEAST_EACH, LONG = 120.0, 3, 5.0, 3.0
 
 
 def checkpoint_stall(view: RunView) -> list[Finding]:
@@ -32,7 +33,7 @@ def checkpoint_stall(view: RunView) -> list[Finding]:
         wall = (steps["end_ns"] - steps["begin_ns"]).astype(np.float64) / 1e9
         saving = steps["checkpoint_ns"].astype(np.float64) / 1e9
         ordinary = float(np.median(wall - saving))
-        long = saving > LONG * max(ordinary, 1e-3)
+        long = saving > max(LONG * ordinary, LEAST_EACH)
         total = float(wall.sum())
         if total >= LEAST_SECONDS and long.sum() >= LEAST_TIMES and saving[long].sum() >= SHARE * total:
             each = saving[long]
