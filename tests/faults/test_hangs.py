@@ -57,6 +57,11 @@ def wait_for_finding(run_dir: Path, group: RankGroup) -> list[Entry]:
     raise AssertionError(f"the monitor found nothing\n{diagnose(gather(run_dir))}\n{group.stacks()}")
 
 
+def repeated(name: str, wrapper: str) -> bool:
+    """Whether a fault runs under DDP by default, and this is the same on FSDP2 or tensor parallel."""
+    return wrapper in ("fsdp", "tp") and (name, "ddp") in STALLS
+
+
 def of_family(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
     return [(f.code, f.ranks) for f in diagnosis.findings if CATALOGUE[f.code].family == "hangs"]
 
@@ -64,7 +69,11 @@ def of_family(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize(
     ("name", "wrapper", "world"),
     [
-        *((name, wrapper, 2) for name, wrapper in STALLS if FAULTS[name].point != "rendezvous"),
+        *(
+            pytest.param(name, wrapper, 2, marks=pytest.mark.exhaustive if repeated(name, wrapper) else ())
+            for name, wrapper in STALLS
+            if FAULTS[name].point != "rendezvous"
+        ),
         ("absent", "ddp", 3),
         ("order", "ddp", 3),
     ],

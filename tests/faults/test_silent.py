@@ -14,7 +14,13 @@ from dtobs.recording.view import load_run
 from tests.faults.silent_programs import run_silent, run_silent_sampled
 from tests.harness import run_ranks
 
-CASES = [(t, w) for t in TROUBLES.values() if t.code for w in t.wrappers]
+CASES = [
+    pytest.param(t, w, marks=pytest.mark.exhaustive if number else (), id=f"{t.name}-{w}")
+    for t in TROUBLES.values()
+    if t.code
+    for number, w in enumerate(t.wrappers)
+]
+"""Each trouble under the first wrapper it applies to, and in the exhaustive tests under the others."""
 CONSEQUENCES = {
     "initial-parameters": {"replica-divergence"},
     "starved": {"straggler"},
@@ -43,7 +49,7 @@ def test_the_healthy_twin_with_accumulation(tmp_path: Path, wrapper):
     assert findings(SilentJob(tmp_path, "none", wrapper, accumulate=3)) == []
 
 
-@pytest.mark.parametrize(("trouble", "wrapper"), CASES, ids=lambda v: v.name if isinstance(v, Trouble) else v)
+@pytest.mark.parametrize(("trouble", "wrapper"), CASES)
 def test_trouble_is_found_and_named(tmp_path: Path, trouble: Trouble, wrapper):
     found = findings(SilentJob(tmp_path, trouble.name, wrapper))
     assert {f.code for f in found} - CONSEQUENCES.get(trouble.name, set()) == {trouble.code}

@@ -1,0 +1,22 @@
+"""All programs: importing this module lists them in `tests.plain.kit.PROGRAMS`."""
+
+from __future__ import annotations
+
+from tests.plain.kit import PROGRAMS
+from tests.plain.programs import (  # noqa: F401 - each lists its own
+    averaging,
+    by_hand,
+    data,
+    data_parallel,
+    groups,
+    model_parallel,
+    objectives,
+    optimizers,
+    parts,
+    pipelines,
+    precision,
+    routine,
+    sharded,
+)
+
+__all__ = ["PROGRAMS"]

@@ -1,0 +1,48 @@
+"""Programs that never heard of dtobs: it finds nothing in them, and changes no bit of their losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.plain.subjects import PROGRAMS
+from tests.plain.ways import by_command, findings, forked
+
+ALWAYS = {
+    "ddp",
+    "fsdp2",
+    "zero1_by_hand",
+    "local_sgd",
+    "grad_scaler",
+    "gan",
+}
+"""These run every time; of the others a share by commit, see `tests/conftest.py`."""
+NOT_TWICE_THE_SAME = {"hogwild"}
+
+
+def each(always: set[str]) -> list[object]:
+    return [pytest.param(n, marks=() if n in always else pytest.mark.exhaustive) for n in sorted(PROGRAMS)]
+
+
+@pytest.mark.parametrize("name", each(ALWAYS))
+def test_nothing_is_found_and_nothing_changes(name: str, tmp_path: Path):
+    alone = forked(name, "alone", tmp_path / "none")
+    attached = forked(name, "attached", tmp_path / "attached")
+    started = forked(name, "as dtobs run", tmp_path / "started")
+    said = {way: findings(tmp_path / way) for way in ("attached", "started")}
+    assert said == {"attached": [], "started": []}
+    assert attached == alone
+    assert started == alone
+
+
+@pytest.mark.parametrize("name", each({"ddp"}))
+def test_by_the_command(name: str, tmp_path: Path):
+    losses = by_command(name, tmp_path / "run")
+    assert findings(tmp_path / "run") == []
+    if name not in NOT_TWICE_THE_SAME:
+        assert losses == forked(name, "alone", tmp_path / "none")
+
+
+def test_there_are_enough_programs():
+    assert len(PROGRAMS) >= 60
