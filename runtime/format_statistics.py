@@ -21,7 +21,6 @@ from runtime.optimizers import plain_name
 
 EVERY = 10  # steps
 LAYERS = 4
-ROLES = ("input", "weight", "gradient")
 Item = TypeVar("Item")
 _LEAST_AMAX = 1e-12  # as torchao: a tensor of zeros is scaled by a number, too
 

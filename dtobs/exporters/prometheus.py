@@ -13,8 +13,6 @@ from dtobs.exporters.totals import BUCKETS
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 class RunCollector:
     """A custom collector for any registry of prometheus_client; `look` is called once a scrape."""

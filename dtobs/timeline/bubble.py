@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from dtobs.recording.plan import Plan
 from dtobs.recording.view import RunView
-from dtobs.timeline.clocks import to_common_clock
 from dtobs.timeline.pipeline import PipelineStep, pipelines, read_steps
 from dtobs.timeline.replay import replay
 
@@ -80,13 +79,11 @@ def recent_shares(view: RunView, last: int = 8) -> dict[int, float]:
         return found
     window = view.steps(last)
     rows = {rank: row for row, rank in enumerate(view.ranks)}
-    shifts = to_common_clock(view)
     for plan in plans:
         if not all(rank in rows for rank in plan.ranks):
             continue
         chosen = [rows[rank] for rank in plan.ranks]
-        move = np.array([shifts[rank] for rank in plan.ranks], np.int64)[:, None]
-        for rank, share in zip(plan.ranks, _shares(window.records[chosen], move), strict=True):
+        for rank, share in zip(plan.ranks, _shares(window.records[chosen]), strict=True):
             if not np.isnan(share):
                 found[rank] = float(share)
     return found
@@ -103,13 +100,13 @@ def latest(view: RunView) -> Bubble | None:
     return measure(steps[-1]) if steps else None
 
 
-def _shares(records: npt.NDArray[np.void], move: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _shares(records: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
     """float64[R] of STEP_DTYPE[R, S] of one pipeline's ranks; NaN where no step has a pipeline on all of them."""
     good = (records["pipeline_end_ns"] > 0).all(axis=0)
     if not good.any():
         return np.full(len(records), np.nan)
     chosen = records[:, good]
-    begin = (chosen["pipeline_begin_ns"] + move).min(axis=0)
-    span = ((chosen["pipeline_end_ns"] + move).max(axis=0) - begin).clip(min=1)
+    begin = chosen["pipeline_begin_ns"].min(axis=0)
+    span = (chosen["pipeline_end_ns"].max(axis=0) - begin).clip(min=1)
     shares: npt.NDArray[np.float64] = np.median(1 - chosen["pipeline_compute_ns"] / span, axis=1)
     return shares

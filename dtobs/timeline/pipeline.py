@@ -12,7 +12,6 @@ import numpy.typing as npt
 from dtobs.events import PIPELINE_COMPUTE, PipelineOp
 from dtobs.recording.plan import Plan
 from dtobs.recording.view import RunView
-from dtobs.timeline.clocks import to_common_clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,40 +74,39 @@ def pipelines(view: RunView) -> list[Plan]:
 
 def read_steps(view: RunView, plan: Plan, last: int = 1) -> list[PipelineStep]:
     """The newest `last` steps that every rank of the pipeline has whole, oldest first."""
-    shifts = to_common_clock(view)
     # Forward, backward, weights, loss, two messages and a wait for each, of every stage and micro-batch.
     records_a_step = 12 * plan.micro_batches * plan.virtual_stages
     by_rank: dict[int, dict[int, tuple[Chunk, ...]]] = {}
     for rank in plan.ranks:
-        if rank not in shifts:
+        if rank not in view.ranks:
             return []
         records = view.pipeline(rank, (last + 2) * records_a_step)
-        by_rank[rank] = dict(_by_step(records, shifts[rank]))
+        by_rank[rank] = dict(_by_step(records))
     common = sorted(set.intersection(*(set(steps) for steps in by_rank.values())))
     steps = [PipelineStep(s, plan, {r: by_rank[r][s] for r in plan.ranks}) for s in common]
     return [step for step in steps if step.complete][-last:]
 
 
-def chunks_by_step(view: RunView, rank: int, shift: int) -> dict[int, tuple[Chunk, ...]]:
-    """All that `rank` has recorded, also of steps that are not whole; `shift` as in `clocks`."""
-    return dict(_by_step(view.pipeline(rank), shift))
+def chunks_by_step(view: RunView, rank: int) -> dict[int, tuple[Chunk, ...]]:
+    """All that `rank` has recorded, also of steps that are not whole."""
+    return dict(_by_step(view.pipeline(rank)))
 
 
-def _by_step(records: npt.NDArray[np.void], shift: int) -> Iterator[tuple[int, tuple[Chunk, ...]]]:
+def _by_step(records: npt.NDArray[np.void]) -> Iterator[tuple[int, tuple[Chunk, ...]]]:
     known = records[np.isin(records["op"], [int(op) for op in PipelineOp])]
     for step in np.unique(known["step"]).tolist():
         rows = known[known["step"] == step]
         rows = rows[np.argsort(rows["begin_ns"], kind="stable")]
-        yield step, tuple(_chunk(row, shift) for row in rows)
+        yield step, tuple(_chunk(row) for row in rows)
 
 
-def _chunk(row: np.void, shift: int) -> Chunk:
+def _chunk(row: np.void) -> Chunk:
     return Chunk(
         PipelineOp(int(row["op"])),
         int(row["stage"]),
         int(row["micro_batch"]),
-        int(row["begin_ns"]) + shift,
-        int(row["end_ns"]) + shift,
+        int(row["begin_ns"]),
+        int(row["end_ns"]),
         int(row["chunk"]),
         int(row["peer"]),
         float(row["bytes"]),

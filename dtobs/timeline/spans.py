@@ -7,7 +7,7 @@ messages of one stream that overlap get a lane each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ import numpy.typing as npt
 from dtobs.errors import TargetError
 from dtobs.events import EVENT_DTYPE, Kind, PipelineOp, phase_name
 from dtobs.recording.view import RunView
-from dtobs.timeline.clocks import to_common_clock
 from dtobs.timeline.pipeline import Chunk, chunks_by_step
 
 STEPS, PHASES, COMPUTE, WAIT = "steps", "phases", "compute", "wait"
@@ -73,35 +72,30 @@ def timeline(view: RunView, first: int | None = None, last: int | None = None, n
     if not chosen:
         have = f"steps {known[0]} to {known[-1]}" if known else "no finished step"
         raise TargetError(f"{view.root} has no record of the steps asked for: it has {have}")
-    shifts = to_common_clock(view)
     spans: list[Span] = []
     for row, rank in enumerate(view.ranks):
         records = window.records[row][np.isin(window.steps, chosen) & window.valid[row]]
         if len(records):
-            spans += _of_rank(view, rank, records, shifts[rank])
+            spans += _of_rank(view, rank, records)
     ranks = tuple(view.ranks)
     ordered = sorted(spans, key=lambda s: (s.rank, s.track, s.begin_ns, -s.end_ns))
     return Timeline(str(view.info.get("name") or view.root.name), tuple(chosen), ranks, tuple(ordered))
 
 
-def _of_rank(view: RunView, rank: int, records: npt.NDArray[np.void], shift: int) -> Iterator[Span]:
+def _of_rank(view: RunView, rank: int, records: npt.NDArray[np.void]) -> Iterator[Span]:
     for record in records:
-        begin, end = int(record["begin_ns"]) + shift, int(record["end_ns"]) + shift
+        begin, end = int(record["begin_ns"]), int(record["end_ns"])
         yield Span(rank, STEPS, f"step {int(record['step'])}", begin, end)
     begin, end = int(records["begin_ns"].min()), int(records["end_ns"].max())
     events = view.events(rank)
     inside = events[(events["t_ns"] >= begin) & (events["t_ns"] <= end)]
     phases = view.meta(rank).phases
-    yield from (_shifted(s, shift) for s in _phases(rank, inside, phases, begin, end))
-    yield from (_shifted(s, shift) for s in _waits(rank, inside))
-    yield from (_shifted(s, shift) for s in _collectives(view, rank, inside))
-    by_step = chunks_by_step(view, rank, shift)
+    yield from _phases(rank, inside, phases, begin, end)
+    yield from _waits(rank, inside)
+    yield from _collectives(view, rank, inside)
+    by_step = chunks_by_step(view, rank)
     for record in records:
         yield from _pipeline(rank, by_step.get(int(record["step"]), ()))
-
-
-def _shifted(span: Span, shift: int) -> Span:
-    return replace(span, begin_ns=span.begin_ns + shift, end_ns=span.end_ns + shift) if shift else span
 
 
 def _phases(rank: int, events: npt.NDArray[np.void], names: dict[int, str], begin: int, end: int) -> Iterator[Span]:

@@ -67,7 +67,6 @@ class ShardedLoader:
         self._batch = batch
         self._seed = seed
         self._data_rank = data_rank
-        self._data_ranks = data_ranks
         self.device = device or torch.device("cpu")
         self._positions_T = positions_T
         self._orders: dict[int, Indices] = {}
