@@ -62,7 +62,7 @@ def _code(sign: Sign) -> str:
 
 
 def _fingerprint_code(sign: Sign) -> str:
-    mine, theirs = (_operation(sign.fields[name]) for name in ("mine", "theirs"))
+    mine, theirs = (_operation(sign.fields.get(name, "")) for name in ("mine", "theirs"))
     if mine == theirs:
         return "dtype-mismatch" if "Tensor dtypes" in sign.text and "shapes" not in sign.text else "shape-mismatch"
     return "collective-mismatch"
@@ -100,7 +100,7 @@ def _odd_of_fingerprints(signs: Sequence[Sign]) -> tuple[int, ...]:
     calls: dict[int, str] = {}
     for sign in signs:
         fields = sign.fields
-        if "rank" in fields and "mine" in fields:
+        if sign.kind == "fingerprint" and "other" in fields:
             calls[int(fields["rank"])] = _operation(fields["mine"]) + _shape(fields["mine"])
             calls.setdefault(int(fields["other"]), _operation(fields["theirs"]) + _shape(fields["theirs"]))
         elif "other" in fields and "theirs" in fields:

@@ -17,6 +17,10 @@ _KEPT_OTHERWISE = 8
 _MAX_SIGNS = 400_000
 _MAX_TEXT = 600
 _LOSSES = 4096
+_DIGITS = b"0123456789"
+_NOT_FINITE = re.compile(rb"nan|inf|NaN|Inf|NAN|INF")
+_ALIKE, _TAKEN, _SHAPES = 2000, 16, 4096
+"""Of progress lines that look alike, all but every sixteenth are left after so many: their numbers hardly matter."""
 _NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
 _COLLECTIVE_FRAME = re.compile(r"#\d{1,4} (?P<name>\S{1,120}) from (?P<file>[^:]{1,400}):(?P<line>\d{1,9})")
 _COLLECTIVE_STACK = "Stack trace of the failed collective"
@@ -77,6 +81,7 @@ class Evidence:
             tuple[str, int], Counter[tuple[int, int]]
         ] = {}  #: (host, pid) → (size, rank) of its communicators
         self.left_out = 0
+        self._boring: Counter[bytes] = Counter()  #: progress lines without their digits
         self._kept: Counter[tuple[str, Writer]] = Counter()
         self._traces: dict[Writer, Trace] = {}
         self._stacks: dict[Writer, int] = {}
@@ -99,6 +104,9 @@ class Evidence:
     def take(self, number: int, raw: bytes) -> None:
         """Read one line."""
         self._order += 1
+        shape = raw[:200].translate(None, _DIGITS)
+        if self._boring[shape] > _ALIKE and self._order % _TAKEN and not _NOT_FINITE.search(raw) and not self.hot:
+            return
         origin, text = prefix.split(prefix.plain(raw))
         writer = self._writer(origin)
         nccl = _NCCL.match(text) if "NCCL" in text or ":" in text[:90] else None
@@ -118,7 +126,8 @@ class Evidence:
             return
         found = match(text)
         if found is None:
-            self._progress(writer, text, where)
+            if self._progress(writer, text, where) and (shape in self._boring or len(self._boring) < _SHAPES):
+                self._boring[shape] += 1
             return
         row, fields = found
         if group := GROUP.search(text[:400]):
@@ -195,10 +204,10 @@ class Evidence:
     def _raised(self, writer: Writer, raised: Raised, where: str) -> None:
         self._keep(sign_of(raised, writer, where, self._order, self._file))
 
-    def _progress(self, writer: Writer, text: str, where: str) -> None:
+    def _progress(self, writer: Writer, text: str, where: str) -> bool:
         told = progress.parse(text)
         if told is None or told.step is None:
-            return
+            return False
         track = self.tracks.setdefault(writer, Track())
         if not track.seen or track.seen[-1][1] != told.step:
             track.seen.append((self._order, told.step))
@@ -207,6 +216,7 @@ class Evidence:
             track.losses.append((told.step, told.loss, where))
         if told.seconds is not None:
             track.seconds.append((told.step, told.seconds, where))
+        return True
 
     def _keep(self, sign: Sign) -> None:
         key = (sign.kind, sign.writer)
