@@ -98,7 +98,11 @@ def _causes(
     )
     found = crashes(scene)
     if not found and not _interrupted(live, ended, scene.timed_out):
-        found = meetings.named(live, heard) or hangs(groups, heard) or meetings.others(live, heard, ended)
+        found = (
+            meetings.named(live, heard)
+            or meetings.across_backends(live, hangs(groups, heard))
+            or meetings.others(live, heard, ended)
+        )
     return found
 
 

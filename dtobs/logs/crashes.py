@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtobs.findings import Confidence, Finding
-from dtobs.logs.endings import DEADLY, Ending
+from dtobs.logs.endings import DEADLY, Ending, numbers
 from dtobs.logs.evidence import Sign
 from dtobs.logs.templates import Role
 from dtobs.words import ranks_text, verb
@@ -184,6 +184,7 @@ def _host_memory(signs: list[Sign], scene: Scene) -> Finding | None:
     killed = [e for e in scene.endings if e.signal == 9]
     named = {s.rank for s in signs if s.rank is not None and s.kind == "host-oom"}
     tasks = {e.rank for e in killed if e.rank is not None}
+    tasks |= {task for s in signs if "tasks" in s.fields for task in numbers(s.fields["tasks"])}
     pids = {int(s.fields["pid"]) for s in signs if "pid" in s.fields}
     ranks = tuple(
         sorted(

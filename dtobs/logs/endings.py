@@ -79,7 +79,7 @@ def _of_sign(sign: Sign, ranks: RankMap) -> list[Ending]:
         return [Ending(int(fields["rank"]), code, sign.where, sign.text, sign.order)]
     if sign.kind == "srun-task":
         told = _srun_code(fields["how"])
-        tasks = _numbers(fields["tasks"]) if told is not None else []
+        tasks = numbers(fields["tasks"]) if told is not None else []
         return [Ending(task, told or 0, sign.where, sign.text, sign.order, fields["host"]) for task in tasks]
     return []
 
@@ -101,7 +101,7 @@ def _srun_code(how: str) -> int | None:
     return int(code) if code.isdigit() and len(code) < 6 else None
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     """``0-3,7`` as a list, at most 100,000 of them."""
     found: list[int] = []
     for part in text.split(","):

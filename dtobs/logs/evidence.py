@@ -206,16 +206,18 @@ class Evidence:
 
     def _progress(self, writer: Writer, text: str, where: str) -> bool:
         told = progress.parse(text)
-        if told is None or told.step is None:
+        if told is None or (told.step is None and told.loss is None):
             return False
         track = self.tracks.setdefault(writer, Track())
+        if told.step is None:  # a Trainer's dictionary: its lines are counted
+            told = replace(told, step=(track.step or 0) + 1)
         if not track.seen or track.seen[-1][1] != told.step:
-            track.seen.append((self._order, told.step))
-            self.moved.setdefault(self._file, deque(maxlen=256)).append((self._order, told.step))
+            track.seen.append((self._order, told.step or 0))
+            self.moved.setdefault(self._file, deque(maxlen=256)).append((self._order, told.step or 0))
         if told.loss is not None:
-            track.losses.append((told.step, told.loss, where))
+            track.losses.append((told.step or 0, told.loss, where))
         if told.seconds is not None:
-            track.seconds.append((told.step, told.seconds, where))
+            track.seconds.append((told.step or 0, told.seconds, where))
         return True
 
     def _keep(self, sign: Sign) -> None:

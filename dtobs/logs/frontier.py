@@ -73,6 +73,11 @@ class GroupFrontier:
                 }
         return tuple(sorted(ranks))
 
+    def may_hold(self, rank: int) -> bool:
+        """Whether `rank` may be a member that was not seen: a group's ranks ascend, so only past the last one seen."""
+        seen = {s.group_rank: s.rank for s in self.standings.values() if s.group_rank is not None}
+        return rank not in self.standings and (not seen or rank > max(seen.items())[1])
+
 
 def frontiers(signs: list[Sign]) -> list[GroupFrontier]:
     """The table, from the watchdogs' signs in the order of their lines."""

@@ -72,10 +72,14 @@ def hangs(groups: Iterable[GroupFrontier], heard: Heard) -> list[Finding]:
     if roots:
         stall, ranks = min(roots, key=lambda one: (len(one[1]), -len(one[0].waiting)))
         return [_not_joined(stall, tuple(ranks), heard)]
-    circle = _circle(collective)
+    circle = _circle(collective) or _half_circle(collective)
     if circle is not None:
         return [circle]
-    return [_all_in(max(collective or stalls, key=lambda s: len(s.waiting)), heard)]
+    whole = [stall for stall in collective if not stall.absent] or collective
+    idle = tuple(sorted(heard.ranks - stuck))
+    if idle and whole and not any(stall.group.is_default for stall in whole) and 3 * len(idle) <= len(stuck):
+        return [_idle(whole[0], idle, stuck)]
+    return [_all_in(max(whole or stalls, key=lambda s: len(s.waiting)), heard)]
 
 
 def _in_first(group: GroupFrontier) -> tuple[int, list[Standing], list[Standing]]:
@@ -217,6 +221,35 @@ def _circle(stalls: list[Stall]) -> Finding | None:
         ranks,
         Confidence.CERTAIN if exact else Confidence.LIKELY,
         evidence=evidence([s.standing for s in parts]),
+    )
+
+
+def _half_circle(stalls: list[Stall]) -> Finding | None:
+    """A group waits for ranks that wait in another one, whose members may be the first group's waiting ranks."""
+    for first in stalls:
+        for second in stalls:
+            held = set(first.absent) & set(second.waiting)
+            if held and not second.absent and any(second.group.may_hold(rank) for rank in first.waiting):
+                ranks = tuple(sorted({*first.waiting, *second.waiting}))
+                text = f"{ranks_do(first.waiting, 'wait')} in {first.call()} and {ranks_do(second.waiting, 'wait')} in "
+                return Finding(
+                    "group-deadlock",
+                    f"{text}{second.call()}: ranks wait for each other across groups",
+                    ranks,
+                    Confidence.LIKELY,
+                    evidence=evidence([first.standing, second.standing]),
+                )
+    return None
+
+
+def _idle(stall: Stall, idle: tuple[int, ...], stuck: set[int]) -> Finding:
+    """Some ranks timed out nowhere while all others wait in groups whose members nobody tells."""
+    return Finding(
+        "rank-not-joined",
+        f"{ranks_text(idle)} timed out nowhere, while {ranks_do(stuck, 'wait')}, some of them in {stall.call()}",
+        idle,
+        Confidence.POSSIBLE,
+        evidence=evidence([stall.standing]),
     )
 
 

@@ -9,7 +9,7 @@ from dtobs.findings import Confidence, Finding
 from dtobs.logs.endings import Ending
 from dtobs.logs.evidence import Sign
 from dtobs.logs.hangs import Heard
-from dtobs.words import ranks_text
+from dtobs.words import ranks_do, ranks_text
 
 _NUMBER = re.compile(r"\d{1,7}")
 _STORE = ("store-waits", "store-barrier", "store-connect", "rendezvous")
@@ -40,6 +40,23 @@ def named(live: Sequence[Sign], heard: Heard) -> list[Finding]:
             reports,
         )
     ]
+
+
+def across_backends(live: Sequence[Sign], found: list[Finding]) -> list[Finding]:
+    """Some ranks in NCCL, all others in Gloo: neither half will come to the other's call."""
+    gloo = {s.rank for s in live if s.kind in ("gloo-timeout", "gloo-closed") and s.rank is not None}
+    sure = any(s.kind == "gloo-timeout" for s in live)
+    if not found or found[0].code != "rank-not-joined" or not set(found[0].ranks) <= gloo:
+        return found
+    if not sure and len(found[0].ranks) < 2:
+        return found
+    waiting = {int(record["rank"]) for record in found[0].evidence if record.get("waits_in") is not None}
+    text = (
+        f"{ranks_do(found[0].ranks, 'are')} in Gloo and {ranks_text(waiting)} in one of NCCL: they wait for each other"
+    )
+    signs = [s for s in live if s.kind in ("gloo-timeout", "gloo-closed")]
+    confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
+    return [_finding("group-deadlock", text, tuple(sorted({*found[0].ranks, *waiting})), confidence, signs)]
 
 
 def others(live: Sequence[Sign], heard: Heard, ended: Sequence[Ending]) -> list[Finding]:

@@ -32,7 +32,7 @@ _SECONDS = (
 _RATE = re.compile(r"[,\[ ]([\d.]{1,12})it/s\b")
 _WORDS = ("oss", "teration", "it/s", "s/it")
 _NOT_TRAINING = re.compile(
-    r"\b(?:[Vv]al(?:id|idation)?|[Ee]val(?:uation)?|[Tt]est|[Ss]anity|loss[_ ]scale|[Gg]enerating|[Ll]oading|[Dd]ownload\w*|[Mm]ap)\b"
+    r"\b(?:[Vv]al(?:id|idation)?|[Ee]val(?:uation)?|[Tt]est|[Ss]anity|[Gg]enerating|[Ll]oading|[Dd]ownload\w*|[Mm]ap)\b"
 )
 
 
@@ -54,7 +54,8 @@ def parse(text: str) -> Progress | None:
     found = _STEP.search(text)
     step = int(found[1]) if found else int(bar[1]) if bar else None
     if step is None:
-        return None
+        loss = _LOSS.search(text) if text.lstrip().startswith("{'loss'") else None
+        return None if loss is None else Progress(None, _value(loss[1]), None)
     if _NOT_TRAINING.search(text):
         return Progress(None, None, None) if bar is None and found is None else Progress(step, None, None)
     loss = _LOSS.search(text)

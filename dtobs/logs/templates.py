@@ -93,7 +93,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("gloo-sizes", ROOT, "Invalid scalar type", "", "dtype-mismatch"),
     # --- NCCL ---
     _row("nccl-duplicate", ROOT, "Duplicate GPU detected", r"rank (?P<rank>\d{1,7}) and rank (?P<other>\d{1,7}) both on CUDA device (?P<device>\w{1,20})", "nccl-misuse"),
-    _row("nccl-shm", ROOT, "No space left on device", r"(?P<path>/dev/shm[^\s,)]{0,120})?", "disk-full"),
+    _row("nccl-shm", ROOT, "No space left on device", r"(?P<path>/dev/shm[^\s,)]{0,120})|No space", "disk-full"),
     _row("ib-completion", STUCK, "Got completion from peer", r"from peer (?P<peer>[^\s<]{1,80})(?:<\d{1,5}>)? with (?:status|error)[= ](?P<status>\d{1,6})"),
     _row("ib-completion", STUCK, "Got async event", r"NET/IB : (?P<hca>[\w.:]{1,40}:\d{1,4}) Got async event ?: (?P<event>[^\r\n]{1,80})"),
     _row("ib-link", STUCK, "NCCL WARN NET/IB : ", r"NET/IB : (?P<what>[^\r\n]{1,160})"),
@@ -114,7 +114,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("device-oom", ROOT, "out of memory. Tried to allocate", r"Tried to allocate (?P<wanted>more than 1EB|[\d.]{1,12} [KMGTP]?i?[Bb](?:ytes)?)", "device-out-of-memory"),
     _row("device-oom", ROOT, ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "OutOfMemoryError: CUDA", "HIP out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "NCCL WARN Cuda failure 'out of memory'", "NCCL WARN Cuda failure 2 'out of memory'"), "", "device-out-of-memory"),
     _row("host-oom", ROOT, ("Out of memory: Killed process", "Memory cgroup out of memory"), r"Killed process (?P<pid>\d{1,9})", "rank-oom-killed"),
-    _row("host-oom", ROOT, ("oom_kill event", "oom-kill event", "oom-kill:constraint", "Out Of Memory", "OOM Killed", "OOMKilled", "OUT_OF_MEMORY", "oom-killer"), r"(?:srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400}))?", "rank-oom-killed"),
+    _row("host-oom", ROOT, ("oom_kill event", "oom-kill event", "oom-kill:constraint", "Out Of Memory", "OOM Killed", "OOMKilled", "OUT_OF_MEMORY", "oom-killer"), r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400})|oom|OOM|Out Of Memory|OUT_OF_MEMORY", "rank-oom-killed"),
     _row("host-oom", ROOT, ("DataLoader worker (pid", "worker(s) exited unexpectedly"), r"(?:is killed by signal: Killed|exited unexpectedly)", "rank-oom-killed"),
     _row("shm", ROOT, ("Unexpected bus error encountered in worker", "insufficient shared memory"), "", "disk-full"),
     # --- device ---

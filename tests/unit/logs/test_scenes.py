@@ -1,0 +1,233 @@
+"""Small scenes of one fault each, as folders of logs: which ranks are named, and who is only a consequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtobs.diagnose import diagnose_logs
+
+WORK = "[rank{r}]:[E1206 18:44:12.7 ProcessGroupNCCL.cpp:607] [Rank {g}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={s}, OpType={op}, NumelIn={n}, NumelOut={n}, Timeout(ms)=600000) ran for 600061 milliseconds before timing out.\n"
+STATUS = "[rank{r}]:[E1206 18:44:12.8 ProcessGroupNCCL.cpp:2168] [PG ID {i} PG GUID {p} Rank {g}]  failure detected by watchdog at work sequence id: {s} PG status: last enqueued work: {e}, last completed work: {c}\n"
+
+
+def w(r, g, s, p="0(default_pg)", op="ALLREDUCE", n=8, e=None, c=None, i=0):
+    """A watchdog's two lines."""
+    return WORK.format(r=r, g=g, s=s, op=op, n=n) + STATUS.format(
+        r=r, g=g, s=s, p=p, e=e or s, c=s - 1 if c is None else c, i=i
+    )
+
+
+SCENES = {
+    "deadlock": (
+        {
+            "a.log": w(0, 0, 5, "2(a)", i=2)
+            + w(1, 1, 5, "2(a)", i=2)
+            + w(2, 2, 7, "3(b)", i=3)
+            + w(3, 3, 7, "3(b)", i=3)
+        },
+        ("group-deadlock", (0, 1, 2, 3)),
+    ),
+    "deadlock default+sub": (
+        {
+            "a.log": w(0, 0, 50)
+            + w(1, 1, 50)
+            + w(2, 0, 7, "3(b)", i=3)
+            + "[rank3]: hello error\n"
+            + w(3, 1, 7, "3(b)", i=3)
+        },
+        ("network-stalled", ()),
+    ),
+    "tp+dp: rank 3 absent of dp; its tp peer waits": (
+        {
+            "a.log": w(0, 0, 5, "2(dp)", i=2)
+            + w(2, 1, 9, "4(tp)", i=3)
+            + w(1, 0, 5, "3(dp)", i=2)
+            + "[rank3]: some warning error\n"
+        },
+        ("rank-not-joined", (3,)),
+    ),
+    "gloo": (
+        {
+            f"rank_{r}.log": 'Traceback (most recent call last):\n  File "/h/train.py", line 3, in step\n    dist.barrier(group=cpu)\n  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 4, in barrier\n    work.wait()\nRuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation to complete\n'
+            if r != 2
+            else "step 4 loss 2.0\n[INFO] error rate\n"
+            for r in range(4)
+        },
+        ("rank-not-joined", (2,)),
+    ),
+    "gloo with closed": (
+        {
+            f"rank_{r}.log": 'Traceback (most recent call last):\n  File "/h/train.py", line 3, in step\n    dist.barrier(group=cpu)\nRuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation to complete\n'
+            if r == 1
+            else 'Traceback (most recent call last):\n  File "/h/train.py", line 3, in step\nRuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2332\n'
+            for r in range(4)
+        },
+        ("network-stalled", ()),
+    ),
+    "gloo/nccl": (
+        {
+            "a.log": w(0, 0, 50)
+            + w(1, 1, 50)
+            + "".join(
+                f'[rank{r}]: Traceback (most recent call last):\n[rank{r}]:   File "/h/train.py", line 9, in ev\n[rank{r}]: RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:2332\n'
+                for r in (2, 3)
+            )
+        },
+        ("group-deadlock", (0, 1, 2, 3)),
+    ),
+    "monitored": (
+        {
+            "a.log": "[rank0]: RuntimeError: Rank 2 failed to pass monitoredBarrier in 30000 ms\n[rank1]: RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0.\n"
+        },
+        ("rank-not-joined", (2,)),
+    ),
+    "dead peer sigsegv": (
+        {
+            "a.log": '[rank0]: Traceback (most recent call last):\n[rank0]:   File "t.py", line 3, in <module>\n[rank0]: torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/x.cpp:1970, remote process exited or there was a network error, NCCL version 2.20.5\nW0801 13:23:17.366000 32974 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 33051 closing signal SIGTERM\nE0325 20:57:27.62 2606 site-packages/torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -11) local_rank: 1 (pid: 2630) of binary: /opt/conda/bin/python\n'
+        },
+        ("rank-dead", (1,)),
+    ),
+    "slurm oom": (
+        {
+            "slurm-1.out": "step 3 loss 2\nslurmstepd: error: Detected 1 oom_kill event in StepId=11300781.0. Some of the step tasks have been OOM Killed.\nsrun: error: gpu07: task 3: Out Of Memory\nsrun: error: gpu06: tasks 0-2: Exited with exit code 1\n"
+        },
+        ("rank-oom-killed", (3,)),
+    ),
+    "k8s oom": (
+        {
+            "pod.log": "step 3 loss 2\n    State:          Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n"
+        },
+        ("rank-oom-killed", ()),
+    ),
+    "import error all": (
+        {
+            "a.log": "".join(
+                f"[rank{r}]: Traceback (most recent call last):\n[rank{r}]:   File \"/h/train.py\", line 1, in <module>\n[rank{r}]: ModuleNotFoundError: No module named 'flash_attn'\n"
+                for r in range(4)
+            )
+        },
+        ("uncaught-exception", (0, 1, 2, 3)),
+    ),
+    "disk": (
+        {
+            "a.log": "[rank0]: Traceback (most recent call last):\n[rank0]:   File \"/h/train.py\", line 1, in save\n[rank0]: OSError: [Errno 28] No space left on device: '/ckpt/step_100'\n"
+            + w(1, 1, 50)
+            + w(2, 2, 50)
+        },
+        ("disk-full", (0,)),
+    ),
+    "shm": (
+        {
+            "a.log": "node1:12:34 [0] misc/shmutils.cc:72 NCCL WARN Error: failed to extend /dev/shm/nccl-XYZ to 9637892 bytes: No space left on device\n"
+        },
+        ("disk-full", ()),
+    ),
+    "xid": (
+        {
+            "a.log": "[Mon Jan  1 00:00:00 2024] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+            + w(0, 0, 5)
+            + w(1, 1, 5)
+        },
+        ("device-fault", ()),
+    ),
+    "unused": (
+        {
+            "a.log": '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/h/t.py", line 1, in f\n[rank1]: RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss.\n'
+        },
+        ("unused-parameters", (1,)),
+    ),
+    "ncclid": (
+        {
+            "a.log": "".join(
+                f"[rank{r}]: torch.distributed.DistBackendError: [{r}] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout\n"
+                for r in (1, 2, 3)
+            )
+        },
+        ("nccl-init-stuck", (0,)),
+    ),
+    "ib": (
+        {
+            "a.log": "h1:984:1357 [4] NCCL INFO comm 0x1 rank 4 nranks 16 cudaDev 4 busId 1a000 - Init COMPLETE\nh1:984:1357 [4] ib_plugin.c:1615 NCCL WARN NET/IB : Got completion from peer 172.36.143.59<44206> with status=12 opcode=129 len=65536 vendor err 129 (Recv) localGid ::ffff:29.87.88.182 remoteGids::ffff:29.87.4.221 hca mlx5_2\n"
+        },
+        ("network-stalled", (4,)),
+    ),
+    "mpspawn": (
+        {
+            "a.log": 'torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File "/x/site-packages/torch/multiprocessing/spawn.py", line 69, in _wrap\n    fn(i, *args)\n  File "/h/t.py", line 9, in worker\n    raise ValueError(\'bad batch\')\nValueError: bad batch\n'
+        },
+        ("uncaught-exception", (1,)),
+    ),
+    "deepspeed": (
+        {
+            "a.log": "[2024-05-01 12:00:00,123] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 77\n[2024-05-01 12:00:00,123] [ERROR] [launch.py:322:sigkill_handler] ['/usr/bin/python', '-u', 'train.py', '--local_rank=3'] exits with return code = -9\n"
+        },
+        ("rank-dead", ()),
+    ),
+    "one rank log only": ({"rank0.log": w(0, 0, 5)}, ("dumps-missing", ())),
+    "some ranks": (
+        {f"rank{r}.log": "world_size=8\n" + w(r, r, 5) for r in range(3)},
+        ("dumps-missing", (3, 4, 5, 6, 7)),
+    ),
+    "silent rank's log": (
+        {**{f"rank{r}.log": w(r, r, 5) for r in (0, 1, 3)}, "rank2.log": "step 9 loss 3.1\n"},
+        ("rank-not-joined", (2,)),
+    ),
+    "nodes torchrun": (
+        {
+            f"node{n}/run_a/attempt_0/{l}/stderr.log": (
+                w(n * 2 + l, n * 2 + l, 5) if (n, l) != (1, 0) else "step 1 loss 2\n"
+            )
+            for n in range(2)
+            for l in range(2)
+        },
+        ("rank-not-joined", (2,)),
+    ),
+    "nodes 1.13": (
+        {
+            f"node{n}/run_a/attempt_0/{l}/stderr.log": (
+                f"[E ProcessGroupNCCL.cpp:737] [Rank {n * 2 + l}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1802212 milliseconds before timing out.\n"
+                if (n, l) != (1, 0)
+                else "step 1 loss 2\n"
+            )
+            for n in range(2)
+            for l in range(2)
+        },
+        ("rank-not-joined", (2,)),
+    ),
+    "hang then cancel": (
+        {
+            "a.log": 'step 9 loss 2\nslurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\nTraceback (most recent call last):\n  File "/h/t.py", line 3, in step\n    loss.item()\nKeyboardInterrupt\n'
+        },
+        None,
+    ),
+    "nan json": (
+        {
+            "a.log": "".join(
+                "{'loss': %s, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.%d}\n" % ("nan" if n > 3 else 2.0, n)
+                for n in range(9)
+            )
+        },
+        ("loss-nonfinite", ()),
+    ),
+    "megatron nan": (
+        {
+            "a.log": "".join(
+                f" iteration {n:8}/ 1000 | elapsed time per iteration (ms): 812.3 | lm loss: {'nan' if n > 4 else '9.1E+00'} | loss scale: 1.0 |\n"
+                for n in range(9)
+            )
+        },
+        ("loss-nonfinite", ()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_scene(tmp_path: Path, name: str):
+    files, wanted = SCENES[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    verdict = diagnose_logs([str(tmp_path)]).verdict
+    assert (None if verdict is None else (verdict.code, verdict.ranks)) == wanted
