@@ -51,9 +51,7 @@ def across_backends(live: Sequence[Sign], found: list[Finding]) -> list[Finding]
     if not sure and len(found[0].ranks) < 2:
         return found
     waiting = {int(record["rank"]) for record in found[0].evidence if record.get("waits_in") is not None}
-    text = (
-        f"{ranks_do(found[0].ranks, 'are')} in Gloo and {ranks_text(waiting)} in one of NCCL: they wait for each other"
-    )
+    text = f"{ranks_do(found[0].ranks, 'are')} in Gloo and {ranks_text(waiting)} in NCCL, for each other"
     signs = [s for s in live if s.kind in ("gloo-timeout", "gloo-closed")]
     confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
     return [_finding("group-deadlock", text, tuple(sorted({*found[0].ranks, *waiting})), confidence, signs)]
