@@ -20,15 +20,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
-from dtobs.detectors.hangs import rendezvous_incomplete
+from dtobs.detectors.hangs import RECOVERABLE, rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DependencyMissing, TargetError, UsageError
 from dtobs.integrations.launch import Command, environment
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
 from dtobs.recording.view import load_run
+from dtobs.words import duration_text
 
 _LOOK_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 3.0
+_MAX_PAST = 3
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         _say(f"recording to {root}; 'dtobs top {root}' shows it live")
         Thread(target=_watch_rendezvous, args=(root,), daemon=True).start()
         code = command.run()
-    _conclude(root)
+    _conclude(root, words, code)
     return code
 
 
@@ -103,19 +106,43 @@ def _watch_rendezvous(root: Path) -> None:
             return
 
 
-def _conclude(root: Path) -> None:
+def _conclude(root: Path, words: list[str], code: int) -> None:
     """Say what was found, if anything, and where to read on."""
     try:
-        diagnosis = diagnose(gather(root))
+        _wait_for_last_words(root)
+        evidence = gather(root)
+        diagnosis = diagnose(evidence)
     except TargetError:  # no run directory has come about
         diagnosis = None
     if diagnosis is None or not (diagnosis.ranks or diagnosis.findings):
         disabled = os.environ.get("DTOBS_DISABLE") == "1"
         _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else "no process built a torch optimizer"))
+        if code and Path(words[0]).name.startswith("python") and "RANK" not in os.environ:
+            _say("a distributed script needs a launcher: dtobs run -- torchrun --nproc-per-node 2 train.py")
         return
     if diagnosis.verdict is not None:
         _say(f"{diagnosis.verdict.code}: {diagnosis.verdict.summary}")
+    stood = [past for past in evidence.past if past.finding.code in RECOVERABLE]
+    for past in stood[-_MAX_PAST:]:
+        _say(f"over since: {past.finding.code}, {duration_text(past.lost_seconds)}: {past.finding.summary}")
+    if diagnosis.verdict is None and not stood:
+        _say("nothing found")
+    for note in diagnosis.notes:
+        if note.startswith("interrupted after"):
+            _say(note)
+    if diagnosis.verdict is not None or stood:
         _say(f"read more with: dtobs diagnose {root}")
+
+
+def _wait_for_last_words(root: Path) -> None:
+    """Give the monitor the moment it needs to write down how the ranks ended."""
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    while time.monotonic() < deadline:
+        view = load_run(root)
+        states = [view.process(rank) for rank in view.ranks]
+        if all(s is None or s.alive or s.exit_code is not None for s in states):
+            return
+        time.sleep(0.1)
 
 
 def _say(text: str) -> None:

@@ -43,7 +43,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     ordered = rank_causes(as_it_ended(view, finding) for finding in found)
     quiet, ranks = silence(view), statuses(view)
     notes = []
-    if quiet is not None and not quiet.exceeded and quiet.seconds > _NOTICED_SECONDS:
+    lives = any(process.alive for process in view.processes.values())
+    if quiet is not None and not quiet.exceeded and quiet.seconds > _NOTICED_SECONDS and (lives or not view.processes):
         notes.append(_pause(view, quiet))
     notes += [f"what came after it: {finding.summary}" for finding in caused]
     if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
@@ -214,8 +215,8 @@ def _ended_from_outside(view: RunView) -> str:
 def _past(entry: Entry) -> str:
     """One matter that is over: what, when, how long."""
     finding = entry.finding
-    lost = (entry.until_ns or entry.t_ns) - finding.since_ns if finding.since_ns else 0
-    stood = f", stood still for {duration_text(lost / 1e9)}" if finding.code in RECOVERABLE and lost > 0 else ""
+    lost = entry.lost_seconds if finding.code in RECOVERABLE else 0.0
+    stood = f", stood still for {duration_text(lost)}" if lost else ""
     return f"over since {entry.utc[11:19]} UTC{stood}: {finding.code}: {finding.summary}"
 
 

@@ -96,13 +96,7 @@ def saw(optimizer: Any) -> None:
 
 def _attach(module: Any = None, optimizers: list[Any] | None = None) -> None:
     os.environ.pop("DTOBS_AUTO_ATTACH", None)  # what this rank starts is not this rank
-    timeout = os.environ.get("DTOBS_HANG_TIMEOUT")
-    attach(
-        module,
-        optimizers,
-        name=os.environ.get("DTOBS_RUN_NAME", "run"),
-        hang_timeout=float(timeout) if timeout else None,
-    )
+    attach(module, optimizers, name=os.environ.get("DTOBS_RUN_NAME", "run"))
 
 
 def _parameters_of(optimizer: Any) -> Iterable[Any]:

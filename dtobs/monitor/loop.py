@@ -19,6 +19,7 @@ from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
 from dtobs.host.process import ProcessState, boot_id
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
+from dtobs.monitor.console import Console
 from dtobs.monitor.excuses import Excuses
 from dtobs.monitor.exits import ProcessWatch
 from dtobs.monitor.journal import Journal
@@ -29,6 +30,7 @@ from dtobs.monitor.stats import MonitorStats
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.nodes.cluster import Cluster
 from dtobs.recording.excused import read_excused, write_excused
+from dtobs.recording.journal import Entry
 from dtobs.recording.meta import read_meta
 from dtobs.recording.policy import Policy
 from dtobs.recording.rundir import RunDirectory
@@ -74,6 +76,7 @@ class Monitor:
         self.ranks = NodeRanks(run.pages(node), self.watch)
         self.watchdog = Watchdog(run.captures)
         self.journal = Journal(run.findings, writes=self.leads)
+        self.console = Console(run.root)
         self.excuses = Excuses()
         self.on_hang = OnHang(on_hang or Policy(), run, node, lambda text: self.fail("on-hang", text))
         self.damaged: list[str] = []  #: what the last pass could not read
@@ -204,6 +207,7 @@ class Monitor:
             )
             for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)
+                self._tell(entry)
             if self._acts_on(found):
                 self.journal.flush()  # what follows is worth knowing the reason of
         cost = time.process_time() - begin
@@ -213,6 +217,17 @@ class Monitor:
         if self.ranks.any_gone():
             pause = min(pause, 1.0)  # what follows a death follows quickly
         self._next_pass = time.monotonic() + pause
+
+    def _tell(self, entry: Entry) -> None:
+        """Say on the training's console what a person there has to know."""
+        try:
+            if entry.event == "found":
+                self.console.found(entry.finding, self.ranks.watched)
+            elif entry.finding.since_ns:
+                lost = (entry.until_ns - entry.finding.since_ns) / 1e9
+                self.console.cleared(entry.finding, lost, self.ranks.watched)
+        except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
+            self.fail("console", f"the console cannot be written: {type(error).__name__}: {error}")
 
     def _acts_on(self, found: list[Finding]) -> bool:
         """Let the run's policy act on a hang; whether it does."""

@@ -34,6 +34,12 @@ class Entry:
     finding: Finding
     until_ns: int = 0  #: of a matter that was cleared: when it was last seen
 
+    @property
+    def lost_seconds(self) -> float:
+        """How long a matter lasted, to when it was last seen; 0 when that is not known."""
+        since = self.finding.since_ns
+        return max(0.0, ((self.until_ns or self.t_ns) - since) / 1e9) if since else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """The line as a dictionary; `from_json` reads it back."""
         return {

@@ -167,10 +167,20 @@ class LiveSession(Session):
         for undo in (*reversed(self._undo), self._probes.progress.finish, self._probes.remove):
             self._attempt(undo)
         failed = self._recorder.page.get("state") == RankState.FAILED
+        steps = int(self._recorder.page.get("steps_done"))
         state = RankState.FAILED if failed else RankState.CLOSED
         self._attempt(lambda: self._recorder.close(state))
         if self._monitor is not None:
             self._monitor.let_go()
+            if self._who.rank == 0 and "DTOBS_RUN_NAME" not in os.environ:  # `dtobs run` has a last word of its own
+                self._attempt(lambda: self._say_last_word(steps, failed=failed))
+
+    def _say_last_word(self, steps: int, *, failed: bool) -> None:
+        from dtobs.session.last_word import last_word
+
+        if os.environ.get("DTOBS_CONSOLE") != "0":
+            said = last_word(self.run_dir, self.attempt, steps, failed=failed)
+            sys.stderr.write(f"dtobs: {said}\n")
 
     def abandon(self) -> None:
         """In a forked child: the recording is the parent's, so nothing here may write to it or end it."""

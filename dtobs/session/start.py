@@ -53,7 +53,8 @@ def attach(
     `probes`: levels by probe name, such as ``{"collectives": "cheap", "parameters": "off"}``.
     `monitor_bind`: the address of this node at which its monitor listens for those of other nodes, or "auto"
     (default: DTOBS_MONITOR_BIND, else loopback only).
-    `hang_timeout`: seconds without progress that are a hang (default: adapts to the run's own steps).
+    `hang_timeout`: seconds without progress that are a hang (default: DTOBS_HANG_TIMEOUT, else it adapts to the run's
+    own steps).
     `on_hang`: what the monitor does about one: "report", "abort" (end the ranks, so that torchrun restarts them) or
     "command:PROGRAM ARGUMENTS" (default: DTOBS_ON_HANG, else report).
     `config`: settings to keep with the run; secrets are left out. With a session attached already, that one
@@ -68,7 +69,9 @@ def attach(
         return _current
     _forget_parent()
     try:
-        session = _start(model, optimizer, run_dir, name, mesh, replicas, _levels(probes), hang_timeout, config)
+        session = _start(
+            model, optimizer, run_dir, name, mesh, replicas, _levels(probes), _timeout(hang_timeout), config
+        )
     except (DtobsError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         sys.stderr.write(f"dtobs: not recording this run: {reason}\n")
@@ -83,6 +86,21 @@ def attach(
         except (DtobsError, OSError, RuntimeError) as error:
             sys.stderr.write(f"dtobs: recording without a monitor: {error}\n")
     return session
+
+
+def _timeout(given: float | None) -> float | None:
+    """What the program says, else what its environment says."""
+    said = os.environ.get("DTOBS_HANG_TIMEOUT", "")
+    if given is not None or not said:
+        return given
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = 0.0
+    if 0 < seconds < 1e6:
+        return seconds
+    sys.stderr.write(f"dtobs: DTOBS_HANG_TIMEOUT={said!r} is no number of seconds: the default stays\n")
+    return None
 
 
 def current() -> Session | None:

@@ -1,0 +1,37 @@
+"""A run ends with one line of what was found, stood still and was lost, or that nothing was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtobs.findings import Finding
+from dtobs.monitor.journal import Journal
+from dtobs.recording.rundir import RunDirectory
+from dtobs.session.last_word import last_word
+from dtobs.session.start import _timeout
+
+STOPPED = Finding("rank-stopped", "rank 1 is suspended", (1,), since_ns=10**9)
+
+
+def test_nothing_found(tmp_path: Path):
+    assert last_word(tmp_path, 0, 300, failed=False) == "nothing found in 300 steps"
+
+
+def test_found_and_stood_still(tmp_path: Path):
+    journal = Journal(RunDirectory(tmp_path).findings)
+    journal.update([STOPPED], 31 * 10**9, may_clear=True)
+    for second in (32, 33):
+        journal.update([Finding("data-overlap", "same", (0, 1))], second * 10**9, may_clear=True)
+    said = last_word(tmp_path, 0, 9, failed=False)
+    assert said == f"found data-overlap, stood still for 30 s; more with: dtobs diagnose {tmp_path}"
+    assert "ended by an exception" in last_word(tmp_path, 0, 9, failed=True)
+
+
+@pytest.mark.parametrize(("said", "seconds"), [("", None), ("7.5", 7.5), ("soon", None), ("-1", None), ("nan", None)])
+def test_the_hang_timeout_of_the_environment_counts_for_every_way_of_attaching(monkeypatch, capsys, said, seconds):
+    monkeypatch.setenv("DTOBS_HANG_TIMEOUT", said)
+    assert _timeout(None) == seconds
+    assert _timeout(3.0) == 3.0
+    assert ("is no number of seconds" in capsys.readouterr().err) == (bool(said) and seconds is None)
