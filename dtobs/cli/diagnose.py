@@ -11,6 +11,7 @@ examples:
   dtobs diagnose dumps/
   cat slurm-123.out | dtobs diagnose -
   dtobs diagnose logs/
+  dtobs diagnose --ras localhost:28028
   dtobs diagnose http://127.0.0.1:9400
   dtobs diagnose runs/20261120T120000Z-run --html report.html
   dtobs diagnose runs/20261120T120000Z-run --json | jq .verdict
@@ -31,6 +32,7 @@ from dtobs.diagnose import (
     diagnose,
     diagnose_dumps,
     diagnose_logs,
+    diagnose_ras,
     gather,
     gather_monitors,
     holds_dumps,
@@ -55,6 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON (dtobs.diagnosis/1)")
     parser.add_argument("--json-schema", action="store_true", help="print the JSON schema of --json, and end")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a report that a browser opens")
+    parser.add_argument(
+        "--ras", metavar="WHERE", help="judge NCCL RAS instead: a file, a folder of samples, or HOST:PORT"
+    )
     parser.add_argument("--no-capture", action="store_true", help="do not ask living ranks for their stacks")
 
 
@@ -63,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json_schema:
         print(json.schema(), end="")
         return Exit.NOTHING_FOUND
-    diagnosis = _diagnose(args.targets, None if args.no_capture else capture_ranks)
+    diagnosis = (
+        diagnose_ras(args.ras)
+        if args.ras is not None
+        else _diagnose(args.targets, None if args.no_capture else capture_ranks)
+    )
     if args.html is not None:
         try:
             args.html.write_text(html.render(diagnosis), encoding="utf-8")

@@ -15,6 +15,7 @@ from dtobs.diagnose.gather import Evidence, gather
 from dtobs.diagnose.logs import diagnose_logs, holds_logs
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.diagnose.monitors import gather_monitors
+from dtobs.diagnose.ras import diagnose_ras
 
 __all__ = [
     "Diagnosis",
@@ -23,6 +24,7 @@ __all__ = [
     "diagnose",
     "diagnose_dumps",
     "diagnose_logs",
+    "diagnose_ras",
     "gather",
     "gather_monitors",
     "holds_dumps",
