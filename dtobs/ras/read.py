@@ -27,7 +27,7 @@ _HOST = re.compile(r"managed by process (\d{1,9}) on node (\S{1,80})")
 
 @dataclass
 class Communicator:
-    """The counts of one communicator: per operation the ranks that are told one by one, and how many have each count."""
+    """The counts of one communicator: per operation those of ranks that are named, and how many others have each."""
 
     name: str
     size: int
