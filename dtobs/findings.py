@@ -350,6 +350,13 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "together.",
     ),
     (
+        "optimizer-stale",
+        "silent",
+        Severity.CRITICAL,
+        "The optimizer steps and no parameter changes",
+        "Make the optimizer from the parameters of the model that is trained, after moving, wrapping and loading it.",
+    ),
+    (
         "gradient-scale-mismatch",
         "silent",
         Severity.CRITICAL,

@@ -46,6 +46,7 @@ _ROWS = (
     Trouble("same-data", "data-overlap", "all"),
     Trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
     Trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
+    Trouble("stale", "optimizer-stale", "all"),
     Trouble("rescaled", "gradient-scale-mismatch", "all"),
     Trouble("other-settings", "config-mismatch", "all", ("fsdp",)),  # of two that differ none is accused
     Trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp",)),
@@ -116,8 +117,11 @@ def train(job: SilentJob) -> None:
     plain = nn.Sequential(*layers)
     model = wrap(plain, job.wrapper)
     torch.manual_seed(1234 if is_now == "equal-dropout" else 1234 + rank)
+    trained = list(model.parameters())
+    if is_now == "stale":  # of a copy of the model, as after loading it anew
+        trained = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
     optimizer = torch.optim.SGD(
-        model.parameters(),
+        trained,
         lr=0.02 if mine and is_now == "other-rate" else 0.01,
         weight_decay=0.1 if mine and is_now == "other-settings" else 0.0,
     )

@@ -13,6 +13,7 @@ from dtobs.detectors.silent.learning_rate_mismatch import learning_rate_mismatch
 from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
 from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
 from dtobs.detectors.silent.loss_weights import loss_weights
+from dtobs.detectors.silent.optimizer_stale import optimizer_stale
 from dtobs.detectors.silent.replica_divergence import replica_divergence
 from dtobs.detectors.silent.seed_policy import seed_policy
 from dtobs.detectors.silent.spikes import spikes
@@ -26,6 +27,7 @@ DETECTORS: tuple[Detector, ...] = (
     gradient_nonfinite,
     loss_nonfinite,
     loss_weights,
+    optimizer_stale,
     spikes,
     fp16_underflow,
     fp8_saturation,
