@@ -129,11 +129,18 @@ def noise_scale(look: Look) -> Iterator[Sample]:
     """B_simple of McCandlish et al. (2018) from local and reduced gradient norms over the last steps, in tokens."""
     if not look.leads:
         return
-    window = look.view.steps(64).complete()
+    view = look.view
+    said = [set(view.meta(rank).layout.get("data_ranks") or ()) for rank in view.ranks]
+    peers = max(said, key=len, default=set())
+    rows = [row for row, rank in enumerate(view.ranks) if rank in peers]
+    if len(rows) < 2 or len(rows) < len(peers):
+        return
+    window = view.steps(512).complete()
     local, reduced, tokens = window.field("local_norm"), window.field("reduced_norm"), window.field("tokens")
-    ranks = len(look.view.ranks)
+    local, reduced, tokens = local[rows], reduced[rows], tokens[rows]
+    ranks = len(rows)
     good = np.isfinite(local).all(0) & np.isfinite(reduced).all(0) & (tokens > 0).all(0)
-    if ranks < 2 or good.sum() < 16:
+    if good.sum() < 16:
         return
     small_batch = float(tokens[:, good].mean())
     big_batch = small_batch * ranks

@@ -121,10 +121,10 @@ class Collectives(Probe):
             root = args[root_at] if root_at >= 0 else -1
             if len(tensors) == 1:
                 tensor = tensors[0]
-                size = 0 if barrier else tensor.nbytes
+                size = 0 if barrier else _bytes(tensor)
                 key: tuple[Any, ...] = (name, reduce_op, root, group.number, tensor.shape, tensor.dtype)
             else:
-                size = sum(t.nbytes for t in tensors)
+                size = sum(map(_bytes, tensors))
                 key = (name, reduce_op, root, group.number, *((t.shape, t.dtype) for t in tensors))
             op = numbers.get(key) or self._define(key, operator, tensors, reduce_op, group.global_rank(root))
             site = here(2) if here is not None else 0
@@ -179,3 +179,12 @@ class Collectives(Probe):
         )
         self._numbers[key] = number
         return number
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """What a tensor holds; a sparse one its values and where they are."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return 0

@@ -18,7 +18,7 @@ from dtobs.events import Phase
 from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digest, host_digest
 from dtobs.probes.layout import local_tensor
-from dtobs.probes.modules import around_call, roots
+from dtobs.probes.modules import around_call, roots, trains
 
 MAX_BYTES = 1 << 20
 """Of a larger tensor (images, video) this much is read, spread evenly over its elements."""
@@ -42,7 +42,7 @@ class InputProbe(Probe):
         root = roots(context.model)[0]
 
         def take(root: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if not self._told and root.training and torch.is_grad_enabled():
+            if not self._told and trains(root):
                 self._add(_tensors((*args, *(kwargs[k] for k in sorted(kwargs)))))
 
         around_call(self, root, take, _ignore)

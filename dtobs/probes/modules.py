@@ -17,7 +17,7 @@ from dtobs.probes.base import Probe
 
 
 class Forward(Probe):
-    """Forward begins and ends when the root module is called; evaluation mode counts as validation."""
+    """Forward begins and ends when the root module is called; one that trains nothing counts as validation."""
 
     name = "forward"
 
@@ -32,12 +32,12 @@ class Forward(Probe):
 
     def _begin_first(self, root: torch.nn.Module, *_args: Any, **_named: Any) -> int:
         depth = self._begin(root)
-        self._progress.micro_batches += root.training
+        self._progress.micro_batches += trains(root)
         return depth
 
     def _begin(self, root: torch.nn.Module, *_args: Any, **_named: Any) -> int:
         progress = self._progress
-        if not root.training:
+        if not trains(root):
             return progress.begin(Phase.VALIDATION)
         progress.claim_training_thread()
         return progress.begin(Phase.FORWARD)
@@ -46,6 +46,11 @@ class Forward(Probe):
 def roots(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that the loop calls: `model`, or each of a ModuleList, such as a rank's stages of a pipeline."""
     return list(model) if isinstance(model, torch.nn.ModuleList) and len(model) else [model]
+
+
+def trains(root: torch.nn.Module) -> bool:
+    """Whether a forward now is for a gradient. Lightning keeps its wrapper, and only that, in evaluation mode."""
+    return torch.is_grad_enabled() and (root.training or any(child.training for child in root.children()))
 
 
 def around_call(probe: Probe, module: torch.nn.Module, begin: Callable[..., Any], end: Callable[..., object]) -> None:
@@ -91,16 +96,37 @@ class OptimizerSteps(Probe):
                 hook()
             ended()
 
-        self.undo.callback(optimizer.register_step_pre_hook(before).remove)
-        self.undo.callback(optimizer.register_step_post_hook(after).remove)
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            self.undo.callback(optimizer.register_step_pre_hook(before).remove)
+            self.undo.callback(optimizer.register_step_post_hook(after).remove)
+            return
+
+        def begin_call(*_args: Any, **_named: Any) -> bool:
+            before(None, None, None)
+            return True
+
+        # One that wraps another without a hook of its own. Its class, not itself: schedulers want a method there.
+        mine = weakref.ref(optimizer)
+        self.around(
+            type(optimizer),
+            "step",
+            begin_call,
+            lambda _began: after(None, None, None),
+            lambda called, *_args: mine() is called,
+        )
 
     def _begin(self) -> None:
         context = self.context
         self._depth = context.progress.begin(Phase.OPTIMIZER)
         if context.optimizer is not None:
             rate = context.optimizer.param_groups[0].get("lr")
-            if isinstance(rate, float):  # a tensor may live on a device; the loop can report it
-                context.record["learning_rate"] = rate
+            if isinstance(rate, torch.Tensor) and not rate.is_cpu:
+                step = context.step
+                self.late.put(
+                    rate.reshape(()), lambda value: context.recorder.amend_step(step, learning_rate=value.item())
+                )
+            elif rate is not None:
+                context.record["learning_rate"] = float(rate)
 
     def _end(self) -> None:
         if self._depth is not None:

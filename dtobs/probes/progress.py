@@ -237,14 +237,16 @@ class Progress:
         self.claim_training_thread()
         if threading.get_ident() != self.thread or not self.active:
             return
+        # A step that began by itself before the first word about steps is none, unless the optimizer stepped in it.
+        phantom = self.in_step and not self.explicit_steps and not self._optimizer_stepped
         self.explicit_steps = True
         if step is not None and not self._numbered:
             self._numbered = True
             self._context.recorder.meta.add("process", steps_numbered=True)
-        if self.in_step:
+        if self.in_step and not phantom:
             self.finish_step()
-            self.flush()
-        self.start_step(int(self._ints[_STEP]) + 1 if step is None else step)
+        self.flush()
+        self.start_step(int(self._ints[_STEP]) + (not phantom) if step is None else step)
 
     def optimizer_stepped(self) -> None:
         """The optimizer has stepped: the step ends here unless the user says where steps end."""

@@ -2,7 +2,9 @@
 
 What it does: compares the digests of the inputs of the same step between the ranks of a data-parallel group. Ranks
 count as overlapping when at least `LEAST_STEPS` steps, and half of those that can be compared, are equal. A rank whose
-input never changes (a benchmark's constant batch) proves nothing.
+input never changes (a benchmark's constant batch) proves nothing. Equal inputs may be the point (several samples of the
+same prompts): ranks whose gradients differ all the same, without dropout, are not named, unless
+``session.policy(data="differ")`` says that the data must differ; ``session.policy(data="same")`` says that it need not.
 
 Why it hurts: the ranks compute the same gradient: twice the price for the progress of one.
 
@@ -32,7 +34,16 @@ def data_overlap(view: RunView) -> list[Finding]:
         rows = rows_of(view, group)
         digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
         varied = [len(np.unique(row[row != 0])) >= LEAST_STEPS for row in digests]
+        rule = {view.meta(rank).policy.get("data") for rank in group}
+        if rule == {"same"}:
+            continue
+        norms = window.field("sample_norm")[rows]
+        if not np.isfinite(norms).any():
+            norms = window.field("local_norm")[rows]
         for members, equal, compared in _sets(digests, varied):
+            drops = any(view.meta(group[m]).layout.get("dropout") for m in members)  # differ by that alone
+            if rule != {"differ"} and not drops and _learns_more(norms[members][:, equal]):
+                continue
             ranks = [group[m] for m in members]
             steps = window.steps[equal]
             found.append(
@@ -54,6 +65,14 @@ def data_overlap(view: RunView) -> list[Finding]:
                 )
             )
     return found
+
+
+def _learns_more(norms: npt.NDArray[np.float64]) -> bool:
+    """Whether ranks with equal inputs compute gradients of their own, float64[ranks, steps]: more than one would."""
+    known = norms[:, np.isfinite(norms).all(axis=0)]
+    if known.shape[1] < LEAST_STEPS:
+        return False
+    return bool(np.mean(np.ptp(known, axis=0) > 1e-3 * known.max(axis=0)) > 0.5)
 
 
 def _sets(digests: npt.NDArray[np.uint64], varied: list[bool]) -> list[tuple[list[int], npt.NDArray[np.bool_], int]]:

@@ -195,10 +195,21 @@ def test_declared_generators(tmp_path: Path, rule: str, odd: tuple[int, ...]):
 
 
 def test_ranks_that_read_the_same(tmp_path: Path):
-    run = noisy_run(tmp_path, 4, change=lambda rank, step: {"input_digest": 50 + step} if rank in (1, 3) else {})
-    found = only(run)
+    def same(rank: int, step: int) -> dict[str, float]:
+        return {"input_digest": 50 + step, "local_norm": 1 + step % 7} if rank in (1, 3) else {}
+
+    found = only(noisy_run(tmp_path, 4, change=same))
     assert (found.code, found.ranks, found.step) == ("data-overlap", (1, 3), 0)
     assert found.summary == "ranks 1 and 3 read the same data in 40 of 40 steps"
+
+
+@pytest.mark.parametrize(("rule", "codes"), [(None, []), ("same", []), ("differ", ["data-overlap"])])
+def test_equal_inputs_with_gradients_of_their_own_may_be_the_point(tmp_path: Path, rule: str | None, codes: list[str]):
+    run = noisy_run(tmp_path, 2, change=lambda rank, step: {"input_digest": 50 + step})
+    for rank in run.ranks:
+        if rule:
+            rank.meta("policy", data=rule)
+    assert [f.code for f in findings(run)] == codes
 
 
 @pytest.mark.parametrize(

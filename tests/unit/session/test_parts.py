@@ -220,6 +220,14 @@ def test_what_is_wrapped_conditionally_and_what_fails_inside():
     assert ended == ["x"]
 
 
+def test_bytes_of_sparse_tensors():
+    from dtobs.probes.collectives import _bytes
+
+    dense = torch.tensor([[0.0, 2.0], [0.0, 3.0]])
+    assert _bytes(dense) == 16
+    assert _bytes(dense.to_sparse()) == 2 * 4 + 2 * 2 * 8
+
+
 def test_without_the_queue_of_callbacks_backward_is_still_seen(
     attach: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ):

@@ -97,6 +97,69 @@ def test_explicit_steps_win_over_the_optimizer(attach: Attach):
     assert steps["loss"].tolist() == [7.0, 8.0, 9.0]
 
 
+def test_what_ran_before_the_first_word_about_steps_is_no_step(attach: Attach):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer) as session:
+        model(torch.ones(1, 8))  # shapes, or a first look
+        for step in (7, 8):
+            session.step(step)
+            train(model, optimizer, 1)
+    assert steps_of(session)["step"].tolist() == [7, 8]
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Wraps an optimizer as PostLocalSGDOptimizer does: no initialisation, and so no dictionaries of hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    @property
+    def state(self):
+        return self.inner.state
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad()
+
+
+def test_an_optimizer_that_wraps_one_is_seen_and_left_as_it_was(attach: Attach):
+    model = make_model()
+    optimizer, twin = (Wrapping(torch.optim.SGD(model.parameters(), 0.1)) for _ in range(2))
+    before = vars(Wrapping)["step"]
+    with attach(model, optimizer) as session:
+        train(model, optimizer, 3)
+        twin.step()
+    assert steps_of(session)["step"].tolist() == [1, 2, 3]
+    assert look(session).page(0)["probe_failures"] == 0
+    assert vars(Wrapping)["step"] is before
+
+
+@pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25)])
+def test_the_learning_rate_may_be_a_tensor(attach: Attach, rate: float | torch.Tensor):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    with attach(model, optimizer) as session:
+        train(model, optimizer, 2)
+    assert steps_of(session)["learning_rate"].tolist() == [0.25] * 2
+
+
+def test_a_root_in_evaluation_mode_around_a_model_that_trains_is_training(attach: Attach):
+    """Lightning keeps its wrapper so."""
+    inner = make_model()
+    model = torch.nn.Sequential(inner)
+    model.eval()
+    inner.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer) as session:
+        train(model, optimizer, 2)
+    steps = steps_of(session)
+    assert (steps["validation_ns"] == 0).all()
+    assert steps["micro_batches"].tolist() == [1, 1]
+
+
 def test_a_step_that_was_not_finished_is_no_step(attach: Attach):
     model = make_model()
     with attach(model) as session:
