@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 
+from dtobs.errors import UsageError
 from dtobs.monitor import app
+from dtobs.recording.rundir import RunDirectory
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,5 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch until the ranks are gone."""
+    given = RunDirectory(args.run_dir)
+    if args.run_dir.is_dir() and not given.nodes() and not given.run_json.exists():
+        raise UsageError(f"{args.run_dir} is no run directory: it holds neither run.json nor nodes/")
     app.set_up_log()
     return app.start(args)

@@ -23,6 +23,7 @@ from threading import Thread
 from dtobs.detectors.hangs import RECOVERABLE, rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DependencyMissing, TargetError, UsageError
+from dtobs.events import RankState
 from dtobs.integrations.launch import Command, environment
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         _check_terminal()
     given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")
     root = Path(given).absolute() if given else new_run_path(args.name)
+    _refuse_a_live_run(root)
     command = Command(words, environment(os.environ, root, args.name, args.hang_timeout))
     if args.tui:
         code = _with_screen(command, RunDirectory(root), args.name)
@@ -76,6 +78,20 @@ def run(args: argparse.Namespace) -> int:
         code = command.run()
     _conclude(root, words, code)
     return code
+
+
+def _refuse_a_live_run(root: Path) -> None:
+    """Two jobs in one directory would write over each other. Raises UsageError when one trains there."""
+    try:
+        view = load_run(root)
+    except TargetError:  # there is no run yet
+        return
+    ended = (RankState.CLOSED, RankState.FAILED)
+    alive = [r for r in view.ranks if (p := view.process(r)) is not None and p.alive]
+    alive = [r for r in alive if int(view.page(r)["state"]) not in ended]
+    if alive:
+        pid = int(view.page(alive[0])["pid"])
+        raise UsageError(f"{root} belongs to a job that still runs (rank {alive[0]} is process {pid}): name another")
 
 
 def _check_terminal() -> None:

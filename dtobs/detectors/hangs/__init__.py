@@ -97,7 +97,7 @@ def detect(view: RunView) -> list[Finding]:
         return apart  # who waits inside a construction has not reached what comes after it
     found = [finding for rule in RULES for finding in rule(situation)] if len(seen.pages) else []
     if situation.stall is not None and not situation.stall.exceeded:
-        found = [_early(finding) for finding in found]
+        found = [_early(finding) for finding in found if finding.code != "network-stalled"]
     if any(finding.confidence is not Confidence.POSSIBLE for finding in found):
         return found
     return lost_nodes.find(situation, lost, view) or found

@@ -15,6 +15,7 @@ import pytest
 from dtobs.cli import main
 from dtobs.diagnose import gather
 from dtobs.errors import TargetError
+from dtobs.testing.fake_run import FakeRun
 from dtobs.testing.layout import Layout
 from dtobs.testing.synthetic_dumps import Job, write_dumps
 
@@ -158,3 +159,15 @@ def test_an_output_that_is_closed(tmp_path: Path):
     script = f"exec '{sys.executable}' -m dtobs diagnose '{tmp_path}' >&-"
     done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_folder_that_is_no_run_is_not_watched(tmp_path: Path, refused: Any):
+    (tmp_path / "picture.png").touch()
+    assert "is no run directory" in refused(2, "monitor", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["picture.png"]
+
+
+def test_two_live_jobs_are_refused_one_directory(tmp_path: Path, refused: Any):
+    FakeRun(tmp_path / "run", 2).steps(2)
+    said = refused(2, "run", "--run-dir", tmp_path / "run", "--", "true")
+    assert "belongs to a job that still runs (rank 0 is process" in said

@@ -214,6 +214,16 @@ def test_who_asks_of_a_run_that_takes_such_pauses_is_told_of_no_finding(tmp_path
     assert diagnose(gather(hang_of_one(tmp_path / "one"))).verdict is None
 
 
+def test_who_asks_early_hears_no_guess_at_the_network(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(5)
+    for rank in run.ranks:
+        rank.collective(wait=True)
+    view = run.view(later=30)
+    view.asked = True
+    assert diagnose(Evidence("x", view)).findings == ()
+    assert [f.code for f in diagnose(Evidence("x", run.view(later=61))).findings] == ["network-stalled"]
+
+
 def hang_of_one(root: Path) -> Path:
     """A single rank that is slow, and nobody waits for it."""
     FakeRun(root, 1).steps(3)
