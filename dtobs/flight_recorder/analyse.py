@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtobs.findings import Confidence, Finding
@@ -19,6 +19,7 @@ from dtobs.flight_recorder.verdicts import Verdicts
 from dtobs.flight_recorder.waits import Call, Root, build, calls_held_up, roots
 from dtobs.flight_recorder.wording import Words
 
+_MAX_TOLD = 4
 _FIRST = (
     "call-site-mismatch",
     "collective-mismatch",
@@ -107,7 +108,7 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
                 finding = verdicts.of(root) if odd is None else desync_finding(Words(dumps), odd)
                 if finding is not None:
                     findings.append(finding)
-    findings.sort(key=_order)
+    findings = sorted(_one_cause(findings), key=_order)
     return DumpAnalysis(
         findings=tuple(findings),
         ranks=_table(dumps, states, pairs),
@@ -117,6 +118,22 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
         notes=tuple(notes),
         matched=Matched(dumps, aligned, states, pairs, calls, standing),
     )
+
+
+def _one_cause(findings: list[Finding]) -> list[Finding]:
+    """Devices that stopped in several groups are one matter, told in one finding with all their ranks."""
+    stopped = sorted((f for f in findings if f.code == "device-stopped"), key=_order)
+    if len(stopped) < 2:
+        return findings
+    merged = replace(
+        stopped[0],
+        summary="; ".join(f.summary for f in stopped[:_MAX_TOLD]),
+        ranks=tuple({rank for f in stopped for rank in f.ranks}),
+        confidence=min((f.confidence for f in stopped), key=lambda c: c.order),
+        group=None,
+        evidence=tuple(record for f in stopped for record in f.evidence),
+    )
+    return [merged, *(f for f in findings if f not in stopped)]
 
 
 def _leads_to(desync: Desync, root: Root, states: dict[int, Frontier]) -> bool:

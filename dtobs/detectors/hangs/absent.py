@@ -51,21 +51,21 @@ def _still(situation: Situation, rank: int) -> bool:
 
 
 def alike(situation: Situation, code: str) -> list[tuple[tuple[int, ...], Absence]]:
-    """The absent ranks with one code, those that are missing in the same collective together.
+    """All absent ranks with one code, together with the Absence of the first of them; [] where there is none.
 
-    The Absence is that of the first of them, with everybody who waits there.
+    One cause in several groups is one matter: the Absence has everybody who waits for one of them in its place, and
+    that place is the one in which most wait.
     """
     places: dict[tuple[int, int], list[Absence]] = {}
-    for found, absence in absent(situation).values():
-        if found == code:
-            places.setdefault((absence.group, absence.seq), []).append(absence)
-    merged = []
-    for _, together in sorted(places.items()):
-        waiting = tuple(sorted({rank for absence in together for rank in absence.waiting}))
-        since = min((a.since_ns for a in together if a.since_ns), default=0)
-        first = replace(together[0], waiting=waiting, since_ns=since)
-        merged.append((tuple(absence.rank for absence in together), first))
-    return merged
+    together = [absence for found, absence in absent(situation).values() if found == code]
+    if not together:
+        return []
+    for absence in together:
+        places.setdefault((absence.group, absence.seq), []).append(absence)
+    first = max(places.values(), key=lambda here: (len({r for a in here for r in a.waiting}), -here[0].rank))
+    waiting = tuple(sorted({rank for absence in first for rank in absence.waiting}))
+    since = min((a.since_ns for a in together if a.since_ns), default=0)
+    return [(tuple(sorted(a.rank for a in together)), replace(first[0], waiting=waiting, since_ns=since))]
 
 
 def _stopped(situation: Situation, rank: int) -> bool:

@@ -109,3 +109,9 @@ def test_a_reduction_of_another_kind_is_seen_in_recordings_alone(kind: str, tmp_
     codes = [f.code for f in detect(run.view())]
     assert codes == (["reduce-op-mismatch"] if kind == "max" else [])
     assert not analyse_dumps(dumps_from_objects(dict(dumps_of(Job(FOUR, steps=12))))).findings
+
+
+def test_devices_stopped_in_two_groups_are_one_verdict() -> None:
+    job = Job(SMALL, Fault("device-stopped", 1, "tp"), second=Fault("device-stopped", 6, "tp"), steps=6)
+    (finding,) = analyse_dumps(dumps_from_objects(dict(dumps_of(job)))).findings
+    assert (finding.code, finding.ranks) == ("device-stopped", (1, 6))

@@ -93,3 +93,22 @@ def test_a_suspended_rank_is_told_as_that(run: FakeRun) -> None:
         construct(rank, 2, [0, 1, 2, 3], line=8)
     stopped = {0: ProcessState(run.pid_of(0), alive=True, state="T")}
     assert list(found(run.view(later=600, processes=stopped))) == ["rank-stopped"]
+
+
+@pytest.mark.parametrize("code", ["rank-stopped", "gil-held", "stuck-in-dataloader", "rank-not-joined"])
+def test_one_cause_in_two_groups_is_one_finding_with_all_ranks(code: str, tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, world=4).steps(10)
+    groups = {rank: run.group(f"dp{rank % 2}", (rank % 2, rank % 2 + 2)) for rank in range(4)}
+    for rank in run.ranks:
+        if rank.number < 2:
+            rank.collective(group=groups[rank.number], wait=True)
+        elif code == "stuck-in-dataloader":
+            rank.phase("data")
+    stopped = {r: ProcessState(run.pid_of(r), alive=True, state="T") for r in (2, 3)} if code == "rank-stopped" else {}
+    view = run.view(later=600, processes=stopped)
+    if code == "gil-held":
+        place = stack("/home/me/train.py:30 native")
+        view = captured(view, rank_2=("held", place), rank_3=("held", place))
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks) == (code, (2, 3))
+    assert "ranks 2 and 3" in finding.summary
