@@ -6,7 +6,8 @@ itself out (as its usual distance from them goes), and from its own exponential 
 within `WITHIN`, or a single one beyond `HUGE` times, make a finding for the next `RECENT` steps; deviations below
 `SMALL` times never do. One step alone proves little: norms have heavy tails (single batches of healthy runs on real
 text were 20 times their neighbours), a fault stays. A rank that was `PERSISTENT` times off from the very first step is
-found by the ratio alone.
+found by the ratio alone, and only as possible: each rank may train on a domain of its own, which
+``session.policy(data="own")`` says.
 
 Both comparisons are needed: at two ranks leave-one-out cannot tell which one is off, and over time the norms of all
 ranks move together. Averages are kept in logarithms and take in a deviating step only up to `CLIP` standard
@@ -35,7 +36,7 @@ WINDOW = 256
 RECENT = 64
 LEAST_STEPS, WITHIN = 4, 6
 Z = 5.0
-SMALL, PERSISTENT, HUGE = 1.5, 10.0, 1e3
+SMALL, PERSISTENT, HUGE = 1.5, 30.0, 1e3
 CLIP = 2.0
 # The usual distance from the others changes slowly; a rank's own norm follows the whole job's.
 _SLOW, _FAST = 0.05, 0.2
@@ -63,7 +64,8 @@ def local_gradient_outlier(view: RunView) -> list[Finding]:
             dense = len(at) >= LEAST_STEPS and (at[LEAST_STEPS - 1 :] - at[: 1 - LEAST_STEPS] < WITHIN).any()
             if dense or len(huge):
                 found.append(_describe(window, rows, group, rank, at, cross[member], norms))
-        if not flagged.any():
+        own = all(view.meta(rank).policy.get("data") == "own" for rank in group)
+        if not flagged.any() and not own:
             found += _always_off(window, group, logs)
     return found
 
@@ -148,7 +150,7 @@ def _always_off(window: StepWindow, group: list[int], logs: Floats) -> list[Find
             "local-gradient-outlier",
             f"the gradient of {ranks_text([group[worst]])} is {_times(ratio)} that of its peers in every step",
             (group[worst],),
-            Confidence.LIKELY if len(group) > 2 else Confidence.POSSIBLE,
+            Confidence.POSSIBLE,
             step=int(window.steps[0]),
             evidence=({"what": "local gradient norms", "ratio": ratio, "steps": complete.shape[1]},),
         )

@@ -257,13 +257,18 @@ def test_one_loud_rank_is_found_within_a_few_steps(tmp_path: Path, world: int, f
 def test_one_rank_loud_from_the_beginning(tmp_path: Path, world: int):
     loud = lambda rank, step: {"local_norm": 60.0 + step % 3} if rank == 1 else {"local_norm": 1.0}  # noqa: E731
     found = only(noisy_run(tmp_path, world, 20, change=loud))
-    assert (found.code, found.ranks) == ("local-gradient-outlier", (1,))
+    assert (found.code, found.ranks, found.confidence) == ("local-gradient-outlier", (1,), Confidence.POSSIBLE)
+    own = noisy_run(tmp_path / "own", world, 20, change=loud)
+    for rank in own.ranks:
+        rank.meta("policy", data="own")
+    assert findings(own) == []
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda rank, step: {"local_norm": 3.0 if rank == 0 else 1.0},  # steadily heavier data
+        lambda rank, step: {"local_norm": (20.0 if rank == 0 else 1.0) + step % 3},  # a domain of its own
         lambda rank, step: {"local_norm": 50.0 if step >= 20 else 1.0},  # a spike of the whole job
         lambda rank, step: {"local_norm": 4.0} if (rank, step) == (1, 20) else {},  # one hard batch
         lambda rank, step: {"local_norm": 20.0} if (rank, step) in ((0, 13), (0, 15), (1, 14)) else {},
