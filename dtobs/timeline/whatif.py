@@ -158,7 +158,10 @@ def _findings(ops: Operations, duration: Floats, found: WhatIf) -> list[Finding]
     """The one cause that explains most, when the job is slowed down at all."""
     if found.slowdown < SLOW:
         return []
-    slow = _slow_workers(ops, duration, found)
+    correlation, uneven = _correlation(ops, duration)
+    sequences = correlation is not None and correlation >= CORRELATED and uneven >= UNEVEN
+    # Where sequences are uneven, some rank always had the longer ones: a slow one must stand out from that.
+    slow = _slow_workers(ops, duration, found, LONGER + 3 * uneven if sequences else LONGER)
     waste = f"the job takes {found.slowdown:.2f} times as long as with equal durations"
     evidence: tuple[dict[str, Any], ...] = (
         {"what": "slowdown", "S": _ratio(found.slowdown), **{k: _ratio(v) for k, v in found.fix.items()}},
@@ -172,8 +175,7 @@ def _findings(ops: Operations, duration: Floats, found: WhatIf) -> list[Finding]
         on = tuple(np.unique(ops.rank[ops.pp == stage]).tolist())
         words = f"{waste}; stage {stage} computes {ratio:.2f} times as long as the others"
         return [Finding("stage-imbalance", words, on, Confidence.LIKELY, evidence=evidence)]
-    correlation, uneven = _correlation(ops, duration)
-    if correlation is not None and correlation >= CORRELATED and uneven >= UNEVEN:
+    if sequences:
         words = (
             f"{waste}; forward and backward of a micro-batch are long together (correlation {correlation:.2f}):"
             " micro-batches hold sequences of unequal length"
@@ -206,13 +208,13 @@ def _stage_of(ops: Operations) -> dict[int, int]:
     return dict(zip(ranks.tolist(), ops.pp[first].tolist(), strict=True))
 
 
-def _slow_workers(ops: Operations, duration: Floats, found: WhatIf) -> tuple[int, ...]:
+def _slow_workers(ops: Operations, duration: Floats, found: WhatIf, least: float) -> tuple[int, ...]:
     """Of the worst ranks those that compute longer than the others of their own stage."""
     work, stage = _compute_by_rank(ops, duration), _stage_of(ops)
     slow = []
     for rank in found.worst:
         peers = [work[r] for r in work if stage[r] == stage[rank] and r != rank]
-        if peers and work[rank] >= LONGER * float(np.median(peers)):
+        if peers and work[rank] >= least * float(np.median(peers)):
             slow.append(rank)
     return tuple(sorted(slow))
 

@@ -78,6 +78,21 @@ def test_causes_told_apart(
         assert found["fix"]["last_stage"] == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.parametrize("copies", [2, 4, 8])
+@pytest.mark.parametrize("batches", [1, 2, 8])
+def test_unequal_sequences_accuse_no_rank(
+    copies: int, batches: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    _, found, _ = say(capsys, write(job(1, copies, 10, batches, noisy(0.02, sequences)), tmp_path / "t.csv"))
+    assert {f["code"] for f in found["findings"]} <= {"sequence-imbalance"}
+
+
+def test_a_slow_rank_stands_out_from_unequal_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = job(1, 8, 10, 4, lambda *what: sequences(*what) * (6 if what[2] == 5 else 1))
+    _, found, _ = say(capsys, write(rows, tmp_path / "t.csv"))
+    assert [(f["code"], f["ranks"]) for f in found["findings"]] == [("straggler", [5])]
+
+
 @pytest.mark.parametrize("share", [0.02, 0.1])
 def test_noise_is_no_cause(share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, found, _ = say(capsys, write(job(4, 4, 4, 8, noisy(share)), tmp_path / "t.csv"))
