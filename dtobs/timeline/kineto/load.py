@@ -20,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MOST_NAMES = 1 << 20
+LATEST_US = 1e17
+"""No clock shows more; sums of what is accepted stay numbers."""
 _RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "privateuse1_runtime")
 _SYNC = ("Synchronize", "StreamWaitValue")
 _ALLOCATION = ("Malloc", "Free", "HostAlloc", "MemCreate", "MemMap", "MemUnmap", "MemRelease", "HostRegister")
@@ -118,7 +120,7 @@ class _Columns:
             begin, duration, name = event.get("ts"), event.get("dur"), event.get("name")
             if type(begin) is not float or type(duration) is not float:
                 begin, duration = _number(begin), _number(duration)
-            if duration >= 0 and begin - begin == duration - duration == 0 and type(name) is str:  # finite
+            if 0 <= duration < LATEST_US and -LATEST_US < begin < LATEST_US and type(name) is str:
                 args = event.get("args")
                 handler(event, name, begin, begin + duration, args if type(args) is dict else {})
 

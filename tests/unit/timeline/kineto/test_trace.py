@@ -179,6 +179,7 @@ HOSTILE = [
     b'{"traceEvents": [' + b"[" * 100_000,
     b'{"traceEvents": [{"ph":"X","cat":"kernel","name":"a","ts":NaN,"dur":1}]}',
     b'{"traceEvents": [{"ph":"X","cat":"kernel","name":"a","ts":1e999,"dur":-1,"args":[]}]}',
+    b'{"traceEvents": [{"ph":"X","cat":"kernel","name":"a","ts":-1e308,"dur":1e308}]}',
     b'{"traceEvents": [{"ph":"X","cat":["kernel"],"name":{},"ts":"x","dur":null}, 1, null, "x"]}',
     b"\x1f\x8b\x08garbage",
     b"\x80\x04\x95pickle",
