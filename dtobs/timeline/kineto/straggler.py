@@ -92,7 +92,7 @@ def _complete(matched: Matched, ranks: dict[int, Rank], rank: int) -> bool:
 
 def _steps(groups: list[Group], ranks: dict[int, Rank], offsets: dict[int, float]) -> list[Ints]:
     """The number of the step of each call: by ProfilerSteps, else by how the calls repeat, else each on its own."""
-    number = next((r for r in sorted(ranks) if len({n for n, _, _ in ranks[r].steps}) > 1), None)
+    number = next((r for r in sorted(offsets) if len({n for n, _, _ in ranks[r].steps}) > 1), None)
     if number is not None:
         edges = np.array([begin for _, begin, _ in ranks[number].steps]) - offsets[number]
         return [np.searchsorted(edges, g.last) for g in groups]
