@@ -34,7 +34,9 @@ class Console:
         self._lines = 0
 
     def found(self, finding: Finding, watched: Iterable[Watched]) -> None:
-        """Tell of a finding, when it is critical."""
+        """Tell of a finding, when it is critical, and no end of ranks that a hang was told of before."""
+        if finding.code in ("rank-dead", "rank-exited-early") and self._told:
+            return
         if finding.severity is Severity.CRITICAL and finding.code not in self._told:
             self._told.add(finding.code)
             self._say(f"{finding.code}: {finding.summary}; more with: dtobs diagnose {self._root}", watched)

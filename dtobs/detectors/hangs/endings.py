@@ -245,6 +245,8 @@ def _told_alone(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
     missed = End.PEER_LOST in kinds or (stalled and End.OPEN in kinds)
     if not told or not missed or End.TIMED_OUT in kinds or (all_told(found) and End.OPEN not in kinds):
         return []
+    if any(e.kind is End.OPEN and e.process is not None and e.process.stopped for e in found.values()):
+        return []  # all were told, and a suspended process does not hear it
     told.sort(key=lambda e: (e.t_ns, e.rank))
     return [e for e in told if e.t_ns - told[0].t_ns < _TOLD_TOGETHER_NS]
 

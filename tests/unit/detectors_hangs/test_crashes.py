@@ -310,3 +310,12 @@ def test_what_a_handler_of_sigterm_raises_is_no_cause(training):
     for rank in run.ranks:
         fails(rank, "lightning.pytorch.utilities.exceptions.SIGTERMException", "")
     assert found(run.view(later=1, processes={0: gone(1), 1: gone(1)})) == {}
+
+
+def test_a_suspended_rank_does_not_hear_that_the_job_was_told_to_end(training):
+    run = training(2)
+    run.rank(0).collective(wait=True)
+    run.rank(1).phase("forward")
+    ended = {0: gone(-15), 1: ProcessState(8, alive=True, state="T")}
+    (finding,) = found(run.view(later=61, processes=ended)).values()
+    assert (finding.code, finding.ranks) == ("rank-stopped", (1,))
