@@ -420,6 +420,34 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "Ranks step with different learning rates",
         "Give every rank the same schedule and step it on every rank; after a resume, load its state on all of them.",
     ),
+    (
+        "data-repeat",
+        "silent",
+        Severity.WARNING,
+        "Every epoch reads shuffled data in the same order",
+        "Call sampler.set_epoch(epoch) at the beginning of every epoch.",
+    ),
+    (
+        "data-not-resumed",
+        "silent",
+        Severity.WARNING,
+        "A restart begins the data anew",
+        "Save the position in the data with the checkpoint, and skip to it after a restart.",
+    ),
+    (
+        "rng-not-restored",
+        "silent",
+        Severity.WARNING,
+        "A restart continues the data with other random numbers",
+        "Save and load the states of the generators of every rank, host and device, with the checkpoint.",
+    ),
+    (
+        "resume-mismatch",
+        "silent",
+        Severity.CRITICAL,
+        "A restart goes on with another learning rate or other weights",
+        "Load the state of model, optimizer, scheduler and scaler on every rank before the first step.",
+    ),
     # performance
     (
         "straggler",

@@ -1,21 +1,63 @@
-"""Waiting for data: the time inside ``next()`` of a ``torch.utils.data.DataLoader`` iterator."""
+"""Waiting for data, and where each pass over it begins: what a ``torch.utils.data.DataLoader`` iterator says."""
 
 from __future__ import annotations
 
-from torch.utils.data import dataloader
+import weakref
+from typing import Any
+
+from torch.utils.data import DistributedSampler, dataloader
 
 from dtobs.events import Phase
 from dtobs.probes.base import Probe
 
+MOST_PASSES = 400
+
 
 class Loader(Probe):
-    """Names the data phase without a word from the user; a loader of another kind needs ``session.phase("data")``."""
+    """Names the data phase without a word from the user; a loader of another kind needs ``session.phase("data")``.
+
+    Where a loader that is trained with has a DistributedSampler, each pass over it becomes a ``pass`` entry: the order
+    in which it will read. A pass belongs to training when the optimizer steps on what it gave.
+    """
 
     name = "loader"
     about_model = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._newest: weakref.ref[Any] | None = None
+        self._given: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # batches of each iterator
+        self._samplers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._passes = 0
+
     def install(self) -> None:
-        progress = self.context.progress
-        self.around(
-            dataloader._BaseDataLoaderIter, "__next__", lambda _loader: progress.begin(Phase.DATA), progress.end
-        )
+        self.around(dataloader._BaseDataLoaderIter, "__next__", self._begin, self.context.progress.end)
+
+    def before_optimizer(self) -> None:
+        """Note a pass when its first batch is trained with."""
+        iterator = self._newest() if self._newest is not None else None
+        if iterator is None:
+            return
+        given = iterator._num_yielded
+        before, self._given[iterator] = self._given.get(iterator, given + 1), given
+        if before <= given:
+            return  # the pass goes on; an iterator that is kept between passes counts from 0 again
+        sampler = getattr(iterator, "_index_sampler", None)
+        sampler = getattr(sampler, "sampler", sampler)
+        if isinstance(sampler, DistributedSampler) and self._passes < MOST_PASSES:
+            self._passes += 1
+            self.context.recorder.meta.add(
+                "pass",
+                step=self.context.step,
+                sampler=self._samplers.setdefault(sampler, len(self._samplers)),
+                shuffles=bool(sampler.shuffle),
+                seed=int(sampler.seed),
+                epoch=int(sampler.epoch),
+                replicas=int(sampler.num_replicas),
+                samples=len(sampler),
+            )
+
+    def _begin(self, iterator: Any) -> int:
+        if self._newest is None or self._newest() is not iterator:
+            self._newest = weakref.ref(iterator)
+        return self.context.progress.begin(Phase.DATA)

@@ -1,8 +1,8 @@
 """What the numbers in a recording stand for: one JSON object a line, appended when a number is first used.
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
-``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``. A last
-line cut by a kill is left out.
+``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``,
+``pass``. A last line cut by a kill is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dtobs.recording.rundir import private_folder
 from dtobs.words import ranks_text
 
 MAX_BYTES = 8 << 20
+PASS_FIELDS = ("step", "sampler", "shuffles", "seed", "epoch", "replicas", "samples")
 
 
 class MetaWriter:
@@ -156,6 +157,7 @@ class Meta:
     laws: dict[str, dict[str, Any]] = field(default_factory=dict)  #: by name: what the rows of its ring stand for
     settings: list[tuple[int, dict[str, str]]] = field(default_factory=list)  #: (step, fields that changed), in order
     constructions: dict[int, Construction] = field(default_factory=dict)  #: by number
+    passes: list[dict[str, int]] = field(default_factory=list)  #: over training data, in order: see `probes.loader`
     damaged: int = 0  #: lines that could not be understood
 
 
@@ -249,6 +251,8 @@ def take(meta: Meta, e: dict[str, Any]) -> None:
             meta.constructions[number] = replace(meta.constructions[number], state=str(e["state"]))
         case "law":
             meta.laws[str(e["name"])] = e
+        case "pass":
+            meta.passes.append({name: int(e[name]) for name in PASS_FIELDS})
         case "settings":
             meta.settings.append((int(e["step"]), {str(name): str(value) for name, value in e["fields"].items()}))
         case _:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dtobs.detectors.base import Detector
 from dtobs.detectors.silent.config_mismatch import config_mismatch
+from dtobs.detectors.silent.data_not_resumed import data_not_resumed
 from dtobs.detectors.silent.data_overlap import data_overlap
+from dtobs.detectors.silent.data_repeat import data_repeat
 from dtobs.detectors.silent.fp8_saturation import fp8_saturation
 from dtobs.detectors.silent.fp16_underflow import fp16_underflow
 from dtobs.detectors.silent.gradient_ledger import gradient_ledger
@@ -15,6 +17,8 @@ from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
 from dtobs.detectors.silent.loss_weights import loss_weights
 from dtobs.detectors.silent.optimizer_stale import optimizer_stale
 from dtobs.detectors.silent.replica_divergence import replica_divergence
+from dtobs.detectors.silent.resume_mismatch import resume_mismatch
+from dtobs.detectors.silent.rng_not_restored import rng_not_restored
 from dtobs.detectors.silent.seed_policy import seed_policy
 from dtobs.detectors.silent.spikes import spikes
 
@@ -33,4 +37,8 @@ DETECTORS: tuple[Detector, ...] = (
     fp8_saturation,
     config_mismatch,
     learning_rate_mismatch,
+    data_repeat,
+    data_not_resumed,
+    rng_not_restored,
+    resume_mismatch,
 )

@@ -1,0 +1,52 @@
+"""data-repeat: every epoch reads a shuffled data set in the same order.
+
+What it does: a DistributedSampler shuffles by its seed and its epoch. Each pass that training made over its data is on
+record with both; a sampler that was to shuffle and had the same ones in two passes gave the same order twice. Passes
+of loaders that nothing is trained with, and samplers that were not to shuffle, say nothing.
+
+Why it hurts: batches are the same ones in every epoch, on every rank: less random than the job was meant to be, and
+the loss over an epoch shows the pattern of the order.
+
+What to do next: call ``sampler.set_epoch(epoch)`` at the beginning of every epoch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
+
+
+def data_repeat(view: RunView) -> list[Finding]:
+    """One finding for all ranks whose sampler repeats its order."""
+    repeats: dict[int, tuple[int, int, int]] = {}  # by rank: passes alike, their epoch, the step of the second
+    for rank in view.ranks:
+        shuffled = [p for p in view.meta(rank).passes if p["shuffles"] and p["replicas"] > 1]
+        orders = Counter((p["sampler"], p["seed"], p["epoch"]) for p in shuffled)
+        if not orders:
+            continue
+        order, count = orders.most_common(1)[0]
+        if count > 1:
+            steps = [p["step"] for p in shuffled if (p["sampler"], p["seed"], p["epoch"]) == order]
+            repeats[rank] = (count, order[2], steps[1])
+    if not repeats:
+        return []
+    count, epoch, step = repeats[min(repeats)]
+    whose = "every rank reads its" if len(repeats) == len(view.ranks) else f"{ranks_text(repeats)} read their"
+    return [
+        Finding(
+            "data-repeat",
+            f"{whose} shuffled data in the same order in {count} passes: the sampler's epoch stays {epoch}",
+            tuple(repeats),
+            Confidence.CERTAIN,
+            step=step,
+            evidence=(
+                {
+                    "what": "passes over training data",
+                    "passes": view.meta(min(repeats)).passes[:16],
+                },
+            ),
+        )
+    ]

@@ -1,0 +1,96 @@
+"""What a restart must continue: data, random numbers, learning rate, weights; healthy restarts are quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtobs.detectors.silent import DETECTORS
+from dtobs.events import identify
+from dtobs.findings import Finding
+from dtobs.recording.view import RunView
+from dtobs.testing.fake_run import FakeRun
+
+CODES = ("data_not_resumed", "rng_not_restored", "resume_mismatch")
+
+
+def restarted(tmp_path: Path, **odd: Callable[[int], float]) -> RunView:
+    """20 steps, then steps 10 to 29 in a second attempt; `odd` gives a field's value there, by step."""
+    for attempt, steps in enumerate((range(20), range(10, 30))):
+        run = FakeRun(tmp_path, 2, attempt=attempt, start_ns=10**12 * (attempt + 1))
+        for step in steps:
+            for rank in run.ranks:
+                fields = {name: value(step) for name, value in odd.items()} if attempt else {}
+                healthy = {"loss": 4.0 / (1 + step) + 0.01 * (step % 3), "learning_rate": 1e-4 * (step + 1)}
+                rank.step(step, **(healthy | fields))
+    return run.view()
+
+
+def found(view: RunView) -> list[Finding]:
+    return [f for detector in DETECTORS if detector.__name__ in CODES for f in detector(view)]
+
+
+def test_a_restart_that_continues_is_quiet(tmp_path: Path) -> None:
+    assert found(restarted(tmp_path)) == []
+
+
+def test_a_loader_that_begins_anew(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        for step in range(20):
+            rank.step(step, input_digest=identify(f"{rank.number} {step}"))
+    run = FakeRun(tmp_path, 2, attempt=1, start_ns=10**13)
+    for rank in run.ranks:
+        for step in range(10, 24):
+            rank.step(step, input_digest=identify(f"{rank.number} {step - 10}"))
+    (finding,) = found(run.view())
+    assert (finding.code, finding.ranks, finding.step) == ("data-not-resumed", (0, 1), 10)
+    assert finding.summary == (
+        "ranks 0 and 1 have gone on at step 10 with the data of step 0: 14 steps read what the first steps of the"
+        " attempt before had read"
+    )
+
+
+def test_data_that_repeats_itself_proves_nothing(tmp_path: Path) -> None:
+    for attempt, steps in enumerate((range(20), range(10, 30))):
+        run = FakeRun(tmp_path, 2, attempt=attempt, start_ns=10**12 * (attempt + 1))
+        for rank in run.ranks:
+            for step in steps:
+                rank.step(step, input_digest=identify(f"{rank.number} {step % 10}"))
+    assert found(run.view()) == []
+
+
+def test_other_random_numbers_on_the_same_data(tmp_path: Path) -> None:
+    (finding,) = found(restarted(tmp_path, rng_torch=lambda step: identify(f"other {step}")))
+    assert (finding.code, finding.step) == ("rng-not-restored", 10)
+
+
+def test_generators_that_do_not_move_prove_nothing(tmp_path: Path) -> None:
+    assert found(restarted(tmp_path, rng_torch=lambda step: 5)) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("learning_rate", lambda step: 1e-4 * (step - 9), "learning rate"), ("loss", lambda step: 4.0, "a higher loss")],
+)
+def test_another_rate_or_other_weights(tmp_path: Path, field: str, value: Callable[[int], float], words: str) -> None:
+    (finding,) = found(restarted(tmp_path, **{field: value}))
+    assert (finding.code, finding.group, finding.step) == ("resume-mismatch", words, 10)
+
+
+def test_steps_that_nobody_numbered_are_not_compared(tmp_path: Path) -> None:
+    view = restarted(tmp_path, learning_rate=lambda step: 1.0)
+    for rank in view.ranks:
+        view.meta(rank).process["steps_numbered"] = False
+    assert found(view) == []
+
+
+def test_another_number_of_ranks_is_not_compared(tmp_path: Path) -> None:
+    for attempt, world in enumerate((4, 2)):
+        run = FakeRun(tmp_path, world, attempt=attempt, start_ns=10**12 * (attempt + 1))
+        for rank in run.ranks:
+            for step in range(20):
+                rank.step(step, learning_rate=1.0 + attempt)
+    assert found(run.view()) == []
