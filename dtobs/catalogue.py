@@ -1,0 +1,437 @@
+"""The catalogue: every code of a finding that exists, with what is known of it.
+
+Detectors, alerts, runbooks and tests are checked against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+Family = Literal["hangs", "silent", "performance"]
+
+
+class Severity(StrEnum):
+    """`critical`: the run is lost or its result is wrong. `warning`: it wastes time or looks suspicious."""
+
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A row of the catalogue."""
+
+    name: str
+    family: Family
+    severity: Severity
+    title: str
+    next_step: str
+
+
+_ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
+    # hangs and crashes
+    (
+        "rank-not-joined",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank never issued the collective that its peers wait in",
+        "Look at the line this rank is at: code that only some ranks run, or that takes very long there.",
+    ),
+    (
+        "stuck-in-dataloader",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank waits for its data while its peers wait for it",
+        "Check the storage and the data-loader workers of this rank's host; give the loader a timeout.",
+    ),
+    (
+        "stuck-in-checkpoint",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank does not come back from writing or reading a checkpoint",
+        "Check the checkpoint storage from this rank's host; write a small file there and time it.",
+    ),
+    (
+        "gil-held",
+        "hangs",
+        Severity.CRITICAL,
+        "Native code holds a rank's Python lock",
+        "The stack names the call into native code. Release the GIL there, or move the call to a process of its own.",
+    ),
+    (
+        "rank-stopped",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank's process is suspended",
+        "Resume it with `kill -CONT PID`, and find who stopped it (a debugger, a job-control key, a scheduler).",
+    ),
+    (
+        "rank-dead",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank's process is gone without a word",
+        "Look at the host's kernel log and at the scheduler for who killed it; restart from the last checkpoint.",
+    ),
+    (
+        "rank-oom-killed",
+        "hangs",
+        Severity.CRITICAL,
+        "The kernel killed a rank for its memory",
+        "Lower host memory: fewer loader workers, smaller buffers, or a larger limit for the container.",
+    ),
+    (
+        "rank-exited-early",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank finished while its peers still train",
+        "Make every rank do the same number of steps: uneven shards are the usual cause (drop_last, Join).",
+    ),
+    (
+        "uncaught-exception",
+        "hangs",
+        Severity.CRITICAL,
+        "An exception ended a rank",
+        "Fix the exception at the line shown; what the other ranks report is its consequence.",
+    ),
+    (
+        "collective-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call different collectives at the same place of a group's sequence",
+        "Make the order of collectives equal on all ranks: look for a branch that depends on rank or data.",
+    ),
+    (
+        "shape-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call the same collective with different shapes",
+        "Print the tensor's shape at this line; usually a last batch of another size or a rank-dependent padding.",
+    ),
+    (
+        "dtype-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call the same collective with different element types",
+        "Cast to one type before this call; look for autocast or a buffer created on some ranks only.",
+    ),
+    (
+        "reduce-op-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks reduce with different operations",
+        "Nothing raises here and the result is wrong: use one ReduceOp on all ranks.",
+    ),
+    (
+        "network-stalled",
+        "hangs",
+        Severity.CRITICAL,
+        "All ranks issued the collective and none completes it",
+        "Check the links between the hosts of this group; run `dtobs preflight`.",
+    ),
+    (
+        "call-site-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank makes a call more or fewer than its peers, and nothing notices",
+        "Look at the call site named: it runs on one rank only, or once too often. Results since then are mixed up.",
+    ),
+    (
+        "p2p-unmatched",
+        "hangs",
+        Severity.CRITICAL,
+        "A send or a receive has no other half",
+        "Compare the peers and the order of sends and receives on the ranks named (schedule, batch_isend_irecv).",
+    ),
+    (
+        "group-deadlock",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks wait for each other in a circle across process groups",
+        "Issue the collectives of different groups in one order on all ranks.",
+    ),
+    (
+        "unused-parameters",
+        "hangs",
+        Severity.CRITICAL,
+        "A backward left out parameters that DDP waits for on the other ranks",
+        "Let every parameter take part in the loss on every rank and step, or pass find_unused_parameters=True to DDP.",
+    ),
+    (
+        "rendezvous-incomplete",
+        "hangs",
+        Severity.CRITICAL,
+        "The process group never comes about: ranks are missing at the rendezvous",
+        "Look at the ranks named: their hosts' launchers and logs, and the line where they are instead; check that "
+        "MASTER_ADDR and MASTER_PORT are reachable from them.",
+    ),
+    (
+        "device-stopped",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank issued a collective and its device does not get to it",
+        "Look at this rank's device (nvidia-smi, Xid lines in the kernel log) and at the kernels queued before.",
+    ),
+    (
+        "dumps-missing",
+        "hangs",
+        Severity.WARNING,
+        "Ranks wait, and the dumps that would say for what are missing",
+        "Collect the dumps of the ranks named, or look at these ranks' own logs: nothing accuses them yet.",
+    ),
+    # what only logs tell
+    (
+        "device-out-of-memory",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank ran out of device memory",
+        "Take a smaller batch, shard or recompute more; where another process holds the memory, end that one first.",
+    ),
+    (
+        "illegal-address",
+        "hangs",
+        Severity.CRITICAL,
+        "A kernel accessed memory that is not its own",
+        "Run this rank with CUDA_LAUNCH_BLOCKING=1 to see the kernel; look for an index out of range.",
+    ),
+    (
+        "device-fault",
+        "hangs",
+        Severity.CRITICAL,
+        "A device failed",
+        "Take the host out of the job, look at the Xid in its kernel log, reset or replace the device; then restart.",
+    ),
+    (
+        "nccl-misuse",
+        "hangs",
+        Severity.CRITICAL,
+        "NCCL refused a call as wrong",
+        "Set the device of each rank by its LOCAL_RANK before the first collective; use one NCCL version on all hosts.",
+    ),
+    (
+        "nccl-init-stuck",
+        "hangs",
+        Severity.CRITICAL,
+        "An NCCL communicator never came about",
+        "Look at the ranks named; check NCCL_SOCKET_IFNAME and the firewall between the hosts; run `dtobs preflight`.",
+    ),
+    (
+        "disk-full",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank found no space left on a disk, in a quota or in /dev/shm",
+        "Make room or enlarge it (a container's --shm-size for /dev/shm), then restart from the last checkpoint.",
+    ),
+    # silent errors
+    (
+        "replica-divergence",
+        "silent",
+        Severity.CRITICAL,
+        "Parameters that must be equal on all replicas are not",
+        "Restart from a checkpoint before the first step named; where one rank is odd, suspect its memory or device.",
+    ),
+    (
+        "seed-policy",
+        "silent",
+        Severity.WARNING,
+        "Random generators are not seeded as the policy says",
+        "Seed model initialisation equally on all replicas and data order and dropout by the data rank.",
+    ),
+    (
+        "data-overlap",
+        "silent",
+        Severity.WARNING,
+        "Ranks train on the same data",
+        "Shard the data by data-parallel rank (DistributedSampler with rank and num_replicas).",
+    ),
+    (
+        "local-gradient-outlier",
+        "silent",
+        Severity.WARNING,
+        "One rank's gradient is far larger or smaller than its peers'",
+        "Look at this rank's batch and its loss scaling; if data is fine, suspect its device.",
+    ),
+    (
+        "gradients-not-synchronized",
+        "silent",
+        Severity.CRITICAL,
+        "An optimizer does not get the gradients of all ranks",
+        "Call the wrapped model itself, make every parameter before wrapping it, and check the ranks of the process "
+        "group given to the wrapper.",
+    ),
+    (
+        "accumulation-not-normalized",
+        "silent",
+        Severity.WARNING,
+        "Accumulated micro-batches do not count as they should",
+        "Zero gradients once a step, before the first micro-batch, and divide each loss by what all of them have "
+        "together.",
+    ),
+    (
+        "optimizer-stale",
+        "silent",
+        Severity.CRITICAL,
+        "The optimizer steps and no parameter changes",
+        "Make the optimizer from the parameters of the model that is trained, after moving, wrapping and loading it.",
+    ),
+    (
+        "gradient-scale-mismatch",
+        "silent",
+        Severity.CRITICAL,
+        "Ranks multiply their gradients by different factors",
+        "Clip by the norm over all shards (clip_grad_norm_ over the wrapped model), unscale on every rank, and reduce "
+        "with one operation everywhere.",
+    ),
+    (
+        "gradient-nonfinite",
+        "silent",
+        Severity.CRITICAL,
+        "A gradient holds NaN or infinity",
+        "Look at the module named, on the rank named, with this step's batch; skip the step until it is fixed.",
+    ),
+    (
+        "loss-nonfinite",
+        "silent",
+        Severity.CRITICAL,
+        "The loss is NaN or infinity",
+        "Look at this rank's batch of this step; lower the learning rate or clip if gradients grew before.",
+    ),
+    (
+        "loss-spike",
+        "silent",
+        Severity.WARNING,
+        "The loss leapt out of what it was and came back",
+        "Look at the batch of this step; clip gradients or lower the learning rate if it happens again.",
+    ),
+    (
+        "gradient-spike",
+        "silent",
+        Severity.WARNING,
+        "The gradient norm leapt to many times what it was",
+        "Clip gradients by their global norm, and look at the batch of this step.",
+    ),
+    (
+        "fp16-underflow",
+        "silent",
+        Severity.WARNING,
+        "FP16 loses gradients: its loss scale collapsed, or most of them are zero",
+        "Train in BF16; or raise the loss scale where gradients are zero, and find what overflows where it fell.",
+    ),
+    (
+        "fp8-saturation",
+        "silent",
+        Severity.WARNING,
+        "FP8 loses numbers: they saturate, or most of them become zero",
+        "Leave the layers with outliers in BF16, scale by row, or scale by the present amax, not by an older one.",
+    ),
+    (
+        "config-mismatch",
+        "silent",
+        Severity.WARNING,
+        "A rank is configured otherwise than its peers",
+        "Look for a branch on the rank, an environment variable, or a file that only some hosts have.",
+    ),
+    (
+        "learning-rate-mismatch",
+        "silent",
+        Severity.CRITICAL,
+        "Ranks step with different learning rates",
+        "Give every rank the same schedule and step it on every rank; after a resume, load its state on all of them.",
+    ),
+    (
+        "data-repeat",
+        "silent",
+        Severity.WARNING,
+        "Every epoch reads shuffled data in the same order",
+        "Call sampler.set_epoch(epoch) at the beginning of every epoch.",
+    ),
+    (
+        "data-not-resumed",
+        "silent",
+        Severity.WARNING,
+        "A restart begins the data anew",
+        "Save the position in the data with the checkpoint, and skip to it after a restart.",
+    ),
+    (
+        "rng-not-restored",
+        "silent",
+        Severity.WARNING,
+        "A restart continues the data with other random numbers",
+        "Save and load the states of the generators of every rank, host and device, with the checkpoint.",
+    ),
+    (
+        "resume-mismatch",
+        "silent",
+        Severity.CRITICAL,
+        "A restart goes on with another learning rate or other weights",
+        "Load the state of model, optimizer, scheduler and scaler on every rank before the first step.",
+    ),
+    # performance
+    (
+        "straggler",
+        "performance",
+        Severity.WARNING,
+        "A rank works longer than its peers in every step",
+        "Compare this rank's host: CPU or GPU clocks, other processes, its share of the data.",
+    ),
+    (
+        "checkpoint-stall",
+        "performance",
+        Severity.WARNING,
+        "Training stands still while checkpoints are written",
+        "Write asynchronously, less often, or to faster storage.",
+    ),
+    (
+        "memory-leak",
+        "performance",
+        Severity.WARNING,
+        "Allocated device memory grows with every step",
+        "Look for tensors that outlive their step: losses summed without .item(), lists of outputs, hooks.",
+    ),
+    (
+        "memory-near-limit",
+        "performance",
+        Severity.WARNING,
+        "A device's memory is nearly full",
+        "Use a smaller micro-batch, activation checkpointing or more sharding; read a snapshot with `dtobs memory`.",
+    ),
+    (
+        "stage-imbalance",
+        "performance",
+        Severity.WARNING,
+        "A pipeline stage computes longer than the others",
+        "Move layers from this stage to the others; the last one also has the head and the loss.",
+    ),
+    (
+        "sequence-imbalance",
+        "performance",
+        Severity.WARNING,
+        "Micro-batches take unequally long because their sequences do",
+        "Balance micro-batches by the cost of their sequences (sum of squared lengths), not by their tokens.",
+    ),
+    (
+        "slow-link",
+        "performance",
+        Severity.WARNING,
+        "Transfers take longer than others of their kind",
+        "Measure the links of the ranks named with `dtobs preflight`; look at their network interfaces and switches.",
+    ),
+    (
+        "transport-fallback",
+        "performance",
+        Severity.WARNING,
+        "NCCL fell back to a slower transport without an error",
+        "Look at NCCL_DEBUG=INFO of the hosts named: drivers, libibverbs or the network plugin are missing there.",
+    ),
+    (
+        "data-starved",
+        "performance",
+        Severity.WARNING,
+        "Steps wait for data",
+        "More loader workers, prefetching, or pre-processed data; check the storage's throughput.",
+    ),
+)
+
+CATALOGUE: dict[str, Code] = {row[0]: Code(*row) for row in _ROWS}
+"""Every code that exists, by name."""
