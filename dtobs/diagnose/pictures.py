@@ -66,6 +66,8 @@ class Strip:
     ranks: tuple[int, ...]
     kinds: tuple[str, ...]
     cells: npt.NDArray[np.uint8]
+    quiet_seconds: float = 0.0  #: nothing moved for so long after `seconds`: what the last `quiet_columns` show
+    quiet_columns: int = 0
 
 
 @dataclass(frozen=True)

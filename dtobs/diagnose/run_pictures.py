@@ -35,8 +35,15 @@ _MIN_SECONDS = 0.1
 _QUIET_SHARE = 0.25
 """How much of the strip shows that nothing moves any more."""
 _MAX_SHOWN = 64
-_ENDED, _CUSTOM, _WAITS = 10, 11, 12
-_KINDS = ("nothing recorded", *(phase.name.lower() for phase in list(Phase)[1:]), "ended", "other", "waits")
+_ENDED, _CUSTOM, _WAITS, _SUSPENDED = 10, 11, 12, 13
+_KINDS = (
+    "nothing recorded",
+    *(phase.name.lower() for phase in list(Phase)[1:]),
+    "ended",
+    "other",
+    "waits",
+    "suspended",
+)
 
 
 def run_pictures(view: RunView, findings: Sequence[Finding], statuses: dict[int, RankStatus]) -> Pictures:
@@ -87,13 +94,21 @@ def _strip(view: RunView) -> Strip | None:
     done = steps[steps["end_ns"] > 0]
     usual = float(np.median(done["end_ns"] - done["begin_ns"])) / 1e9 if len(done) else 1.0
     before = min(max(_STEPS_SHOWN * usual, _MIN_SECONDS), _MAX_SECONDS)
-    quiet = min(max(0.0, (view.now_ns - moved) / 1e9), before * _QUIET_SHARE)
-    begin_ns, seconds = moved - round(before * 1e9), before + quiet
-    at = begin_ns + np.round((np.arange(STRIP_COLUMNS) + 0.5) * seconds * 1e9 / STRIP_COLUMNS).astype(np.int64)
+    # A hang is much longer than a step: the two are drawn beside each other, each on a scale of its own.
+    quiet = max(0.0, (view.now_ns - moved) / 1e9)
+    after = round(STRIP_COLUMNS * min(_QUIET_SHARE, quiet / before))
+    at = moved + np.concatenate(
+        (_middles(STRIP_COLUMNS - after, before) - round(before * 1e9), _middles(after, quiet) if after else [])
+    ).astype(np.int64)
     cells = np.zeros((len(view.ranks), STRIP_COLUMNS), np.uint8)
     for row, rank in enumerate(view.ranks):
         cells[row] = _rank_cells(view, rank, at)
-    return Strip("the phase each rank is in", seconds, tuple(view.ranks), _KINDS, cells)
+    return Strip("the phase each rank is in", before, tuple(view.ranks), _KINDS, cells, quiet if after else 0.0, after)
+
+
+def _middles(columns: int, seconds: float) -> npt.NDArray[np.float64]:
+    """float64[columns]: nanoseconds to the middle of each of so many equal parts of `seconds`."""
+    return np.round((np.arange(columns) + 0.5) * seconds * 1e9 / columns)
 
 
 def _rank_cells(view: RunView, rank: int, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
@@ -109,6 +124,8 @@ def _rank_cells(view: RunView, rank: int, at: npt.NDArray[np.int64]) -> npt.NDAr
     process, heartbeat = view.process(rank), int(view.page(rank)["heartbeat_ns"])
     if process is not None and not process.alive:
         cells[at > max(heartbeat, process.ended_ns)] = _ENDED
+    elif process is not None and process.stopped:
+        cells[at > heartbeat] = _SUSPENDED
     return cells
 
 
@@ -184,7 +201,8 @@ def _shown(value: Any, depth: int = 0) -> str:
     if isinstance(value, dict | list) and depth > 4:
         return "…"
     if isinstance(value, dict):
-        pairs = [(key, given) for key, given in value.items() if key != "groups"][:_MAX_SHOWN]
+        said = ((key, given) for key, given in value.items() if key != "groups" and given not in ("", None, [], {}))
+        pairs = list(said)[:_MAX_SHOWN]
         return ", ".join(f"{key} {_shown(given, depth + 1)}" for key, given in pairs)
     if isinstance(value, list):
         return " ".join(_shown(one, depth + 1) for one in value[:_MAX_SHOWN])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
@@ -11,7 +12,7 @@ from dtobs.reports import calls_html, strip_svg, waits_svg
 from dtobs.reports.clean import printable
 from dtobs.reports.likeness import readable, stacks_by_likeness
 from dtobs.reports.style import STYLE
-from dtobs.words import duration_text, ranks_text, runs_text
+from dtobs.words import count, duration_text, ranks_text, runs_text
 
 _MAX_ROWS = 2048
 _MAX_STACKS = 64
@@ -41,14 +42,37 @@ def render(diagnosis: Diagnosis) -> str:
 
 def _verdict(diagnosis: Diagnosis) -> str:
     verdict = diagnosis.verdict
-    run = f'<p class="quiet">{escape(diagnosis.target)}, {diagnosis.world_size} ranks</p>'
+    run = _origin(diagnosis)
     if verdict is None:
         return f'<h1 class="good">Nothing found</h1>{run}'
     return (
-        f'<h1 class="{verdict.severity}">{escape(verdict.summary[:1].upper() + verdict.summary[1:])}</h1>{run}'
+        f'<h1 class="{verdict.severity}">{_prose(verdict.summary[:1].upper() + verdict.summary[1:])}</h1>{run}'
         f"<p><code>{escape(verdict.code)}</code> {verdict.severity}, {verdict.confidence}{_place(verdict)}</p>"
-        f'<p class="next">{escape(verdict.next_step)}</p>'
+        f'<p class="next">{_prose(verdict.next_step)}<br>'
+        f"More about it: <code>alerts/runbooks/{escape(verdict.code)}.md</code></p>"
     )
+
+
+def _origin(diagnosis: Diagnosis) -> str:
+    """What was looked at, where and when it ran, and when this was written."""
+    known = dict(diagnosis.pictures.environment)
+    hosts = dict.fromkeys(status.host for status in diagnosis.ranks.values() if status.host)
+    parts = [
+        f"{escape(diagnosis.target)}, {count(diagnosis.world_size, 'rank')}",
+        f"started {escape(known['started'])}" if "started" in known else "",
+        f"on {escape(', '.join(list(hosts)[:4]))}{' …' if len(hosts) > 4 else ''}" if hosts else "",
+        f"command <code>{escape(known['argv'])}</code>" if "argv" in known else "",
+        f"written {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+    ]
+    return f'<p class="quiet">{"<br>".join(part for part in parts if part)}</p>'
+
+
+def _prose(text: str) -> str:
+    """Escaped text, in which what stands in backticks is code."""
+    parts = escape(text).split("`")
+    if len(parts) % 2 == 0:
+        return escape(text)
+    return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
 
 
 def _place(finding: Finding) -> str:
@@ -60,13 +84,20 @@ def _findings(diagnosis: Diagnosis) -> str:
     blocks = []
     for finding in diagnosis.findings:
         opened = " open" if finding is diagnosis.verdict else ""
-        rows = "".join(f"<tr>{_evidence(record)}</tr>" for record in finding.evidence)
+        records = (record for record in finding.evidence if not _shown_as_stack(record, diagnosis))
+        rows = "".join(f"<tr>{_evidence(record)}</tr>" for record in records)
         blocks.append(
             f'<details{opened}><summary><span class="{finding.severity}">{escape(finding.code)}</span> '
-            f"({finding.confidence}): {escape(finding.summary)}</summary>"
+            f"({finding.confidence}): {_prose(finding.summary)}</summary>"
             f"<table>{rows}</table></details>"
         )
     return f"<h2>Findings and their evidence</h2>{''.join(blocks)}" if blocks else ""
+
+
+def _shown_as_stack(record: dict[str, Any], diagnosis: Diagnosis) -> bool:
+    """Whether a record is a stack that the section of stacks shows in full."""
+    status = diagnosis.ranks.get(record["rank"]) if isinstance(record.get("rank"), int) else None
+    return record.get("what") == "stack" and status is not None and bool(status.stack)
 
 
 def _evidence(record: dict[str, Any]) -> str:
@@ -115,9 +146,9 @@ def _ranks(diagnosis: Diagnosis) -> str:
     if diagnosis.missing_ranks:
         beside += f"<p>Never recorded: {ranks_text(diagnosis.missing_ranks)}</p>"
     return (
-        '<h2>Ranks</h2><table><tr><th class="number">rank</th><th>state</th><th>host</th>'
+        '<h2>Ranks</h2><div class="wide"><table><tr><th class="number">rank</th><th>state</th><th>host</th>'
         '<th class="number">step</th><th>phase</th><th>last collective</th><th>called at</th></tr>'
-        f"{rows}</table>{beside}"
+        f"{rows}</table></div>{beside}"
     )
 
 

@@ -29,17 +29,17 @@ def render(strip: Strip) -> str:
     )
     total, width = len(ranks) * height, _GUTTER + _WIDTH + 10
     return (
-        f'<p class="quiet">{escape(strip.title)}, over {duration_text(strip.seconds)}'
+        f'<p class="quiet">{escape(strip.title)}, over {duration_text(strip.seconds)}{_stood(strip)}'
         f"{f', every {every}th rank' if every > 1 else ''}</p>{_legend(strip, used)}"
         f'<div class="wide"><svg viewBox="0 -6 {width} {total + _AXIS + 6}" width="{width}" '
         f'height="{total + _AXIS + 6}" role="img" aria-label="rank by time">{paths}{_labels(ranks, height)}'
-        f"{_axis(strip.seconds, total)}</svg></div>"
+        f"{_axis(strip, total)}</svg></div>"
     )
 
 
 def _class(strip: Strip, kind: int) -> str:
     name = strip.kinds[kind]
-    return f"k-{name}" if name in ("waits", "ended") else f"k{(kind - 1) % 10 + 1}"
+    return f"k-{name}" if name in ("waits", "ended", "suspended") else f"k{(kind - 1) % 10 + 1}"
 
 
 def _runs(on: npt.NDArray[np.bool_]) -> str:
@@ -70,8 +70,19 @@ def _labels(ranks: tuple[int, ...], height: int) -> str:
     )
 
 
-def _axis(seconds: float, top: int) -> str:
-    ticks = ((0, "start", f"−{duration_text(seconds)}"), (_WIDTH, "end", "last seen"))
-    return "".join(
-        f'<text x="{_GUTTER + x}" y="{top + 15}" text-anchor="{anchor}">{text}</text>' for x, anchor, text in ticks
+def _stood(strip: Strip) -> str:
+    return f", and the {duration_text(strip.quiet_seconds)} in which nothing moved" if strip.quiet_columns else ""
+
+
+def _axis(strip: Strip, top: int) -> str:
+    moved = _WIDTH * (1 - strip.quiet_columns / max(1, strip.cells.shape[1]))
+    ticks = [(0.0, "start", f"−{duration_text(strip.seconds)}")]
+    line = ""
+    if strip.quiet_columns:
+        ticks += [(moved, "middle", "last movement"), (_WIDTH, "end", f"+{duration_text(strip.quiet_seconds)}")]
+        line = f'<path class="edge" d="M{_GUTTER + moved:.0f} -6V{top + 3}"/>'
+    else:
+        ticks.append((_WIDTH, "end", "last seen"))
+    return line + "".join(
+        f'<text x="{_GUTTER + x:.0f}" y="{top + 15}" text-anchor="{anchor}">{text}</text>' for x, anchor, text in ticks
     )

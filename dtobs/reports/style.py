@@ -35,12 +35,16 @@ svg .name { font-weight: 700; font-size: 13px; } svg .site { font-family: ui-mon
 .head { fill: var(--ink); fill-opacity: .7; }
 .k1 { fill: #4c8bd6; } .k2 { fill: #45a778; } .k3 { fill: #8f6fc9; } .k4 { fill: #c98a3c; } .k5 { fill: #3fa7b5; }
 .k6 { fill: #b0699a; } .k7 { fill: #7d8b3f; } .k8 { fill: #5f6fb0; } .k9 { fill: #9c6b52; } .k10 { fill: #7a828c; }
-.k-waits { fill: #d9534f; } .k-ended { fill: #50565e; }
+.k-waits { fill: #d3c08a; } .k-ended { fill: #50565e; } .k-suspended { fill: var(--critical); }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; margin: .4rem 0; }
 .legend svg { display: inline; width: .8em; height: .8em; margin-right: .4em; }
 table.calls th { font-weight: 600; } table.calls td { white-space: nowrap; }
 table.calls td.call { white-space: normal; min-width: 18rem; }
 .waiting { color: var(--warning); } .missing, .odd { color: var(--critical); font-weight: 700; } .gone { opacity: .5; }
 table.grid { font-size: 13px; } table.grid td { white-space: nowrap; }
+@media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem; } h1 { font-size: 1.2rem; }
+  .wide svg { max-width: none; } pre { white-space: pre-wrap; } table.calls td.call { min-width: 9rem; }
+  table.calls td, table.calls th { padding-right: .4rem; font-size: 13px; }
+  details > table > tbody > tr > td:first-child { white-space: normal; } }
 @media print { details > * { display: block; } body { max-width: none; margin: 0; } }
 """

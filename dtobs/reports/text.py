@@ -55,7 +55,7 @@ def _verdict(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
         return f"{heading} in {diagnosis.target} ({count(diagnosis.world_size, 'rank')})"
     lines = [
         paint(line, verdict.severity.value)
-        for line in textwrap.wrap(_sentence(verdict.summary), width, break_long_words=False)
+        for line in textwrap.wrap(_sentence(verdict.summary), width, break_long_words=False, break_on_hyphens=False)
     ]
     lines += ["", *_labelled("code", f"{verdict.code} ({verdict.severity}, {verdict.confidence})", width)]
     lines += _labelled("where", _site_of(verdict), width)
@@ -131,7 +131,7 @@ def _waits(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
         text = f"{ranks_text(node.ranks)} {said}{node.text}"
         if awaited:
             text += f", for {ranks_text(tuple(sorted(awaited)))}"
-        wrapped = textwrap.wrap(text, width - 2, subsequent_indent="    ")
+        wrapped = textwrap.wrap(text, width - 2, subsequent_indent="    ", break_on_hyphens=False)
         lines += [f"  {line}" for line in wrapped[:3]]
     return "\n".join(lines)
 
@@ -193,7 +193,7 @@ def _others(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     for finding in others:
         style = "critical" if finding.severity is Severity.CRITICAL else "warning"
         text = f"{finding.code} ({finding.confidence}): {finding.summary}"
-        wrapped = textwrap.wrap(text, width - 2, subsequent_indent="  ", break_long_words=False)
+        wrapped = textwrap.wrap(text, width - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         lines += [f"  {paint(wrapped[0], style)}", *(f"  {line}" for line in wrapped[1:])]
     return "\n".join(lines)
 
@@ -201,7 +201,9 @@ def _others(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
 def _notes(diagnosis: Diagnosis, width: int) -> str:
     lines = []
     for note in diagnosis.notes:
-        lines += textwrap.wrap(f"note: {note}", width, subsequent_indent="  ", break_long_words=False)
+        lines += textwrap.wrap(
+            f"note: {note}", width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     return "\n".join(lines)
 
 
@@ -214,6 +216,7 @@ def _labelled(label: str, text: str, width: int) -> list[str]:
         initial_indent=label.ljust(_LABEL),
         subsequent_indent=" " * _LABEL,
         break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
