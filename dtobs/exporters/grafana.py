@@ -186,8 +186,15 @@ def _learning() -> list[Panel]:
         Panel(
             "Tokens a second, all ranks",
             "timeseries",
-            (Query(f"sum(rate(dtobs_tokens_total{{{_RUN}}}[$__rate_interval]))", "tokens/s"),),
+            (
+                Query(
+                    f"max(rate(dtobs_global_tokens_total{{{_RUN}}}[$__rate_interval]))"
+                    f" or sum(rate(dtobs_tokens_total{{{_RUN}}}[$__rate_interval]))",
+                    "tokens/s",
+                ),
+            ),
             metric="dtobs_tokens_total",
+            description="As the training counts them, each token once; without its figure the sum of the ranks' own.",
         ),
         Panel(
             "Gradient noise scale",

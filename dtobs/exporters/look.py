@@ -59,6 +59,11 @@ class Look:
         return local
 
     @cached_property
+    def rank_labels(self) -> list[tuple[str]]:
+        """The value of the label ``rank`` for each of `pages`."""
+        return [(str(rank),) for rank in self.pages["rank"].tolist()]
+
+    @cached_property
     def bubble(self) -> Bubble | None:
         """The last step of the run's pipeline with the widest bubble; None without pipelines."""
         return latest(self.view)

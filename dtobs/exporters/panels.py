@@ -113,6 +113,7 @@ def _defaults(panel: Panel, unit: str) -> dict[str, Any]:
     steps = [{"value": value, "color": colour} for value, colour in panel.thresholds]
     defaults: dict[str, Any] = {
         "unit": unit,
+        "noValue": "not measured in this run",
         "color": {"mode": "thresholds" if panel.kind in ("stat", "bargauge") else "palette-classic"},
         "thresholds": {"mode": "absolute", "steps": steps},
         "mappings": list(panel.mappings),

@@ -27,10 +27,9 @@ def page(field: str, scale: float = 1.0) -> Source:
     """One value a rank from a field of its page."""
 
     def source(look: Look) -> Iterator[Sample]:
-        for row in look.pages:
-            value = float(row[field]) * scale
-            if not math.isnan(value):
-                yield (str(int(row["rank"])),), value
+        for label, value in zip(look.rank_labels, look.pages[field].tolist(), strict=True):
+            if value == value:  # NaN: nobody said
+                yield label, float(value) * scale
 
     return source
 
@@ -83,6 +82,15 @@ def ranks_by_state(look: Look) -> Iterator[Sample]:
             yield (state,), float(counts[state])
 
 
+def rank_info(look: Look) -> Iterator[Sample]:
+    """The value 1 of every rank of this node, labelled with where it is."""
+    for (label,) in look.rank_labels:
+        rank = look.view.rank(int(label))
+        place = rank.place
+        mesh = ",".join(f"{name}={at}" for name, at in place.items() if name != "stage")
+        yield (label, rank.host, str(rank.get("node")), str(rank.pid), str(place.get("stage", "")), mesh), 1.0
+
+
 def rank_up(look: Look) -> Iterator[Sample]:
     for row in look.pages:
         process = look.view.process(int(row["rank"]))
@@ -92,10 +100,11 @@ def rank_up(look: Look) -> Iterator[Sample]:
 
 def heartbeat_age(look: Look) -> Iterator[Sample]:
     """Only of ranks that are still to move: a closed rank's silence means nothing."""
-    for row in look.pages:
-        if int(row["state"]) != RankState.CLOSED:
-            age = max(0, look.view.now_ns - int(row["heartbeat_ns"])) / 1e9
-            yield (str(int(row["rank"])),), age
+    pages = look.pages
+    ages = np.maximum(0, look.view.now_ns - pages["heartbeat_ns"]) / 1e9
+    for label, state, age in zip(look.rank_labels, pages["state"].tolist(), ages.tolist(), strict=True):
+        if state != RankState.CLOSED:
+            yield label, age
 
 
 def phase_seconds(look: Look) -> Iterator[Sample]:
@@ -152,10 +161,11 @@ def noise_scale(look: Look) -> Iterator[Sample]:
 
 
 def model_flops_rate(look: Look) -> Iterator[Sample]:
-    for row in look.pages:
-        rate = float(row["model_flops"]) / (int(row["step_ns"]) / 1e9) if int(row["step_ns"]) else math.nan
-        if not math.isnan(rate):
-            yield (str(int(row["rank"])),), rate
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = look.pages["model_flops"] / (look.pages["step_ns"] / 1e9)
+    for label, rate in zip(look.rank_labels, rates.tolist(), strict=True):
+        if math.isfinite(rate):
+            yield label, rate
 
 
 def mfu(look: Look) -> Iterator[Sample]:
@@ -198,7 +208,8 @@ def badput(look: Look) -> Iterator[Sample]:
         "checkpoint": [r.first_time("checkpoint") for r in ranks],
         "validation": [r.first_time("validation") for r in ranks],
         "other": [r.first_time("other") for r in ranks],
-        "between-steps": [r.between for r in ranks],
+        # A difference of large sums: rounded, so that its residue does not make a counter go down.
+        "between-steps": [round(r.between, 3) for r in ranks],
     }
     for reason, seconds in reasons.items():
         yield (reason,), sum(seconds) / len(seconds)

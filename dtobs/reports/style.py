@@ -45,6 +45,6 @@ table.grid { font-size: 13px; } table.grid td { white-space: nowrap; }
 @media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem; } h1 { font-size: 1.2rem; }
   .wide svg { max-width: none; } pre { white-space: pre-wrap; } table.calls td.call { min-width: 9rem; }
   table.calls td, table.calls th { padding-right: .4rem; font-size: 13px; }
-  details > table > tbody > tr > td:first-child { white-space: normal; } }
+  details > table > tbody > tr > td { display: block; width: auto; border: 0; } }
 @media print { details > * { display: block; } body { max-width: none; margin: 0; } }
 """
