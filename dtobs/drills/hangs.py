@@ -143,6 +143,13 @@ _BY_ALL = (
         wrappers=("ddp", "fsdp", "by-hand"),
     ),
     Fault(
+        "skipped-group",
+        "everywhere",
+        "rendezvous-incomplete",
+        strike_all=injectors.skip_a_group,
+        wrappers=("ddp", "by-hand"),
+    ),
+    Fault(
         "dead-link",
         "everywhere",
         "network-stalled",
@@ -154,6 +161,7 @@ _BY_ALL = (
 _HEALTHY = (
     Fault("none", "nowhere", None),
     Fault("slow-steps", "nowhere", None, wrappers=("ddp",), pause=1.0),
+    Fault("two-groups", "everywhere", None, strike_all=injectors.make_groups, wrappers=("ddp",)),
     Fault("briefly-stopped", "forward", None, injectors.stop_process_briefly, wrappers=("ddp",)),
 )
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*_HEALTHY, *_BY_ONE, *_BY_ALL)}

@@ -147,3 +147,19 @@ def cross_two_groups(odd: bool) -> None:
     first, second = (dist.new_group(timeout=limit, group_desc=name) for name in ("activations", "weights"))
     for group in (second, first) if odd else (first, second):
         dist.all_reduce(torch.ones(4), group=group)
+
+
+def skip_a_group(odd: bool) -> None:
+    """A process group that all make but the odd rank, which stands elsewhere for ever."""
+    if odd:
+        stay_away()
+    dist.new_group(timeout=timedelta(minutes=5), group_desc="activations")
+
+
+def make_groups(odd: bool) -> None:
+    """Two process groups that all ranks make in the same order, once and for all: nothing is wrong with that."""
+    if not _MADE:
+        _MADE.extend(dist.new_group(group_desc=name) for name in ("activations", "weights"))
+
+
+_MADE: list[object] = []

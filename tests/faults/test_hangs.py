@@ -35,6 +35,7 @@ STALLS = [
     ("dead-link", "pp"),
     ("extra-receive", "by-hand"),
     ("crossed-groups", "by-hand"),
+    ("skipped-group", "ddp"),
 ]
 if os.environ.get("DTOBS_DRILLS") == "all":
     STALLS = [(f.name, w) for f in FAULTS.values() if f.code and f.needs_stall for w in f.wrappers]
