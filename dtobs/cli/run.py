@@ -45,6 +45,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-hang", metavar="POLICY", help="report, abort (a launcher restarts) or command:PROGRAM ARGUMENTS"
     )
+    parser.add_argument(
+        "--expect",
+        choices=("same-data", "own-data"),
+        help="declare that ranks read the same data, or each a domain of its own, on purpose",
+    )
     parser.add_argument("--tui", action="store_true", help="show the run live in this terminal")
     parser.add_argument(
         "command",
@@ -64,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if args.on_hang is not None:
         Policy.parse(args.on_hang)
         os.environ[VARIABLE] = args.on_hang  # what we start has it
+    if args.expect is not None:
+        os.environ["DTOBS_EXPECT"] = args.expect  # as above
     if args.tui:
         _check_terminal()
     given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")

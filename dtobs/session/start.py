@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _current: LiveSession | None = None
 _parents: LiveSession | None = None  #: of the process this one was forked from: silenced, its hooks still in place
 _at_fork = False
+_EXPECTED = {"same-data": "same", "own-data": "own"}
+"""What ``dtobs run --expect`` declares: `policy(data=)`."""
 
 
 def attach(
@@ -77,6 +79,9 @@ def attach(
         sys.stderr.write(f"dtobs: not recording this run: {reason}\n")
         return Session(_shown(run_dir, name))
     _current = session
+    expected = _EXPECTED.get(os.environ.get("DTOBS_EXPECT", ""))
+    if expected is not None:
+        session.policy(data=expected)
     _close_at_exit(session)
     _register_fork()
     if monitor and os.environ.get("DTOBS_MONITOR") != "0" and session.local_rank == 0:

@@ -33,6 +33,15 @@ def test_a_pause_lasts_as_long_as_it_likes_and_not_longer(attach: Attach):
         assert int(page(observed)["phase_allowance_ns"]) == 5 * 10**9
 
 
+@pytest.mark.parametrize(("said", "data"), [("same-data", "same"), ("own-data", "own"), ("nothing", None)])
+def test_what_the_command_expects_of_the_data_is_declared(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, said: str, data: str | None
+):
+    monkeypatch.setenv("DTOBS_EXPECT", said)
+    observed = attach(make_model())
+    assert load_run(observed.run_dir).meta(0).policy.get("data") == data
+
+
 def test_a_pause_inside_a_phase_that_hides_others(attach: Attach):
     observed = attach(make_model())
     with observed.phase("validation"), observed.pause():
