@@ -95,6 +95,11 @@ class LossWeightProbe(Probe):
         """Write down the backwards of this step."""
         if not self._seen:
             return
+        begin = time.perf_counter_ns()
+        self._finish()
+        self._rotation.spent(time.perf_counter_ns() - begin)
+
+    def _finish(self) -> None:
         rows, self._seen = torch.stack(self._seen), []
         step, context = self.context.step, self.context
         if rows.is_cpu:
