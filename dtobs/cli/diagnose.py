@@ -24,6 +24,7 @@ import argparse
 import os
 import shutil
 import sys
+from json import dumps as dump_json
 from pathlib import Path
 
 from dtobs.cli import Exit, exit_code
@@ -38,11 +39,13 @@ from dtobs.diagnose import (
     holds_dumps,
     holds_logs,
 )
+from dtobs.diagnose.advice import advise
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.errors import UsageError, opening
 from dtobs.monitor.capture import capture_ranks
 from dtobs.nodes.remote import is_address
 from dtobs.reports import html, json, text
+from dtobs.reports.clean import printable
 from dtobs.tui.source import newest_run
 
 
@@ -60,6 +63,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ras", metavar="WHERE", help="judge NCCL RAS instead: a file, a folder of samples, or HOST:PORT"
     )
+    parser.add_argument(
+        "--advise",
+        action="store_true",
+        help="say whether to start again: exit code 0 yes, 3 unsure, 4 no",
+    )
+    parser.add_argument(
+        "--earlier",
+        action="append",
+        default=[],
+        metavar="TARGET",
+        help="with --advise: an attempt before",
+    )
     parser.add_argument("--no-capture", action="store_true", help="do not ask living ranks for their stacks")
 
 
@@ -73,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         if args.ras is not None
         else _diagnose(args.targets, None if args.no_capture else capture_ranks)
     )
+    if args.advise:
+        return _advise(diagnosis, [_diagnose([earlier], None) for earlier in args.earlier], as_json=args.json)
     if args.html is not None:
         try:
             args.html.write_text(html.render(diagnosis), encoding="utf-8")
@@ -87,6 +104,19 @@ def run(args: argparse.Namespace) -> int:
         if args.html is not None:
             print(f"\nwritten: {args.html}")
     return exit_code(diagnosis.findings)
+
+
+def _advise(diagnosis: Diagnosis, earlier: list[Diagnosis], *, as_json: bool) -> int:
+    """Print the advice; its exit code is for requeue scripts."""
+    advice = advise(diagnosis, earlier)
+    if as_json:
+        print(dump_json(advice.to_json(), indent=1))
+    else:
+        print(printable(f"restart: {advice.restart} ({advice.reason})"))
+        print(f"cause: {advice.cause}")
+        if advice.leave_out:
+            print(printable(f"leave out: {', '.join(advice.leave_out)}"))
+    return {"yes": Exit.NOTHING_FOUND, "unsure": Exit.WARNING}.get(advice.restart, Exit.CRITICAL)
 
 
 def _diagnose(targets: list[str], take_capture: TakeCapture | None) -> Diagnosis:
