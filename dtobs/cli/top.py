@@ -2,8 +2,8 @@
 
 TARGET is a run directory or the address of a monitor (http://HOST:PORT); without one, the newest run below ./runs.
 It only reads, so any number of viewers may look.
-Keys: q quit, space pause, s sort, r reverse, f only suspicious ranks, Enter details, ? help. With --once or --json it
-prints what it sees and ends with 0 (nothing found), 3 (warnings) or 4 (critical).
+Keys: q quit, space pause, s sort, r reverse, f only suspicious ranks, h history, Enter details, ? help. With --once
+or --json it prints what it sees and ends with 0 (nothing found), 3 (warnings) or 4 (critical).
 
 examples:
   dtobs top
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the run until the user quits; with --once or --json, once."""
     if not 0.1 <= args.interval <= 3600:
-        raise UsageError(f"--interval {args.interval}: give seconds between 0.1 and 3600")
+        raise UsageError(f"--interval {args.interval:g}: give seconds between 0.1 and 3600")
     source = open_source(args.target, Path.cwd())
     if args.json or args.once:
         frame = source.look()

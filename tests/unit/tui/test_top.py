@@ -71,7 +71,7 @@ def test_a_cleared_finding_is_no_finding(tmp_path: Path) -> None:
     [
         (["nowhere", "--once"], 1, "dtobs: there is no directory nowhere. Give a run directory"),
         (["--once"], 1, "dtobs: there is no run below"),
-        (["empty", "--interval", "0"], 2, "dtobs: --interval 0.0: give seconds between 0.1 and 3600"),
+        (["empty", "--interval", "0"], 2, "dtobs: --interval 0: give seconds between 0.1 and 3600"),
         (["empty"], 2, "dtobs: the live screen needs a terminal; use --once or --json"),
         (["other", "--once"], 1, "is not a run directory of dtobs: it holds neither run.json nor nodes/"),
     ],
