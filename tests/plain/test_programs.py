@@ -19,6 +19,8 @@ ALWAYS = {
 }
 """These run every time; of the others a share by commit, see `tests/conftest.py`."""
 NOT_TWICE_THE_SAME = {"hogwild"}
+NOTHING_TO_RECORD = dict.fromkeys(("hogwild", "one_process_without_an_optimizer"), ("nothing was recorded",))
+"""Without optimizer or process group nobody tells dtobs where a training is."""
 
 
 def each(always: set[str]) -> list[object]:
@@ -30,8 +32,8 @@ def test_nothing_is_found_and_nothing_changes(name: str, tmp_path: Path):
     alone = forked(name, "alone", tmp_path / "none")
     attached = forked(name, "attached", tmp_path / "attached")
     started = forked(name, "as dtobs run", tmp_path / "started")
-    said = {way: findings(tmp_path / way) for way in ("attached", "started")}
-    assert said == {"attached": [], "started": []}
+    for way in ("attached", "started"):
+        assert [text for text in findings(tmp_path / way) if text not in NOTHING_TO_RECORD.get(name, ())] == []
     assert attached == alone
     assert started == alone
 
@@ -39,7 +41,7 @@ def test_nothing_is_found_and_nothing_changes(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", each({"ddp"}))
 def test_by_the_command(name: str, tmp_path: Path):
     losses = by_command(name, tmp_path / "run")
-    assert findings(tmp_path / "run") == []
+    assert [text for text in findings(tmp_path / "run") if text not in NOTHING_TO_RECORD.get(name, ())] == []
     if name not in NOT_TWICE_THE_SAME:
         assert losses == forked(name, "alone", tmp_path / "none")
 

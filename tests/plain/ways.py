@@ -73,7 +73,13 @@ def _start_as_dtobs_run(run_dir: str, program: Program) -> None:
 
 
 def forked(name: str, way: str, run_dir: Path) -> list[list[float]]:
-    """The losses of every rank."""
+    """The losses of every rank.
+
+    A process that multiprocessing made, as those of the harness are, is no rank to `dtobs run` unless it has a group:
+    a program without one runs by the command instead.
+    """
+    if way == "as dtobs run" and not PROGRAMS[name].group:
+        return by_command(name, run_dir)
     results = run_ranks(losses_of, PROGRAMS[name].ranks, name, way, str(run_dir), init_pg=False, timeout=SECONDS)
     return [result.value for result in results]
 

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from dtobs.detectors.silent.ledger_looks import ledger_entry, looks
 from dtobs.detectors.silent.mixing import Explained, Judged, judge
+from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
@@ -59,7 +61,10 @@ def gradient_ledger(view: RunView) -> list[Finding]:
         if one.look.name not in ignored:
             _sort(one, matters)
     fine = {one.look.name for one in judged if not one.mistakes}
-    found = [_describe(matter, fine) for matter in matters.values() if not (declared and _local(matter))]
+    looked = {one.look.step for one in judged}
+    kept = [matter for matter in matters.values() if not _now_and_then(matter, looked)]
+    averages = any(_local(matter) for matter in kept) and (declared or _meet_again(view))
+    found = [_describe(matter, fine) for matter in kept if not (averages and _local(matter))]
     return [*found, *_factors(judged)]
 
 
@@ -99,6 +104,21 @@ def _sort(one: Judged, matters: dict[tuple[str, Ranks], _Matter]) -> None:
         matter.flags |= int(np.bitwise_or.reduce(look.flags))
         for mistake in mine:
             matter.by_rank.setdefault(mistake.rank, mistake)
+
+
+def _now_and_then(matter: _Matter, looked: set[int]) -> bool:
+    """Whether micro-batches are wiped in a few steps only: a loop that skips a bad batch, not a misplaced zero_grad."""
+    since = [step for step in looked if step >= min(matter.steps)]
+    return "micro" in matter.kind and 2 * len(set(matter.steps)) < len(since)
+
+
+def _meet_again(view: RunView) -> bool:
+    """Whether parameters that differed were equal afterwards: these ranks average parameters."""
+    for copies in replica_sets(view, always=True):
+        differs: npt.NDArray[np.bool_] = np.any(copies.differs, axis=1)
+        if (differs[:-1] & ~differs[1:]).any():
+            return True
+    return False
 
 
 def _local(matter: _Matter) -> bool:

@@ -62,6 +62,7 @@ def rank_0_loads_for_all(rank: int, world: int, watch: Watch) -> list[float]:
 @program()
 def evaluates_often(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(nn.Sequential(mlp(outputs=24), nn.Dropout(0.1), nn.Linear(24, 6)))
+    torch.manual_seed(100 + rank)  # each rank drops units of its own
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
     losses = []
