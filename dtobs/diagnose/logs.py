@@ -7,16 +7,17 @@ from pathlib import Path
 from dtobs.diagnose.dumps import OURS
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.errors import TargetError, opening
+from dtobs.flight_recorder import looks_like_dump
 from dtobs.logs import LogAnalysis, LogRank, analyse_logs, log_files, looks_like_log
 
 
 def holds_logs(target: str) -> bool:
-    """Whether `target` is ``-``, a file, or a folder that is neither a run directory nor a capture and has logs."""
+    """Whether `target` is ``-``, a file that is no dump, or a folder with logs that is no run directory or capture."""
     if target == "-":
         return True
     path = Path(target)
     if path.is_file():
-        return True
+        return not looks_like_dump(path)
     if not path.is_dir() or any((path / name).exists() for name in OURS):
         return False
     return any(looks_like_log(inner) for inner in path.rglob("*"))

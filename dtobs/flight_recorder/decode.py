@@ -20,6 +20,7 @@ from dtobs.errors import DumpError
 
 MAX_BYTES = 1 << 29
 """Largest dump, before and after decompression. 2,000 entries with deep stacks are a few MB."""
+_HEAD = 4096
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -35,6 +36,21 @@ class _PlainUnpickler(pickle.Unpickler):
 def read_dump(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     """Decode the file `path`: pickle or JSON, gzip of either. Raises DumpError, its message without the path."""
     return decode(_read(path, max_bytes), max_bytes)
+
+
+def looks_like_dump(path: Path) -> bool:
+    """Whether the file `path` begins like a dump: a pickled dict, or a JSON object with a dump's own keys."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if head[:2] == b"\x1f\x8b":
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
+    except (OSError, zlib.error):
+        return False
+    if head[:1] == b"\x80":
+        return b"}" in head[2:12]  # after the protocol, and from protocol 4 on a frame of nine bytes
+    own = b'"pg_config"' in head or (b'"entries"' in head and b'"collective_seq_id"' in head)
+    return own and head.lstrip()[:1] == b"{"
 
 
 def decode(data: bytes, max_bytes: int = MAX_BYTES) -> Any:

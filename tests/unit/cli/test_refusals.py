@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 from dtobs.cli import main
-from dtobs.diagnose import gather
+from dtobs.diagnose import gather, holds_logs
 from dtobs.errors import TargetError
 from dtobs.testing.fake_run import FakeRun
 from dtobs.testing.layout import Layout
@@ -126,9 +129,28 @@ def test_folders_of_something_else(names: list[str], holds: str, tmp_path: Path,
     assert "dumps lie in one folder, and the name of each ends in its rank, as nccl_trace_rank_3" in said
 
 
-def test_one_dump_is_answered_with_its_folder(tmp_path: Path, refused: Any):
+def as_json(dump: bytes) -> bytes:
+    """The same dump as PyTorch writes JSON: keys in order, so that the entries come first."""
+    return json.dumps(pickle.loads(dump), sort_keys=True, default=str).encode()
+
+
+def newest_pickle(dump: bytes) -> bytes:
+    return pickle.dumps(pickle.loads(dump), protocol=5)
+
+
+@pytest.mark.parametrize("log", [b'{"version": "1.1", "entries": 3}\n', b"rank 0 started\n", b""])
+def test_a_log_is_taken_for_no_dump(log: bytes, tmp_path: Path):
+    (tmp_path / "rank_0").write_bytes(log)
+    assert holds_logs(str(tmp_path / "rank_0"))
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("write", [bytes, as_json, newest_pickle], ids=["pickle", "json", "newest-pickle"])
+def test_one_dump_is_answered_with_its_folder(write: Any, pack: Any, tmp_path: Path, refused: Any):
     write_dumps(Job(Layout(dp=2, tp=1, pp=1), None, entries=12, steps=4), tmp_path)
-    said = refused(1, "diagnose", tmp_path / "nccl_trace_rank_0")
+    dump = tmp_path / "nccl_trace_rank_0"
+    dump.write_bytes(pack(write(dump.read_bytes())))
+    said = refused(1, "diagnose", dump)
     assert said.endswith(f"give the run directory or the folder of dumps that it is in, such as {tmp_path}\n")
 
 
