@@ -102,9 +102,15 @@ class LossWeightProbe(Probe):
     def _finish(self) -> None:
         rows, self._seen = torch.stack(self._seen), []
         step, context = self.context.step, self.context
+        scaled = context.loss_scale is not None or math.isfinite(float(context.record["loss_scale"]))
+
+        def tells(loss: float) -> bool:
+            """An overflow under a loss scaler is its way to find its scale, and says nothing of the loss."""
+            return (math.isfinite(loss) or not scaled) and self._nobody_reports()
+
         if rows.is_cpu:
             loss = self._write(step, rows.numpy())
-            if self._nobody_reports():
+            if tells(loss):
                 self._own_loss = loss
                 context.record["loss"], context.record["losses"] = loss, 1
                 context.recorder.page.set(loss=loss)
@@ -112,7 +118,7 @@ class LossWeightProbe(Probe):
 
         def arrived(values: Any) -> None:
             loss = self._write(step, values)
-            if self._nobody_reports():
+            if tells(loss):
                 self._own_loss = loss
                 context.recorder.amend_step(step, loss=loss, losses=1)
                 context.recorder.page.set(loss=loss)
