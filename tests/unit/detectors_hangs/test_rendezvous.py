@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +18,13 @@ from dtobs.recording.view import load_run
 from tests.unit.detectors_hangs.trouble import found
 
 WORLD, PATIENCE = 4, 10.0
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def clock_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a loaded machine takes, no second passes between an arrival and the look at it."""
+    monkeypatch.setattr("dtobs.recording.arrivals.time", SimpleNamespace(time=lambda: NOW))
 
 
 @pytest.fixture
@@ -29,12 +36,12 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def on_its_way(rank: int, seconds: float) -> Arrival:
-    return replace(arrive(rank, WORLD, 0, PATIENCE), began=time.time() - seconds)
+    return replace(arrive(rank, WORLD, 0, PATIENCE), began=NOW - seconds)
 
 
 def waits(rank: int, seconds: float) -> Arrival:
     waiting = become(on_its_way(rank, seconds), "waiting", site="/me/train.py:8 in main")
-    return replace(waiting, since=time.time() - seconds)
+    return replace(waiting, since=NOW - seconds)
 
 
 def dead_pid() -> int:
