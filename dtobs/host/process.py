@@ -24,7 +24,6 @@ class ProcessState:
     alive: bool
     state: str = ""
     wchan: str = ""
-    syscall: str = ""
     cpu_seconds: float = 0.0
     rss_bytes: int = 0
     exit_code: int | None = None
@@ -70,7 +69,6 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "alive": (bool,),
     "state": (str,),
     "wchan": (str,),
-    "syscall": (str,),
     "cpu_seconds": (int, float),
     "rss_bytes": (int,),
     "exit_code": (int, type(None)),
@@ -105,8 +103,7 @@ def read_process(pid: int, start_ticks: int = 0, proc: Path = Path("/proc")) -> 
         pid,
         alive=True,
         state=state,
-        wchan=_read(proc / str(pid) / "wchan").strip("\0\n "),
-        syscall=_read(proc / str(pid) / "syscall").split(" ")[0].strip(),
+        wchan=_read(f"{proc}/{pid}/wchan").strip("\0\n "),
         cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS,
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
     )
@@ -130,16 +127,23 @@ def waited_for_core_ns(task: Path = Path("/proc/self/task")) -> int:
 
 def _stat_fields(pid: int, proc: Path) -> list[str] | None:
     """Fields of /proc/PID/stat from the third (state) on; the name before them may hold anything."""
-    text = _read(proc / str(pid) / "stat")
+    text = _read(f"{proc}/{pid}/stat")
     fields = text.rpartition(")")[2].split()
     return fields if len(fields) >= 50 else None
 
 
-def _read(path: Path) -> str:
+def _read(path: Path | str) -> str:
+    """A small file of the kernel's; "" where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    try:
+        return os.read(fd, 1 << 16).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
 
 
 @lru_cache

@@ -27,9 +27,13 @@ BRIEF_WAIT_SECONDS = 1.0
 _SILENT_SECONDS = 10.0
 _SILENT_STEPS = 8
 LONG_PHASES = (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION, Phase.COMPILE)
-_TAIL_EVENTS = 64
+TAIL_EVENTS = 64
 TERMINATION = frozenset({-signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP})
 """Exit codes of a process that a launcher, a scheduler or a person ended."""
+
+
+OpenWait = tuple[np.void | None, np.void | None]
+"""An event that begins a wait, and the event of the send or receive that it is for; None for what there is not."""
 
 
 class State(StrEnum):
@@ -204,7 +208,7 @@ class Rank:
         """The collective or the message it is blocked in; None when it is not blocked."""
         if not self.waited_seconds:
             return None
-        wait, message = open_wait(self.view.tail_events(self.rank, _TAIL_EVENTS))
+        wait, message = self.view.open_wait(self.rank)
         if message is not None:
             op, site = int(message["op"]), int(message["site"])
             return self._call(op, int(message["seq"]), int(message["group"]), site, int(message["value"]))
@@ -258,7 +262,7 @@ def _gone(process: ProcessState) -> State:
     return State.EXITED if process.exit_code == 0 else State.DEAD
 
 
-def open_wait(events: npt.NDArray[np.void]) -> tuple[np.void | None, np.void | None]:
+def open_wait(events: npt.NDArray[np.void]) -> OpenWait:
     """The wait that `events` of one rank end in, and the send or receive it is for; None for what there is not."""
     kinds = events["kind"]
     waits = np.flatnonzero((kinds == Kind.WAIT_BEGIN) | (kinds == Kind.WAIT_END))

@@ -27,7 +27,7 @@ from dtobs.recording.excused import Excused, read_excused
 from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
-from dtobs.recording.rank import Rank
+from dtobs.recording.rank import TAIL_EVENTS, OpenWait, Rank, open_wait
 from dtobs.recording.ring import adapt, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
@@ -80,6 +80,7 @@ class RunView:
     _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _tails: dict[int, tuple[tuple[int, int], npt.NDArray[np.void]]] = field(default_factory=dict, repr=False)
+    _waits: dict[int, tuple[npt.NDArray[np.void], OpenWait]] = field(default_factory=dict, repr=False)
     damaged: list[str] = field(default_factory=list)  #: files that could not be read, one line each
     paused: bool = False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
@@ -124,6 +125,14 @@ class RunView:
     @cached_property
     def _row_of(self) -> dict[int, int]:
         return {rank: row for row, rank in enumerate(self.ranks)}
+
+    def open_wait(self, rank: int) -> OpenWait:
+        """The wait that `rank` is in, and the message it is for; kept while the rank publishes nothing."""
+        events = self.tail_events(rank, TAIL_EVENTS)
+        known = self._waits.get(rank)
+        if known is None or known[0] is not events:
+            known = self._waits[rank] = (events, open_wait(events))
+        return known[1]
 
     def rank(self, rank: int) -> Rank:
         """What `rank` does, where it stands and how it ended. Raises KeyError when it did not record."""
@@ -334,7 +343,7 @@ def _reuse(view: RunView, previous: RunView | None) -> None:
     """Take over the meta entries of ranks whose file is as long as it was (entries are only ever appended)."""
     if previous is None or previous.root != view.root:
         return
-    view._tails = previous._tails
+    view._tails, view._waits = previous._tails, previous._waits
     before = {int(p["rank"]): (int(p["attempt"]), int(p["attach_ns"])) for p in previous.pages}
     for page in view.pages:
         rank, identity = int(page["rank"]), (int(page["attempt"]), int(page["attach_ns"]))

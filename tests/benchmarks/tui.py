@@ -13,7 +13,8 @@ from pathlib import Path
 from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.app import TopApp
 from dtobs.tui.order import Order
-from tests.unit.tui.scene import FakeSource, settle
+from dtobs.tui.source import DirectorySource
+from tests.unit.tui.scene import settle
 
 
 @contextmanager
@@ -29,7 +30,7 @@ async def measure(ranks: int) -> None:
         run = FakeRun(Path(folder) / "run", ranks, ranks_per_node=8)
         for rank in run.ranks:
             rank.step(forward=0.04 + rank.number * 1e-5)
-        source = FakeSource(run, 0.1)
+        source = DirectorySource(run.directory.root)
         with _timed("first look"):
             source.look()
         app = TopApp(source, interval=3600.0, order=Order("busy"))

@@ -59,6 +59,7 @@ def test_command_license_and_extras(metadata_folder: zipfile.Path):
         "parquet",
         "prometheus",
         "otel",
+        "trace",
         "grafana",
         "tui",
         "all",
