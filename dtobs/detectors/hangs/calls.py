@@ -27,6 +27,7 @@ CALL_DTYPE = np.dtype(
 )
 
 _SITES_LOOKED_AT = 256
+_OTHER_HALF = {"send": "recv", "recv": "send"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Calls:
         self._view = view
         self.open_waits: dict[int, Blocked] = {}  #: ranks whose last wait event is a begin
         self._exchanged: dict[tuple[int, int, str, int], int] = {}  # rank, peer, "send" or "recv", group → how many
+        self._messages: dict[int, npt.NDArray[np.void]] = {}  # rank → its sends and receives
+        self._forgot: set[int] = set()  # ranks that no longer hold their first events
+        #: what each rank issued together last, without a wait in between: group, peer and operation
+        self.batches: dict[int, set[tuple[int, int, int]]] = {}
         self._last_message: dict[int, tuple[int, int]] = {}  # rank → when it issued its last one, from which line
         self._restarts: dict[int, dict[int, int]] = {}  # group → rank → how often its counting began anew
         #: ranks whose recording of collectives switched itself off: their frontier means nothing
@@ -78,6 +83,28 @@ class Calls:
     def exchange_groups(self, rank: int, peer: int) -> list[int]:
         """Groups in which the two have issued a send or a receive for each other."""
         return sorted({g for a, b, _, g in self._exchanged if {a, b} == {rank, peer}})
+
+    def answered(self, rank: int, message: Blocked) -> bool:
+        """Whether the peer of a send or a receive has issued the other half."""
+        other = _OTHER_HALF.get(self.op(rank, message.op).op, "")
+        return self.exchanged(message.peer, rank, other, message.group) >= message.seq
+
+    def unanswered(self, rank: int) -> list[Blocked]:
+        """Messages of `rank` of which the peer has not issued the other half: the oldest of each kind, oldest first."""
+        made = self._messages[rank]
+        found: dict[tuple[int, int, str], np.void] = {}
+        for peer, group, op in np.unique(made[["value", "group", "op"]]).tolist():
+            way = self.op(rank, op).op
+            answer = (int(peer), rank, _OTHER_HALF.get(way, ""), group)
+            forgotten = answer not in self._exchanged and peer in self._forgot
+            if peer in (rank, -1) or peer in self.unreliable or forgotten:
+                continue
+            same = (made["value"] == peer) & (made["group"] == group) & (made["op"] == op)
+            for row in made[same & (made["seq"] > self.exchanged(*answer))][:1]:
+                kind = (group, int(peer), way)
+                found[kind] = min(found.get(kind, row), row, key=lambda r: int(r["seq"]))
+        oldest = sorted(found.values(), key=lambda r: int(r["t_ns"]))
+        return [Blocked(*(int(row[name]) for name in ("group", "seq", "value", "op", "site"))) for row in oldest]
 
     def call(self, rank: int, group: int, seq: int) -> np.void | None:
         """One call as CALL_DTYPE; None when `rank` never made it or no longer holds it."""
@@ -175,6 +202,9 @@ class Calls:
         events = self._view.events(rank)
         self._note_wait(rank, events)
         self._note_exchanges(rank, events[events["kind"] == Kind.P2P])
+        self._note_batch(rank, events)
+        if len(events) and events["stamp"][0] > 1:
+            self._forgot.add(rank)
         made = events[events["kind"] == Kind.COLLECTIVE]
         rows = np.zeros(len(made) + 1, CALL_DTYPE)
         for name in ("group", "seq", "op", "site", "step", "t_ns"):
@@ -205,6 +235,7 @@ class Calls:
 
     def _note_exchanges(self, rank: int, events: npt.NDArray[np.void]) -> None:
         """The newest number of each kind: messages are counted for each pair, group and direction."""
+        self._messages[rank] = events
         if len(events):
             self._last_message[rank] = (int(events["t_ns"][-1]), int(events["site"][-1]))
         names = {int(op): self.op(rank, int(op)).op for op in np.unique(events["op"])}
@@ -214,6 +245,15 @@ class Calls:
                 key = (rank, int(peer), name, int(group))
                 same = (made["value"] == peer) & (made["group"] == group)
                 self._exchanged[key] = max(self._exchanged.get(key, 0), int(made["seq"][same].max()))
+
+    def _note_batch(self, rank: int, events: npt.NDArray[np.void]) -> None:
+        kinds = (Kind.P2P, Kind.COLLECTIVE, Kind.WAIT_BEGIN, Kind.WAIT_END)
+        calls = events[np.isin(events["kind"], kinds)]
+        sent = np.flatnonzero(calls["kind"] == Kind.P2P)
+        if len(sent):
+            others = np.flatnonzero(calls["kind"][: sent[-1]] != Kind.P2P)
+            batch = calls[others[-1] + 1 if len(others) else 0 : sent[-1] + 1]
+            self.batches[rank] = {(int(m["group"]), int(m["value"]), int(m["op"])) for m in batch}
 
     def _note_wait(self, rank: int, events: npt.NDArray[np.void]) -> None:
         waits = np.flatnonzero(np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dtobs.detectors.hangs.calls import Blocked, Calls
 from dtobs.detectors.hangs.desync import Desync, desyncs
 from dtobs.detectors.hangs.endings import End, Ending, causes, endings
+from dtobs.detectors.hangs.messages import settle
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
 from dtobs.detectors.hangs.stall import Stall, stall
 from dtobs.events import Phase
@@ -121,7 +122,7 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
             found[rank] = last
     if stalled is not None and not any(rank in found for rank in stalled.ranks):
         found |= _blocked_on_device(view, calls, stalled)
-    return found
+    return settle(calls, found)
 
 
 def _blocked_on_device(view: RunView, calls: Calls, stalled: Stall) -> dict[int, Blocked]:
@@ -143,6 +144,8 @@ def _absences(situation: Situation) -> list[Absence]:
     """Ranks that blocked ranks wait for and that are not blocked themselves, each where most wait for it."""
     waits: dict[int, dict[tuple[int, int], list[int]]] = {}
     for rank, at in situation.blocked.items():
+        if at.peer >= 0 and situation.calls.answered(rank, at):
+            continue  # the peer has done its part
         for missing in _awaited(situation, rank, at):
             if missing not in situation.blocked:
                 waits.setdefault(missing, {}).setdefault((at.group, at.seq), []).append(rank)
