@@ -30,7 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if commit else ():
         if item.get_closest_marker("exhaustive") and its_turn(item.nodeid, commit):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "exhaustive"]
-            item.keywords.pop("exhaustive", None)
 
 
 def its_turn(test: str, commit: str) -> bool:
