@@ -68,9 +68,9 @@ def test_of_three_ranks_the_odd_one_is_named(tmp_path: Path, name: str):
 
 def test_the_flipped_bit_is_found_in_its_step_and_parameter(tmp_path: Path):
     (found,) = findings(SilentJob(tmp_path, "flipped-bit", "ddp", at_step=12))
-    # The bit flips when step 13 (the first is 1) is over; the digest after step 14 is the first to see it.
-    assert (found.step, found.evidence[0]["parameter"]) == (14, "0.weight")
-    assert found.evidence[0]["last_equal_step"] == 13
+    # The bit flips when step 13 (the first is 1) is over; its digest is taken after that, before the next update.
+    assert (found.step, found.evidence[0]["parameter"]) == (13, "0.weight")
+    assert found.evidence[0]["last_equal_step"] == 12
 
 
 def test_the_nan_is_found_in_its_step_with_its_first_parameter(tmp_path: Path):
