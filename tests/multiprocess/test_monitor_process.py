@@ -41,7 +41,9 @@ for line in sys.stdin:
     match line.split():
         case ['close']: recorder.close(); print('closed', flush=True)
         case ['exit', code]: os._exit(int(code))
-        case ['move']: recorder.page.set(steps_done=recorder.page.get('steps_done') + 1); recorder.page.commit()
+        case ['move']:
+            done = recorder.page.get('steps_done') + 1
+            recorder.page.set(steps_done=done, step_begin_ns=time.monotonic_ns()); recorder.page.commit()
 """
 
 
