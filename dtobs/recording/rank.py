@@ -28,7 +28,9 @@ _SILENT_SECONDS = 10.0
 _SILENT_STEPS = 8
 LONG_PHASES = (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION, Phase.COMPILE)
 TAIL_EVENTS = 64
-TERMINATION = frozenset({-signals.SIGTERM, -signals.SIGINT, -signals.SIGHUP})
+END_SIGNALS = frozenset({signals.SIGTERM, signals.SIGINT, signals.SIGHUP})
+"""Signals by which a launcher, a scheduler or a person tells a process to end."""
+TERMINATION = frozenset(-number for number in END_SIGNALS)
 """Exit codes of a process that a launcher, a scheduler or a person ended."""
 
 

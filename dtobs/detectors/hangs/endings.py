@@ -14,6 +14,7 @@ from typing import Any
 
 from dtobs.events import RankState
 from dtobs.host.process import ProcessState
+from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.view import RunView
 
 
@@ -56,7 +57,7 @@ class Ending:
     @property
     def told(self) -> bool:
         """Whether somebody outside told it to end."""
-        return self.kind in (End.TERMINATED, End.INTERRUPTED) or bool(self.signals & _TELLING)
+        return self.kind in (End.TERMINATED, End.INTERRUPTED) or bool(self.signals & END_SIGNALS)
 
     @property
     def way(self) -> str:
@@ -86,8 +87,6 @@ class Ending:
         return self.kind is not End.OPEN
 
 
-_TELLING = frozenset({signals.SIGTERM, signals.SIGINT, signals.SIGHUP})
-"""A launcher's, a scheduler's or a person's way to end a process."""
 _TOLD_TOGETHER_NS = 20_000_000
 """Who is told to end with all others is told so near; a launcher needs longer to see that one has ended."""
 _TOGETHER_NS = 5_000_000_000
@@ -150,7 +149,7 @@ def _kind_of_exit(process: ProcessState, heard: frozenset[int]) -> End:
         return End.ABORTED
     if code in (-signals.SIGINT, 128 + signals.SIGINT) or (code is None and signals.SIGINT in heard):
         return End.INTERRUPTED
-    if (code is not None and -code in _TELLING) or (code is None and heard & _TELLING):
+    if (code is not None and -code in END_SIGNALS) or (code is None and heard & END_SIGNALS):
         return End.TERMINATED
     return End.DIED
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from dtobs.events import Phase, RankState
 from dtobs.recording.excused import excused_ns
+from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
 
@@ -137,12 +138,17 @@ def silence(view: RunView) -> Stall | None:
 def moved_on(view: RunView, since_ns: int) -> bool:
     """Whether the run trains again after a hang that it was in at `since_ns`: a step began, or every rank acted.
 
-    A hung rank that is interrupted still publishes its end, and a handler of the interruption may call a collective.
+    A rank that is interrupted in a hang leaves its phases on the way out, and a handler of the interruption may call a
+    collective: where ranks were told to end, only a step counts.
     """
     if not len(view.pages):
         return False
+    if int(view.pages["step_begin_ns"].max()) > since_ns:
+        return True
+    if any(view.signals(rank) & END_SIGNALS for rank in view.ranks):
+        return False
     did = np.max([view.pages[name] for name in ("collective_ns", "wait_since_ns", "phase_begin_ns")], axis=0)
-    return int(view.pages["step_begin_ns"].max()) > since_ns or bool((did > since_ns).all())
+    return bool((did > since_ns).all())
 
 
 def _early(view: RunView, pages: npt.NDArray[np.void], threshold: float) -> float:
