@@ -78,7 +78,7 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
             or _first_sign(earlier, found.values())
             or _before_the_capture(earlier, found.values())
             or (explained and _only_possible(earlier) and not (earlier.early and ended))
-            or (earlier.code == "rank-dead" and earlier.confidence is not Confidence.CERTAIN)
+            or (_merely_gone(earlier) and earlier.confidence is not Confidence.CERTAIN)
         ):
             continue
         if same is None or earlier.confidence.order > same.confidence.order:
@@ -149,6 +149,11 @@ def _outgrown(earlier: Finding, now: Iterable[Finding]) -> bool:
     return any(
         f.code == earlier.code and earlier.group in (f.group, None) and set(f.ranks) >= set(earlier.ranks) for f in now
     )
+
+
+def _merely_gone(earlier: Finding) -> bool:
+    """Whether it says that a process was gone before its end was known; of a whole node nothing more may be known."""
+    return earlier.code == "rank-dead" and not any(record["what"] == "node" for record in earlier.evidence)
 
 
 def _first_sign(earlier: Finding, now: Iterable[Finding]) -> bool:

@@ -19,7 +19,9 @@ FAULTS = {
     "nan": lambda rank, step: {"nonfinite": 1, "nonfinite_param": 0} if rank == 0 and step == 9 else {},
     "loss": lambda rank, step: {"loss": float("inf")} if rank == 0 and step == 9 else {},
     "slow": lambda rank, step: {"forward": 0.4} if rank == 0 else {"exposed": 0.4},
-    "same data": lambda rank, step: {"input_digest": step + 1} if rank < 2 else {},
+    "same data": lambda rank, step: (
+        {"input_digest": step + 1, "local_norm": 1 + step % 3, "sample_norm": 1 + step % 3} if rank < 2 else {}
+    ),
 }
 
 
