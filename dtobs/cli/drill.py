@@ -5,10 +5,17 @@ and pipeline parallel, gradients averaged by hand), and so is its healthy twin. 
 takes one layout of each; --list names them. Ends with 0 when every fault was found at the right ranks, nobody else
 was accused and every twin was quiet, else with 1. What this machine does not permit is said and skipped.
 
+With --endings, somebody ends each job in the middle of its hang, before or after the hang was found: Ctrl-C, SIGTERM,
+SIGKILL of all, of one rank or of the launcher, the loss of the node, the job's own timeout. What the run stood in must
+still be the verdict. A few cells of that matrix by default; --all takes every one of them. With --early, nobody ends
+it, and `dtobs diagnose` is asked 15 seconds into each hang, long before the alarm.
+
 examples:
   dtobs drill stopped killed
   dtobs drill --quick
   dtobs drill --wrapper fsdp --keep drills/
+  dtobs drill --endings --way kill-all --when before stopped absent
+  dtobs drill --early
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from dtobs.cli import Exit
 from dtobs.errors import DependencyMissing, UsageError
 
 if TYPE_CHECKING:
+    from dtobs.drills.endings import Judged
     from dtobs.drills.perform import Drill, Outcome
 
 _TWIN = "none"
@@ -37,6 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="name the faults, their codes and layouts")
     parser.add_argument("--quick", action="store_true", help="each fault under one layout only")
     parser.add_argument("--wrapper", metavar="W", help="only this layout: ddp, fsdp, hsdp, tp, pp, by-hand")
+    parser.add_argument("--endings", action="store_true", help="end each job in its hang: is that still the verdict?")
+    parser.add_argument("--early", action="store_true", help="ask 15 s into each hang, long before the alarm")
+    parser.add_argument("--way", metavar="WAY", help="with --endings: only this way of ending")
+    parser.add_argument(
+        "--when", choices=("before", "after"), help="with --endings: before or after the hang was found"
+    )
+    parser.add_argument("--all", action="store_true", help="with --endings: every cell of the matrix")
     parser.add_argument("--at-once", type=int, metavar="N", help="drills at a time (default: half the cores)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run directories below DIR")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
@@ -52,13 +67,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list(every, as_json=args.json)
         return Exit.NOTHING_FOUND
+    _check(args)
+    if args.endings or args.early:
+        return _endings(args)
     chosen = _choose(every, args.faults, args.wrapper, quick=args.quick)
-    if args.at_once is not None and args.at_once < 1:
-        raise UsageError(f"--at-once {args.at_once}: give 1 or more")
-    if args.keep is not None and args.keep.exists() and not args.keep.is_dir():
-        raise UsageError(f"{args.keep} is a file: give a new folder to --keep")
-    if args.keep is not None and args.keep.exists() and any(args.keep.iterdir()):
-        raise UsageError(f"{args.keep} is not empty: give a new folder to --keep")
     at_once = args.at_once or max(1, len(os.sched_getaffinity(0)) // _CORES_A_DRILL)
     with tempfile.TemporaryDirectory(prefix="dtobs-drill-") as scratch:
         outcomes = _perform(chosen, args.keep or Path(scratch), at_once, quiet=args.json)
@@ -72,6 +84,58 @@ def run(args: argparse.Namespace) -> int:
         for reason in dict.fromkeys(outcome.skipped for outcome in skipped):
             print(f"not tried: {', '.join(dict.fromkeys(o.drill.name for o in skipped))}: {reason}")
     return Exit.ERROR if failed else Exit.NOTHING_FOUND
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError for what cannot be."""
+    if not args.endings and (args.way or args.when or args.all):
+        raise UsageError("--way, --when and --all are for --endings")
+    if args.at_once is not None and args.at_once < 1:
+        raise UsageError(f"--at-once {args.at_once}: give 1 or more")
+    if args.keep is not None and args.keep.exists() and not args.keep.is_dir():
+        raise UsageError(f"{args.keep} is a file: give a new folder to --keep")
+    if args.keep is not None and args.keep.exists() and any(args.keep.iterdir()):
+        raise UsageError(f"{args.keep} is not empty: give a new folder to --keep")
+
+
+def _endings(args: argparse.Namespace) -> int:
+    """Play the cells of the matrix that were asked for, and count."""
+    from dtobs.drills import endings
+    from dtobs.monitor.capture import capture_ranks
+
+    ways = ("asked",) if args.early else (args.way,) if args.way else tuple(endings.WAYS)
+    if unknown := [way for way in ways if way not in endings.WAYS]:
+        raise UsageError(f"there is no way of ending {unknown[0]!r}; they are {', '.join(endings.WAYS)}")
+    every = endings.cells(early=args.early)
+    _check_names(args.faults, {cell.fault for cell in every})
+    asked = [
+        cell
+        for cell in every
+        if cell.way in ways
+        and args.when in (None, cell.when)
+        and args.wrapper in (None, cell.layout)
+        and (not args.faults or cell.fault in args.faults)
+    ]
+    if not asked:
+        raise UsageError("no cell of the matrix is all of that")
+    chosen = asked if args.all else endings.some(asked)
+    tell = (lambda judged: None) if args.json else _tell_ending
+    with tempfile.TemporaryDirectory(prefix="dtobs-drill-") as scratch:
+        folder = (args.keep or Path(scratch)).absolute()
+        played = endings.play_all(chosen, folder, capture_ranks, at_once=args.at_once or _CORES_A_DRILL, told=tell)
+    if args.json:
+        print(json.dumps([judged.to_json() for judged in played], indent=1))
+    else:
+        print(f"\n{'way of ending':<16} {'the alarm':<10} right")
+        for way, when, right, count in endings.counted(played):
+            print(f"{way:<16} {when:<10} {right} of {count}")
+    return Exit.ERROR if any(judged.wrong for judged in played) else Exit.NOTHING_FOUND
+
+
+def _tell_ending(judged: Judged) -> None:
+    cell = judged.cell
+    said = f"WRONG: {judged.wrong}" if judged.wrong else "right"
+    print(f"{cell.fault:<20} {cell.layout:<8} {cell.way:<16} {cell.when:<7} {cell.expected:<22} {said}", flush=True)
 
 
 def _list(every: list[Drill], *, as_json: bool) -> None:
@@ -89,9 +153,7 @@ def _list(every: list[Drill], *, as_json: bool) -> None:
 
 def _choose(every: list[Drill], names: list[str], wrapper: str | None, *, quick: bool) -> list[Drill]:
     """The drills asked for, each family's after its healthy twins. Raises UsageError for what there is not."""
-    unknown = sorted(set(names) - {drill.name for drill in every})
-    if unknown:
-        raise UsageError(f"there is no fault {unknown[0]!r}; 'dtobs drill --list' names them")
+    _check_names(names, {drill.name for drill in every})
     asked = [d for d in every if (not names or d.name in names) and wrapper in (None, d.wrapper)]
     if quick:
         asked = list({(d.family, d.name): d for d in reversed(asked)}.values())[::-1]
@@ -100,6 +162,11 @@ def _choose(every: list[Drill], names: list[str], wrapper: str | None, *, quick:
     if not chosen:
         raise UsageError(f"none of these faults applies under the wrapper {wrapper!r}")
     return chosen
+
+
+def _check_names(names: list[str], known: set[str]) -> None:
+    if unknown := sorted(set(names) - known):
+        raise UsageError(f"there is no fault {unknown[0]!r} here; 'dtobs drill --list' names them")
 
 
 def _perform(chosen: list[Drill], folder: Path, at_once: int, *, quiet: bool) -> list[Outcome]:

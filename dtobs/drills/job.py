@@ -36,8 +36,9 @@ class Job:
     odd: int = 1
     at_step: int = 6
     steps: int = 12
-    hang_timeout: float = 2.0
+    hang_timeout: float | None = 2.0
     pause: float = 0.0
+    timeout_seconds: float = 300.0  #: the process group's own
     monitor: bool = True
     mark: Path | None = None  #: a file that the odd rank creates when it strikes
 

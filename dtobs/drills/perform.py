@@ -25,7 +25,7 @@ from dtobs.host.process import read_process
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory, read_json
 
-_WORLD, _ODD = 2, 1
+WORLD, ODD = 2, 1
 _POLL_SECONDS = 0.1
 _GOODBYE_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0  # for the second thing that a fault shows, once the first was found
@@ -99,7 +99,7 @@ class Outcome:
 
 def known() -> list[Drill]:
     """Every drill, hangs first; the healthy twins are named "none"."""
-    named = {"odd": (_ODD,), "all": tuple(range(_WORLD))}
+    named = {"odd": (ODD,), "all": tuple(range(WORLD))}
     hangs = [
         Drill(
             "hangs",
@@ -178,11 +178,23 @@ class _Rank:
 
 
 @functools.cache
-def _context() -> ForkServerContext:
+def context() -> ForkServerContext:
     """Ranks are forked from a process that has imported torch once: a drill begins in a moment."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtobs.drills.worker", *_IMPORTED_LATE])
-    return context
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["dtobs.drills.worker", *_IMPORTED_LATE])
+    return found
+
+
+def rank_environment(rank: int) -> dict[str, str]:
+    """The variables that torchrun gives a worker."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "LOCAL_WORLD_SIZE": str(WORLD),
+        "GROUP_RANK": "0",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path, group: Path | None) -> list[_Rank]:
@@ -192,19 +204,11 @@ def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path, group: Path | 
     else:
         fields |= {"trouble": drill.name}
     ranks = []
-    for rank in range(_WORLD):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(_WORLD),
-            "LOCAL_WORLD_SIZE": str(_WORLD),
-            "GROUP_RANK": "0",
-            "OMP_NUM_THREADS": "1",
-        }
-        ours, theirs = _context().Pipe()
-        process = _context().Process(
+    for rank in range(WORLD):
+        ours, theirs = context().Pipe()
+        process = context().Process(
             target=worker.main,
-            args=(drill.family, fields, environment, folder, theirs, group if rank == _ODD else None),
+            args=(drill.family, fields, rank_environment(rank), folder, theirs, group if rank == ODD else None),
         )
         process.start()
         theirs.close()

@@ -42,7 +42,7 @@ def main(
     torch.set_num_threads(1)
 
     def meet() -> None:
-        store, limit = f"file://{folder / 'store'}", timedelta(minutes=5)
+        store, limit = f"file://{folder / 'store'}", timedelta(seconds=fields.get("timeout_seconds", 300))
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
 
     if family == "hangs":

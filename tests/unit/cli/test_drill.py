@@ -29,7 +29,7 @@ def test_quick_takes_each_fault_once_and_the_twins_of_its_layouts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["banana"], "there is no fault 'banana'; 'dtobs drill --list' names them"),
+        (["banana"], "there is no fault 'banana' here; 'dtobs drill --list' names them"),
         (["extra-call", "--wrapper", "hsdp"], "none of these faults applies under the wrapper 'hsdp'"),
     ],
 )
