@@ -5,8 +5,8 @@ Detectors, alerts, runbooks and tests are checked against it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
+from enum import Flag, StrEnum, auto
 from typing import Literal
 
 Family = Literal["hangs", "silent", "performance"]
@@ -19,168 +19,54 @@ class Severity(StrEnum):
     CRITICAL = "critical"
 
 
+class Trait(Flag):
+    """What a code implies, for whoever ranks findings or decides whether one is over."""
+
+    NONE = 0
+    ENDING = auto()  #: it says how a rank ended: no standstill is needed to see it
+    AFTERMATH = auto()  #: an ending that a hang, or who ends a hung job, brings about as well
+    RECOVERABLE = auto()  #: a hang that the run may recover from
+    DEADLOCK = auto()  #: a hang that it does not recover from
+    DISAGREEMENT = auto()  #: calls that do not fit together, where the run stops
+    GOES_ON = auto()  #: a code of the hang family that stops no run
+    SEEN = auto()  #: it rests on what the kernel says or the ranks recorded, and not on how long it took
+    SAYS_WHY = auto()  #: it says why a rank did not join its peers
+    RAISES = auto()  #: programs check for it and raise an exception about it
+    MACHINE = auto()  #: a host or a link is to blame, not the program
+    TRANSIENT = auto()  #: nobody can say whether the same program fails again
+
+
 @dataclass(frozen=True)
 class Code:
-    """A row of the catalogue."""
+    """A row of the catalogue. Of two causes of one end the one with the lower `order` came first."""
 
     name: str
     family: Family
     severity: Severity
     title: str
     next_step: str
+    traits: Trait = Trait.NONE
+    order: int = 0
 
 
-_ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
-    # hangs and crashes
+_Row = tuple[str, Family, Severity, str, str] | tuple[str, Family, Severity, str, str, Trait]
+_ROWS: tuple[_Row, ...] = (
+    # hangs and crashes, the nearer to the cause the earlier
     (
-        "rank-not-joined",
+        "device-fault",
         "hangs",
         Severity.CRITICAL,
-        "A rank never issued the collective that its peers wait in",
-        "Look at the line this rank is at: code that only some ranks run, or that takes very long there.",
+        "A device failed",
+        "Take the host out of the job, look at the Xid in its kernel log, reset or replace the device; then restart.",
+        Trait.MACHINE,
     ),
     (
-        "stuck-in-dataloader",
+        "disk-full",
         "hangs",
         Severity.CRITICAL,
-        "A rank waits for its data while its peers wait for it",
-        "Check the storage and the data-loader workers of this rank's host; give the loader a timeout.",
+        "A rank found no space left on a disk, in a quota or in /dev/shm",
+        "Make room or enlarge it (a container's --shm-size for /dev/shm), then restart from the last checkpoint.",
     ),
-    (
-        "stuck-in-checkpoint",
-        "hangs",
-        Severity.CRITICAL,
-        "A rank does not come back from writing or reading a checkpoint",
-        "Check the checkpoint storage from this rank's host; write a small file there and time it.",
-    ),
-    (
-        "gil-held",
-        "hangs",
-        Severity.CRITICAL,
-        "Native code holds a rank's Python lock",
-        "The stack names the call into native code. Release the GIL there, or move the call to a process of its own.",
-    ),
-    (
-        "rank-stopped",
-        "hangs",
-        Severity.CRITICAL,
-        "A rank's process is suspended",
-        "Resume it with `kill -CONT PID`, and find who stopped it (a debugger, a job-control key, a scheduler).",
-    ),
-    (
-        "rank-dead",
-        "hangs",
-        Severity.CRITICAL,
-        "A rank's process is gone without a word",
-        "Look at the host's kernel log and at the scheduler for who killed it; restart from the last checkpoint.",
-    ),
-    (
-        "rank-oom-killed",
-        "hangs",
-        Severity.CRITICAL,
-        "The kernel killed a rank for its memory",
-        "Lower host memory: fewer loader workers, smaller buffers, or a larger limit for the container.",
-    ),
-    (
-        "rank-exited-early",
-        "hangs",
-        Severity.CRITICAL,
-        "A rank finished while its peers still train",
-        "Make every rank do the same number of steps: uneven shards are the usual cause (drop_last, Join).",
-    ),
-    (
-        "uncaught-exception",
-        "hangs",
-        Severity.CRITICAL,
-        "An exception ended a rank",
-        "Fix the exception at the line shown; what the other ranks report is its consequence.",
-    ),
-    (
-        "collective-mismatch",
-        "hangs",
-        Severity.CRITICAL,
-        "Ranks call different collectives at the same place of a group's sequence",
-        "Make the order of collectives equal on all ranks: look for a branch that depends on rank or data.",
-    ),
-    (
-        "shape-mismatch",
-        "hangs",
-        Severity.CRITICAL,
-        "Ranks call the same collective with different shapes",
-        "Print the tensor's shape at this line; usually a last batch of another size or a rank-dependent padding.",
-    ),
-    (
-        "dtype-mismatch",
-        "hangs",
-        Severity.CRITICAL,
-        "Ranks call the same collective with different element types",
-        "Cast to one type before this call; look for autocast or a buffer created on some ranks only.",
-    ),
-    (
-        "reduce-op-mismatch",
-        "hangs",
-        Severity.CRITICAL,
-        "Ranks reduce with different operations",
-        "Nothing raises here and the result is wrong: use one ReduceOp on all ranks.",
-    ),
-    (
-        "network-stalled",
-        "hangs",
-        Severity.CRITICAL,
-        "All ranks issued the collective and none completes it",
-        "Check the links between the hosts of this group; run `dtobs preflight`.",
-    ),
-    (
-        "call-site-mismatch",
-        "hangs",
-        Severity.CRITICAL,
-        "A rank makes a call more or fewer than its peers, and nothing notices",
-        "Look at the call site named: it runs on one rank only, or once too often. Results since then are mixed up.",
-    ),
-    (
-        "p2p-unmatched",
-        "hangs",
-        Severity.CRITICAL,
-        "A send or a receive has no other half",
-        "Compare the peers and the order of sends and receives on the ranks named (schedule, batch_isend_irecv).",
-    ),
-    (
-        "group-deadlock",
-        "hangs",
-        Severity.CRITICAL,
-        "Ranks wait for each other in a circle across process groups",
-        "Issue the collectives of different groups in one order on all ranks.",
-    ),
-    (
-        "unused-parameters",
-        "hangs",
-        Severity.CRITICAL,
-        "A backward left out parameters that DDP waits for on the other ranks",
-        "Let every parameter take part in the loss on every rank and step, or pass find_unused_parameters=True to DDP.",
-    ),
-    (
-        "rendezvous-incomplete",
-        "hangs",
-        Severity.CRITICAL,
-        "The process group never comes about: ranks are missing at the rendezvous",
-        "Look at the ranks named: their hosts' launchers and logs, and the line where they are instead; check that "
-        "MASTER_ADDR and MASTER_PORT are reachable from them.",
-    ),
-    (
-        "device-stopped",
-        "hangs",
-        Severity.CRITICAL,
-        "A rank issued a collective and its device does not get to it",
-        "Look at this rank's device (nvidia-smi, Xid lines in the kernel log) and at the kernels queued before.",
-    ),
-    (
-        "dumps-missing",
-        "hangs",
-        Severity.WARNING,
-        "Ranks wait, and the dumps that would say for what are missing",
-        "Collect the dumps of the ranks named, or look at these ranks' own logs: nothing accuses them yet.",
-    ),
-    # what only logs tell
     (
         "device-out-of-memory",
         "hangs",
@@ -196,13 +82,6 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "Run this rank with CUDA_LAUNCH_BLOCKING=1 to see the kernel; look for an index out of range.",
     ),
     (
-        "device-fault",
-        "hangs",
-        Severity.CRITICAL,
-        "A device failed",
-        "Take the host out of the job, look at the Xid in its kernel log, reset or replace the device; then restart.",
-    ),
-    (
         "nccl-misuse",
         "hangs",
         Severity.CRITICAL,
@@ -210,18 +89,181 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         "Set the device of each rank by its LOCAL_RANK before the first collective; use one NCCL version on all hosts.",
     ),
     (
+        "unused-parameters",
+        "hangs",
+        Severity.CRITICAL,
+        "A backward left out parameters that DDP waits for on the other ranks",
+        "Let every parameter take part in the loss on every rank and step, or pass find_unused_parameters=True to DDP.",
+        Trait.DEADLOCK | Trait.SAYS_WHY,
+    ),
+    (
+        "call-site-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank makes a call more or fewer than its peers, and nothing notices",
+        "Look at the call site named: it runs on one rank only, or once too often. Results since then are mixed up.",
+        Trait.DISAGREEMENT,
+    ),
+    (
+        "collective-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call different collectives at the same place of a group's sequence",
+        "Make the order of collectives equal on all ranks: look for a branch that depends on rank or data.",
+        Trait.DISAGREEMENT | Trait.SEEN,
+    ),
+    (
+        "dtype-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call the same collective with different element types",
+        "Cast to one type before this call; look for autocast or a buffer created on some ranks only.",
+        Trait.DISAGREEMENT | Trait.SEEN,
+    ),
+    (
+        "shape-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks call the same collective with different shapes",
+        "Print the tensor's shape at this line; usually a last batch of another size or a rank-dependent padding.",
+        Trait.DISAGREEMENT | Trait.SEEN,
+    ),
+    (
+        "reduce-op-mismatch",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks reduce with different operations",
+        "Nothing raises here and the result is wrong: use one ReduceOp on all ranks.",
+        Trait.GOES_ON,
+    ),
+    (
+        "rank-oom-killed",
+        "hangs",
+        Severity.CRITICAL,
+        "The kernel killed a rank for its memory",
+        "Lower host memory: fewer loader workers, smaller buffers, or a larger limit for the container.",
+        Trait.ENDING | Trait.TRANSIENT,
+    ),
+    (
+        "uncaught-exception",
+        "hangs",
+        Severity.CRITICAL,
+        "An exception ended a rank",
+        "Fix the exception at the line shown; what the other ranks report is its consequence.",
+        Trait.ENDING,
+    ),
+    (
+        "rank-dead",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank's process is gone without a word",
+        "Look at the host's kernel log and at the scheduler for who killed it; restart from the last checkpoint.",
+        Trait.ENDING | Trait.AFTERMATH | Trait.TRANSIENT,
+    ),
+    (
+        "rank-exited-early",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank finished while its peers still train",
+        "Make every rank do the same number of steps: uneven shards are the usual cause (drop_last, Join).",
+        Trait.ENDING | Trait.AFTERMATH,
+    ),
+    (
+        "rank-stopped",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank's process is suspended",
+        "Resume it with `kill -CONT PID`, and find who stopped it (a debugger, a job-control key, a scheduler).",
+        Trait.RECOVERABLE | Trait.SEEN | Trait.SAYS_WHY | Trait.TRANSIENT,
+    ),
+    (
+        "gil-held",
+        "hangs",
+        Severity.CRITICAL,
+        "Native code holds a rank's Python lock",
+        "The stack names the call into native code. Release the GIL there, or move the call to a process of its own.",
+        Trait.RECOVERABLE | Trait.SEEN | Trait.SAYS_WHY,
+    ),
+    (
+        "stuck-in-dataloader",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank waits for its data while its peers wait for it",
+        "Check the storage and the data-loader workers of this rank's host; give the loader a timeout.",
+        Trait.RECOVERABLE | Trait.SAYS_WHY,
+    ),
+    (
+        "stuck-in-checkpoint",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank does not come back from writing or reading a checkpoint",
+        "Check the checkpoint storage from this rank's host; write a small file there and time it.",
+        Trait.RECOVERABLE | Trait.SAYS_WHY,
+    ),
+    (
+        "rendezvous-incomplete",
+        "hangs",
+        Severity.CRITICAL,
+        "The process group never comes about: ranks are missing at the rendezvous",
+        "Look at the ranks named: their hosts' launchers and logs, and the line where they are instead; check that "
+        "MASTER_ADDR and MASTER_PORT are reachable from them.",
+        Trait.TRANSIENT,
+    ),
+    (
         "nccl-init-stuck",
         "hangs",
         Severity.CRITICAL,
         "An NCCL communicator never came about",
         "Look at the ranks named; check NCCL_SOCKET_IFNAME and the firewall between the hosts; run `dtobs preflight`.",
+        Trait.MACHINE,
     ),
     (
-        "disk-full",
+        "p2p-unmatched",
         "hangs",
         Severity.CRITICAL,
-        "A rank found no space left on a disk, in a quota or in /dev/shm",
-        "Make room or enlarge it (a container's --shm-size for /dev/shm), then restart from the last checkpoint.",
+        "A send or a receive has no other half",
+        "Compare the peers and the order of sends and receives on the ranks named (schedule, batch_isend_irecv).",
+        Trait.DEADLOCK | Trait.SEEN,
+    ),
+    (
+        "group-deadlock",
+        "hangs",
+        Severity.CRITICAL,
+        "Ranks wait for each other in a circle across process groups",
+        "Issue the collectives of different groups in one order on all ranks.",
+        Trait.DEADLOCK | Trait.SEEN,
+    ),
+    (
+        "rank-not-joined",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank never issued the collective that its peers wait in",
+        "Look at the line this rank is at: code that only some ranks run, or that takes very long there.",
+        Trait.RECOVERABLE,
+    ),
+    (
+        "device-stopped",
+        "hangs",
+        Severity.CRITICAL,
+        "A rank issued a collective and its device does not get to it",
+        "Look at this rank's device (nvidia-smi, Xid lines in the kernel log) and at the kernels queued before.",
+        Trait.DEADLOCK | Trait.SAYS_WHY | Trait.MACHINE,
+    ),
+    (
+        "dumps-missing",
+        "hangs",
+        Severity.WARNING,
+        "Ranks wait, and the dumps that would say for what are missing",
+        "Collect the dumps of the ranks named, or look at these ranks' own logs: nothing accuses them yet.",
+        Trait.TRANSIENT,
+    ),
+    (
+        "network-stalled",
+        "hangs",
+        Severity.CRITICAL,
+        "All ranks issued the collective and none completes it",
+        "Check the links between the hosts of this group; run `dtobs preflight`.",
+        Trait.RECOVERABLE | Trait.MACHINE,
     ),
     # silent errors
     (
@@ -289,6 +331,7 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         Severity.CRITICAL,
         "A gradient holds NaN or infinity",
         "Look at the module named, on the rank named, with this step's batch; skip the step until it is fixed.",
+        Trait.RAISES,
     ),
     (
         "loss-nonfinite",
@@ -296,6 +339,7 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         Severity.CRITICAL,
         "The loss is NaN or infinity",
         "Look at this rank's batch of this step; lower the learning rate or clip if gradients grew before.",
+        Trait.RAISES,
     ),
     (
         "loss-spike",
@@ -416,6 +460,7 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         Severity.WARNING,
         "Transfers take longer than others of their kind",
         "Measure the links of the ranks named with `dtobs preflight`; look at their network interfaces and switches.",
+        Trait.MACHINE,
     ),
     (
         "transport-fallback",
@@ -423,6 +468,7 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
         Severity.WARNING,
         "NCCL fell back to a slower transport without an error",
         "Look at NCCL_DEBUG=INFO of the hosts named: drivers, libibverbs or the network plugin are missing there.",
+        Trait.MACHINE,
     ),
     (
         "data-starved",
@@ -433,5 +479,5 @@ _ROWS: tuple[tuple[str, Family, Severity, str, str], ...] = (
     ),
 )
 
-CATALOGUE: dict[str, Code] = {row[0]: Code(*row) for row in _ROWS}
+CATALOGUE: dict[str, Code] = {row[0]: replace(Code(*row), order=order) for order, row in enumerate(_ROWS)}
 """Every code that exists, by name."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from dtobs.catalogue import CATALOGUE, Code, Family, Severity
+from dtobs.catalogue import CATALOGUE, Code, Family, Severity, Trait
 
-__all__ = ["CATALOGUE", "Code", "Confidence", "Family", "Finding", "Severity"]
+__all__ = ["CATALOGUE", "Code", "Confidence", "Family", "Finding", "Severity", "Trait"]
 
 
 class Confidence(StrEnum):
@@ -52,6 +52,11 @@ class Finding:
         object.__setattr__(self, "severity", Severity.WARNING if self.early else known.severity)
         if not self.next_step:
             object.__setattr__(self, "next_step", known.next_step)
+
+    @property
+    def traits(self) -> Trait:
+        """What the catalogue knows of its code."""
+        return CATALOGUE[self.code].traits
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str | None]:

@@ -20,10 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
-from dtobs.detectors.hangs import RECOVERABLE, rendezvous_incomplete
+from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DependencyMissing, TargetError, UsageError
 from dtobs.events import RankState
+from dtobs.findings import Trait
 from dtobs.integrations.launch import Command, environment
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
@@ -145,7 +146,7 @@ def _conclude(root: Path, words: list[str], code: int) -> None:
         return
     if diagnosis.verdict is not None:
         _say(f"{diagnosis.verdict.code}: {diagnosis.verdict.summary}")
-    stood = [past for past in evidence.past if past.finding.code in RECOVERABLE]
+    stood = [past for past in evidence.past if Trait.RECOVERABLE in past.finding.traits]
     for past in stood[-_MAX_PAST:]:
         _say(f"over since: {past.finding.code}, {duration_text(past.lost_seconds)}: {past.finding.summary}")
     if diagnosis.verdict is None and not stood:

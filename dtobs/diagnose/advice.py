@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtobs.diagnose.model import Diagnosis
-from dtobs.findings import Confidence, Finding
+from dtobs.findings import Confidence, Finding, Trait
 
 SCHEMA = "dtobs.advice/1"
-_MACHINE = {"device-fault", "network-stalled", "device-stopped", "transport-fallback", "slow-link", "nccl-init-stuck"}
-_TRANSIENT = {"rank-dead", "rendezvous-incomplete", "rank-stopped", "rank-oom-killed", "dumps-missing"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,9 @@ def advise(diagnosis: Diagnosis, earlier: Sequence[Diagnosis] = ()) -> Advice:
 def _cause(verdict: Finding) -> str:
     if verdict.confidence is Confidence.POSSIBLE:
         return "unknown"
-    return "machine" if verdict.code in _MACHINE else "unknown" if verdict.code in _TRANSIENT else "workload"
+    if Trait.MACHINE in verdict.traits:
+        return "machine"
+    return "unknown" if Trait.TRANSIENT in verdict.traits else "workload"
 
 
 def _same(before: Diagnosis, now: Diagnosis) -> bool:

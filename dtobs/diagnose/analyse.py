@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from dtobs.detectors import run_detectors
-from dtobs.detectors.hangs import CRASHES, RECOVERABLE
 from dtobs.detectors.hangs.describe import waiters, where
 from dtobs.detectors.hangs.endings import all_told, endings
 from dtobs.detectors.hangs.situation import interpret
@@ -17,20 +16,14 @@ from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
 from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
-from dtobs.findings import CATALOGUE, Confidence, Finding, Severity
+from dtobs.findings import CATALOGUE, Confidence, Finding, Severity, Trait
 from dtobs.recording.journal import Entry
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
 
 _NOTICED_SECONDS = 5.0
 _MAX_PAST = 5
-_GOES_ON = {"reduce-op-mismatch"}
-"""Codes of the hang family that stop no run."""
-_DISAGREEMENTS = {"collective-mismatch", "shape-mismatch", "dtype-mismatch", "call-site-mismatch"}
-_DEADLOCKS = {"p2p-unmatched", "group-deadlock", "device-stopped", "unused-parameters"}
-_SAYS_WHY = RECOVERABLE - {"rank-not-joined", "network-stalled"} | {"device-stopped", "unused-parameters"}
-"""Codes that say why a rank did not join its peers."""
-_NUMBERS = {"gradient-nonfinite", "loss-nonfinite"}
+_HANG = Trait.RECOVERABLE | Trait.DEADLOCK
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
 
@@ -68,7 +61,7 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
     The surer of two views of it wins; guesses of the moment give way to what explains the end now.
     """
     found = {finding.key: finding for finding in now}
-    ended = any(code in CRASHES for code, _, _ in found)
+    ended = any(Trait.ENDING in finding.traits for finding in found.values())
     explained = any(CATALOGUE[code].family == "hangs" for code, _, _ in found)
     for entry in journal:
         earlier = entry.finding
@@ -93,7 +86,7 @@ def _went_on(view: RunView, entry: Entry) -> bool:
 
     What every rank does counts, and no single call: a handler of the interruption may issue one.
     """
-    passing = entry.finding.code in RECOVERABLE or entry.finding.early
+    passing = Trait.RECOVERABLE in entry.finding.traits or entry.finding.early
     return passing and moved_on(view, entry.t_ns)
 
 
@@ -107,23 +100,24 @@ def without_consequences(
     """
     causes, everything = list(found), list(found)
     told = {entry.finding.key: entry for entry in journal}
-    hangs = [told[f.key] for f in everything if f.key in told and f.code in RECOVERABLE | _DEADLOCKS]
+    hangs = [told[f.key] for f in everything if f.key in told and f.traits & _HANG]
     for entry in hangs:
         for finding in everything:
             earlier = finding.key in told and told[finding.key].t_ns < entry.t_ns
             if finding in causes and not earlier and _follows(finding, entry.finding, world):
                 causes.remove(finding)
     consequences = [f for f in everything if f not in causes]
-    if any(f.code in CRASHES and f.confidence is not Confidence.POSSIBLE for f in causes):
+    if any(Trait.ENDING in f.traits and f.confidence is not Confidence.POSSIBLE for f in causes):
         causes = [f for f in causes if not f.early]  # it stood still for what became a crash
     return causes, consequences
 
 
 def _follows(finding: Finding, hang: Finding, world: Collection[int]) -> bool:
-    if finding.code in ("rank-dead", "rank-exited-early"):
+    if Trait.AFTERMATH in finding.traits:
         suspended = hang.code == "rank-stopped" and set(finding.ranks) <= set(hang.ranks)
         return suspended or set(finding.ranks) >= set(world) or not (hang.early or hang.code == "network-stalled")
-    return finding.code in _DISAGREEMENTS and hang.code in RECOVERABLE - {"network-stalled"} and not hang.early
+    recoverable = Trait.RECOVERABLE in hang.traits and hang.code != "network-stalled"
+    return Trait.DISAGREEMENT in finding.traits and recoverable and not hang.early
 
 
 def as_it_ended(view: RunView, finding: Finding) -> Finding:
@@ -159,12 +153,12 @@ def _merely_gone(earlier: Finding) -> bool:
 def _first_sign(earlier: Finding, now: Iterable[Finding]) -> bool:
     """Whether it was a rank that stood still while the kernel ran out of memory, before it killed that rank."""
     killed = {rank for f in now if f.code == "rank-oom-killed" for rank in f.ranks}
-    return earlier.code in RECOVERABLE and bool(earlier.ranks) and set(earlier.ranks) <= killed
+    return Trait.RECOVERABLE in earlier.traits and bool(earlier.ranks) and set(earlier.ranks) <= killed
 
 
 def _before_the_capture(earlier: Finding, now: Iterable[Finding]) -> bool:
     """Whether it only says that ranks do not join, and by now it is known why."""
-    why = {rank for f in now if f.code in _SAYS_WHY for rank in f.ranks}
+    why = {rank for f in now if Trait.SAYS_WHY in f.traits for rank in f.ranks}
     return earlier.code == "rank-not-joined" and bool(earlier.ranks) and set(earlier.ranks) <= why
 
 
@@ -179,20 +173,20 @@ def rank_causes(found: Iterable[Finding]) -> list[Finding]:
     if ordered and ordered[0].code == "uncaught-exception" and _ABOUT_NUMBERS.search(ordered[0].summary):
         # A program that raises because its numbers are not finite reports a cause that a detector saw before.
         for finding in ordered[1:]:
-            if finding.code in _NUMBERS:
+            if Trait.RAISES in finding.traits:
                 ordered.remove(finding)
                 return [finding, *ordered]
     return ordered
 
 
 def _order(finding: Finding) -> tuple[int, int, float, bool, float, str, tuple[int, ...]]:
-    stops = CATALOGUE[finding.code].family == "hangs" and finding.code not in _GOES_ON
+    stops = CATALOGUE[finding.code].family == "hangs" and Trait.GOES_ON not in finding.traits
     kind = 0 if stops else 1 if finding.severity is Severity.CRITICAL else 2
     return (
         kind,
         int(finding.confidence is Confidence.POSSIBLE),
         finding.since_ns or math.inf if kind == 0 else _step(finding),
-        finding.code not in CRASHES,
+        Trait.ENDING not in finding.traits,
         _step(finding),
         finding.code,
         finding.ranks,
@@ -220,7 +214,7 @@ def _ended_from_outside(view: RunView) -> str:
 def _past(entry: Entry) -> str:
     """One matter that is over: what, when, how long."""
     finding = entry.finding
-    lost = entry.lost_seconds if finding.code in RECOVERABLE else 0.0
+    lost = entry.lost_seconds if Trait.RECOVERABLE in finding.traits else 0.0
     stood = f", stood still for {duration_text(lost)}" if lost else ""
     return f"over since {entry.utc[11:19]} UTC{stood}: {finding.code}: {finding.summary}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtobs.findings import Confidence, Finding
+from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.flight_recorder.align import Aligned, align
 from dtobs.flight_recorder.callsites import RECENT, Desync, find_desyncs
 from dtobs.flight_recorder.disagreements import desync_finding, mismatch_findings
@@ -20,18 +20,6 @@ from dtobs.flight_recorder.waits import Call, Root, build, calls_held_up, roots
 from dtobs.flight_recorder.wording import Words
 
 _MAX_TOLD = 4
-_FIRST = (
-    "call-site-mismatch",
-    "collective-mismatch",
-    "dtype-mismatch",
-    "shape-mismatch",
-    "p2p-unmatched",
-    "group-deadlock",
-    "rank-not-joined",
-    "device-stopped",
-    "dumps-missing",
-    "network-stalled",
-)
 
 
 @dataclass(frozen=True)
@@ -148,7 +136,7 @@ def _leads_to(desync: Desync, root: Root, states: dict[int, Frontier]) -> bool:
 
 def _order(finding: Finding) -> tuple[bool, int, int, tuple[int, ...]]:
     weak = finding.confidence is Confidence.POSSIBLE
-    return (weak, _FIRST.index(finding.code), -finding.confidence.order, finding.ranks)
+    return (weak, CATALOGUE[finding.code].order, -finding.confidence.order, finding.ranks)
 
 
 def _table(dumps: Dumps, states: dict[int, Frontier], pairs: list[PendingPair]) -> tuple[RankFrontier, ...]:

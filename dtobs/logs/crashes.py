@@ -12,16 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtobs.findings import Confidence, Finding
+from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.logs.endings import DEADLY, Ending, numbers
 from dtobs.logs.evidence import Sign
 from dtobs.logs.templates import Role
 from dtobs.words import ranks_text, verb
 
-_ORDER = (
-    "device-fault", "disk-full", "device-out-of-memory", "illegal-address", "nccl-misuse", "unused-parameters",
-    "collective-mismatch", "shape-mismatch", "dtype-mismatch", "rank-oom-killed", "uncaught-exception", "rank-dead",
-)  # fmt: skip
 _XID_OF_PROGRAMS = {"13", "31", "43", "45", "68", "69", "109"}
 _EVIDENCE = 8
 _SHOWN = 220
@@ -45,7 +41,7 @@ def crashes(scene: Scene) -> list[Finding]:
         code = _code(sign)
         if code:
             by_code[code].append(sign)
-    for code in _ORDER:
+    for code in sorted({*by_code, "rank-dead"}, key=lambda code: CATALOGUE[code].order):
         if code == "rank-dead" and (found := _killed(scene, by_code[code])) is not None:
             return [found]
         if by_code[code] and (made := _finding(code, by_code[code], scene)) is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from threading import Thread
 
-from dtobs.findings import Finding, Severity
+from dtobs.findings import Finding, Severity, Trait
 from dtobs.monitor.exits import Watched
 from dtobs.words import duration_text
 
@@ -35,7 +35,7 @@ class Console:
 
     def found(self, finding: Finding, watched: Iterable[Watched]) -> None:
         """Tell of a finding, when it is critical, and no end of ranks that a hang was told of before."""
-        if finding.code in ("rank-dead", "rank-exited-early") and self._told:
+        if Trait.AFTERMATH in finding.traits and self._told:
             return
         if finding.severity is Severity.CRITICAL and finding.code not in self._told:
             self._told.add(finding.code)

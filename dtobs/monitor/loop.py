@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dtobs.detectors import run_detectors
-from dtobs.detectors.hangs import RECOVERABLE
 from dtobs.detectors.hangs.stall import last_movement_ns, moved_on, stall
 from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
-from dtobs.findings import Finding
+from dtobs.findings import Finding, Trait
 from dtobs.host.process import ProcessState, boot_id
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.console import Console
@@ -203,7 +202,7 @@ class Monitor:
                 found,
                 time.monotonic_ns(),
                 may_clear=moving,
-                over=lambda finding, found_ns: finding.code not in RECOVERABLE or moved_on(view, found_ns),
+                over=lambda finding, found_ns: Trait.RECOVERABLE not in finding.traits or moved_on(view, found_ns),
             )
             for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)

@@ -35,7 +35,7 @@ from dtobs.detectors.hangs import (
     unused_parameters,
 )
 from dtobs.detectors.hangs.situation import Situation, interpret
-from dtobs.findings import Confidence, Finding
+from dtobs.findings import Confidence, Finding, Trait
 from dtobs.recording.view import RunView
 
 RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
@@ -60,28 +60,6 @@ RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
     network_stalled.find,
 )
 
-CRASHES = frozenset({"uncaught-exception", "rank-dead", "rank-oom-killed", "rank-exited-early"})
-"""Codes of how a rank ended: no standstill is needed to see it."""
-RECOVERABLE = frozenset(
-    {
-        "rank-not-joined",
-        "stuck-in-dataloader",
-        "stuck-in-checkpoint",
-        "gil-held",
-        "rank-stopped",
-        "network-stalled",
-    }
-)
-"""Codes that a run may recover from."""
-_SEEN = RECOVERABLE & {"rank-stopped", "gil-held"} | {
-    "collective-mismatch",
-    "shape-mismatch",
-    "dtype-mismatch",
-    "p2p-unmatched",
-    "group-deadlock",
-}
-"""Codes that rest on what the kernel says or on what the ranks recorded, and not on how long it took."""
-
 
 def detect(view: RunView) -> list[Finding]:
     """All findings of the family."""
@@ -105,9 +83,9 @@ def detect(view: RunView) -> list[Finding]:
 
 def _early(finding: Finding) -> Finding:
     """What a rule says of a standstill that is no alarm yet: never certain, and no guess at all at the network."""
-    if finding.code in CRASHES:
+    if Trait.ENDING in finding.traits:
         return finding
-    sure = finding.code in _SEEN and finding.confidence is not Confidence.POSSIBLE
+    sure = Trait.SEEN in finding.traits and finding.confidence is not Confidence.POSSIBLE
     return replace(finding, early=True, confidence=Confidence.LIKELY if sure else Confidence.POSSIBLE)
 
 

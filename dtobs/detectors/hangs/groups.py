@@ -14,13 +14,12 @@ from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence, where
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Situation
-from dtobs.findings import Confidence, Finding
+from dtobs.findings import CATALOGUE, Confidence, Finding, Trait
 from dtobs.recording.meta import Construction
 from dtobs.words import duration_text, ranks_do
 
 _MAX_SHOWN = 8
 _LEFT = (End.CLOSED, End.EXITED)
-_SAY_WHY = ("rank-stopped", "gil-held")
 _NEXT = "Construct the same process groups, with the same members and names, in the same order on every rank."
 Made = dict[int, Construction]
 
@@ -41,7 +40,7 @@ def find(situation: Situation) -> list[Finding]:
             return [_different(situation, number, here, found.parties, found.odd, found.confidence, inside)]
     first = min(inside.values(), key=lambda c: c.number)
     missing = [r for r in first.ranks if r in made and r not in inside and first.number not in made[r]]
-    unless = [r for r, (code, _) in absent(situation).items() if code in _SAY_WHY]
+    unless = [r for r, (code, _) in absent(situation).items() if Trait.SEEN in CATALOGUE[code].traits]
     if not missing or set(missing) & set(unless):
         return []  # all are there: the network; or a rank that does not run at all
     return [_missing(situation, first, tuple(missing), inside)]

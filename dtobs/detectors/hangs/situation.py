@@ -11,6 +11,7 @@ from dtobs.detectors.hangs.messages import settle
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
 from dtobs.detectors.hangs.stall import Stall, stall
 from dtobs.events import Phase
+from dtobs.findings import CATALOGUE, Trait
 from dtobs.host.stacks import ThreadStack
 from dtobs.recording.view import RunView
 
@@ -60,7 +61,7 @@ class Situation:
         return self.broken and any(
             m.group in groups if m.code == "collective-mismatch" else m.stopped
             for m in self.mismatches
-            if m.code != "reduce-op-mismatch"  # no backend stops there
+            if Trait.GOES_ON not in CATALOGUE[m.code].traits
         )
 
     @property
