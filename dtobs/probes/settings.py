@@ -124,6 +124,11 @@ def _model(model: nn.Module | None, modules: list[weakref.ref[nn.Module]]) -> di
     if alive:
         training = sum(module.training for module in alive)
         fields["dropout and batch-norm layers in training mode"] = f"{training} of {len(alive)}"
+        norms = [module for module in alive if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        if norms:
+            together = sum(isinstance(module, nn.SyncBatchNorm) for module in norms)
+            kind = "of all ranks" if together == len(norms) else "of each rank"
+            fields["batch norm"] = f"{len(norms)} layers, statistics {kind}"
         rates = sorted({float(getattr(module, "p", 0.0)) for module in alive if hasattr(module, "p")})
         if rates:
             fields["dropout"] = ", ".join(f"{rate:g}" for rate in rates)

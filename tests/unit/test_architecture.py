@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flight_recorder": VOCABULARY | {"calls"},
     "timeline": VOCABULARY | {"recording"},
     "detectors": VOCABULARY | {"calls", "host", "recording", "flight_recorder", "timeline"},
+    "compare": VOCABULARY | {"recording", "detectors"},
     "diagnose": ANALYSIS | {"nodes", "logs", "ras"},
     "reports": ANALYSIS | {"diagnose"},
     "tui": ANALYSIS | {"nodes", "diagnose"},
@@ -49,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": VOCABULARY | {"session"},
     "drills": EVERYTHING_READ | {"session", "integrations"},
     "preflight": VOCABULARY | {"host"},
-    "cli": EVERYTHING_READ | {"reports", "tui", "monitor", "drills", "preflight", "integrations", "session"},
+    "cli": EVERYTHING_READ | {"compare", "reports", "tui", "monitor", "drills", "preflight", "integrations", "session"},
     "__main__": {"cli"},
 }
 TORCH_ALLOWED = {"probes", "session", "drills", "preflight", "integrations"}
