@@ -13,9 +13,9 @@ from enum import IntEnum
 import numpy as np
 import xxhash
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of everything below. A reader accepts its own and older ones. 2 added the pipeline fields of a step, 3 how
-its numbers fit FP16 and FP8."""
+its numbers fit FP16 and FP8, 5 what its exposed communication and its host's time were spent on."""
 
 
 class Kind(IntEnum):
@@ -134,6 +134,10 @@ EVENT_FORMAT = "<QqHHIIIIIQdQ"
 STEP_PARTS = ("data", "forward", "backward", "exposed", "optimizer", "checkpoint", "validation", "other")
 """A step's partition: ``<part>_ns`` sum to ``end_ns - begin_ns``. `exposed` is communication the host waited for."""
 
+EXPOSED_ALONG = ("data", "shard", "tensor", "context", "expert", "pipeline")
+"""Mesh dimensions: ``exposed_<dimension>_ns`` of a step are parts of its ``exposed_ns``; what is left of it was
+waited for in a group of no known dimension."""
+
 FP8_ROLES = ("input", "weight", "gradient")
 FORMAT_FIELDS = (
     "gradient_zeros",  # FP16: share of zeros in a sample of gradients
@@ -150,8 +154,14 @@ STEP_DTYPE = np.dtype(
         ("begin_ns", "<i8"),
         ("end_ns", "<i8"),
         *[(f"{part}_ns", "<i8") for part in STEP_PARTS],
+        *[(f"exposed_{dimension}_ns", "<i8") for dimension in EXPOSED_ALONG],
         ("cpu_ns", "<i8"),  # process CPU time spent in the step
         ("run_delay_ns", "<i8"),  # the training thread could run and waited for a core; 0 also when not known
+        ("gc_ns", "<i8"),  # the training thread collected garbage
+        ("throttled_ns", "<i8"),  # the control group had used up its processor time; of the last second or so
+        ("input_elements", "<i8"),  # of the largest tensor of each micro-batch, added up; 0 when not known
+        ("device_marks", "<i8"),  # moments at which it was asked whether a device had work left, and
+        ("device_idle_marks", "<i8"),  # those at which it had none: the host is too slow for it
         ("probe_ns", "<i8"),  # of the CPU time, spent by dtobs itself
         ("micro_batches", "<i8"),
         ("tokens", "<f8"),  # this rank, this step; NaN when nobody said

@@ -1,8 +1,8 @@
 """Draw what the ranks did in chosen steps: phases, pipeline micro-batches, messages and waits.
 
-RUN is a run directory; without one, the newest below ./runs. Prints a line a rank and the pipeline's bubble (measured,
-replayed, the schedule's own). With -o it writes a Chrome trace for ui.perfetto.dev (.json, .json.gz) or a picture
-(.svg).
+RUN is a run directory; without one, the newest below ./runs. Prints a line a rank, where the time of its steps went,
+and the pipeline's bubble (measured, replayed, the schedule's own). With -o it writes a Chrome trace for ui.perfetto.dev
+(.json, .json.gz) or a picture (.svg).
 
 examples:
   dtobs timeline
@@ -19,16 +19,20 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 from dtobs.cli import Exit
 from dtobs.errors import UsageError, opening
-from dtobs.recording.view import load_run
+from dtobs.recording.view import RunView, load_run
 from dtobs.timeline.bubble import Bubble, measure
 from dtobs.timeline.chrome import chrome_trace
+from dtobs.timeline.partition import partition
 from dtobs.timeline.picture import bubble_line, svg, text
 from dtobs.timeline.pipeline import pipelines, read_steps
 from dtobs.timeline.spans import Timeline, timeline
 from dtobs.tui.source import newest_run
 
+_MOST = 16
 _FORMATS = (".json", ".json.gz", ".svg")
 
 
@@ -60,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(chrome_trace(found)))
     else:
         print(text(found, shutil.get_terminal_size((100, 24)).columns), end="")
+        for line in _partitions(view, found):
+            print(line)
         for bubble in bubbles:
             print(bubble_line(bubble))
     if output is not None:
@@ -67,6 +73,15 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"written: {output}")
     return Exit.NOTHING_FOUND
+
+
+def _partitions(view: RunView, found: Timeline) -> list[str]:
+    """Where the time went, of at most `_MOST` ranks: those that waited least, whom the others waited for, first."""
+    records = {r: view.rank_steps(r) for r in found.ranks}
+    parts = [partition(r, steps[np.isin(steps["step"], found.steps)]) for r, steps in records.items()]
+    known = [part for part in parts if part is not None]
+    chosen = sorted(known, key=lambda p: -p.busy)[:_MOST]
+    return [f"rank {part.rank}: {part.line()}" for part in sorted(chosen, key=lambda p: p.rank)]
 
 
 def _steps(given: str | None) -> tuple[int | None, int | None]:

@@ -204,6 +204,14 @@ TABLE: tuple[Metric, ...] = (
         s.collective_wait,
     ),
     Metric(
+        "exposed_wait_seconds",
+        "counter",
+        "Waiting for communication, by the mesh dimension it was along",
+        ("rank", "dimension"),
+        "step history exposed_*_ns",
+        s.exposed_along,
+    ),
+    Metric(
         "pipeline_bubble_ratio",
         "gauge",
         "Idle share of the rank in its pipeline, from the pipeline's first computation to the last",

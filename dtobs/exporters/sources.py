@@ -118,6 +118,15 @@ def collective_wait(look: Look) -> Iterator[Sample]:
         yield (str(rank),), totals.parts["exposed"]
 
 
+def exposed_along(look: Look) -> Iterator[Sample]:
+    """By dimension of the mesh, those that a rank ever waited in; "other" is what no group's name explains."""
+    for rank, totals in sorted(look.totals.ranks.items()):
+        rest = round(totals.parts["exposed"] - sum(totals.exposed.values()), 6)
+        for along, seconds in (*totals.exposed.items(), ("other", rest)):
+            if seconds > 0:
+                yield (str(rank), along), seconds
+
+
 def arrival_skew(look: Look) -> Iterator[Sample]:
     """How much later than the first each rank reached the first collective of the last step that all have."""
     window = look.view.steps(8).complete()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.events import STEP_PARTS
+from dtobs.events import EXPOSED_ALONG, STEP_PARTS
 from dtobs.host.process import boot_id
 from dtobs.recording.attempts import (
     Attempt,
@@ -50,6 +50,7 @@ class RankTotals:
     span: float = 0.0  #: from the first step of each attempt to its last
     parts: dict[str, float] = field(default_factory=_no_time)
     redone: dict[str, float] = field(default_factory=_no_time)  #: of `parts`, spent on steps done before
+    exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED_ALONG, 0.0))  #: by dimension
 
     def first_time(self, part: str) -> float:
         """Seconds of one part in steps that had not been done before."""
@@ -147,6 +148,8 @@ class StepTotals:
         for part in STEP_PARTS:
             totals.parts[part] += float(fresh[f"{part}_ns"].sum()) / 1e9
             totals.redone[part] += float(again[f"{part}_ns"].sum()) / 1e9
+        for along in EXPOSED_ALONG:
+            totals.exposed[along] += float(fresh[f"exposed_{along}_ns"].sum()) / 1e9
         walls = np.asarray((fresh["end_ns"] - fresh["begin_ns"]) / 1e9, np.float64)
         for place in np.searchsorted(BUCKETS, walls, side="left"):
             self.buckets[int(place)] += 1

@@ -56,6 +56,7 @@ class Collectives(Probe):
         self.undo.callback(interception.undo)
         interception.install(discover(), self._kernel)
         context.last_issued = self.last_of_thread
+        self._progress.dimensions = self.groups.dimensions
 
     def last_of_thread(self) -> tuple[int, int]:
         """Group number and sequence number of what this thread issued last; (0, 0) when nothing."""
@@ -106,7 +107,8 @@ class Collectives(Probe):
         ints, floats, commit, write = page.ints, page.floats, page.commit, events.write
         unbox, state_of, numbers = ProcessGroup.unbox, self.groups.state, self._numbers
         here = self._sites.here if self._level == "full" else None
-        last, thread_id, about_to_wait = self._last, threading.get_native_id, self._progress.about_to_wait
+        last, thread_id, progress = self._last, threading.get_native_id, self._progress
+        about_to_wait = progress.about_to_wait
         collective, p2p, backward = int(Kind.COLLECTIVE), int(Kind.P2P), int(Phase.BACKWARD)
 
         def record(args: tuple[Any, ...], waits: bool) -> None:
@@ -134,12 +136,14 @@ class Collectives(Probe):
                 counts = group.sent if name == "send" else group.received
                 seq = counts[peer] = counts.get(peer, 0) + 1
                 last.issued = (group.number, seq)
+                progress.sends = True
                 write(p2p, phase, context.step, group.number, op, site, thread_id(), seq, float(peer))
             else:
                 if scale:
                     size *= len(group.ranks)
                 seq = group.seq = group.seq + 1
                 last.issued = (group.number, seq)
+                progress.sends = False
                 now = write(collective, phase, context.step, group.number, op, site, thread_id(), seq, float(size))
                 # Point to point counts per pair: the page's sequence number is that of the group's collectives.
                 ints[_GROUP], ints[_SEQ], ints[_OP], ints[_SITE], ints[_NS] = group.number, seq, op, site, now

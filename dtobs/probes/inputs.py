@@ -33,6 +33,7 @@ class InputProbe(Probe):
         super().__init__()
         self._told = False
         self._digests: list[int | torch.Tensor] = []
+        self._elements = 0  # of the largest tensor of each micro-batch
 
     def install(self) -> None:
         """Watch the root module's arguments until `batch` is called for the first time."""
@@ -54,12 +55,12 @@ class InputProbe(Probe):
 
     def step_begin(self) -> None:
         """A new step has had no input yet."""
-        self._digests = []
+        self._digests, self._elements = [], 0
 
     def batch(self, tensors: dict[str, torch.Tensor]) -> None:
         """One micro-batch, by name."""
         if not self._told:
-            self._told, self._digests = True, []
+            self._told, self._digests, self._elements = True, [], 0
         self._add(_tensors(tensors[name] for name in sorted(tensors)))
 
     def step_end(self) -> None:
@@ -68,6 +69,7 @@ class InputProbe(Probe):
         digests, step = self._digests, context.step
         if not digests:
             return
+        context.record["input_elements"] = self._elements
         late = [d for d in digests if isinstance(d, torch.Tensor)]
         if not late:
             context.record["input_digest"] = _fold(np.array(digests, np.uint64))
@@ -82,6 +84,7 @@ class InputProbe(Probe):
     def _add(self, tensors: list[torch.Tensor]) -> None:
         if self.context.phase == Phase.VALIDATION:
             return
+        self._elements += max((t.numel() for t in tensors), default=0)
         for tensor in tensors:
             held = _sample(local_tensor(tensor))
             self._digests.append(host_digest(held) if held.device.type == "cpu" else device_digest(held))

@@ -36,7 +36,8 @@ _STAGE = frozenset({"pipeline", "pp", "stage"})
 @dataclass(frozen=True)
 class Layout:
     """One rank's place. `data_ranks` are the ranks (this one included) that do the same work on different samples;
-    empty when that is not known. `stage` is the pipeline stage. `dropout` counts active dropout modules.
+    empty when that is not known. `stage` is the pipeline stage. `dropout` counts active dropout modules. `along` is
+    what the world's own group is for: the only dimension there is, as the mesh calls it; "" when that is not known.
     """
 
     kind: str  #: "ddp", "fsdp", "dtensor" or "plain"
@@ -44,6 +45,7 @@ class Layout:
     stage: int = 0
     coordinates: dict[str, int] = field(default_factory=dict)
     dropout: int = 0
+    along: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the ``layout`` meta entry."""
@@ -140,7 +142,11 @@ def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Layo
     if ddp and not data:
         data = tuple(dist.get_process_group_ranks(ddp[0].process_group))
     stage = next((c for name, c in coordinates.items() if _words(name) & _STAGE), 0)
-    return Layout(kind, data, stage, coordinates, dropout)
+    along = {"ddp": "data", "fsdp": "shard"}.get(kind, "")
+    if known is not None and known.mesh_dim_names:
+        wide = [name for name, size in zip(known.mesh_dim_names, known.shape, strict=True) if size > 1]
+        along = wide[0] if len(wide) == 1 else along
+    return Layout(kind, data, stage, coordinates, dropout, along)
 
 
 def data_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

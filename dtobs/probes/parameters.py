@@ -19,6 +19,7 @@ import xxhash
 from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digest, host_digest, words
 from dtobs.probes.layout import Named, find_layout, local_tensor, model_tensors
+from dtobs.probes.process_groups import dimension
 from dtobs.probes.sampling import period
 
 
@@ -45,6 +46,7 @@ class ParameterProbe(Probe):
         self._due, self._fresh = None, True
         context.recorder.parameters(t.row for t in self._tensors)
         layout = find_layout(context.model, context.mesh)
+        context.progress.unnamed = dimension((layout.along,))
         context.recorder.meta.add("layout", **layout.to_json(), digest_every=self._every)
 
     def remove(self) -> None:

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 
-from dtobs.events import group_id
+from dtobs.events import EXPOSED_ALONG, group_id
 from dtobs.recording.meta import MetaWriter
+
+_WORDS_OF = {
+    "pipeline": {"pipeline", "pp", "stage"},
+    "expert": {"expert", "ep"},
+    "context": {"context", "cp", "sequence", "seq", "sp"},
+    "tensor": {"tensor", "tp", "model", "mp"},
+    "shard": {"shard", "fsdp"},
+    "data": {"replicate", "data", "dp", "ddp", "hsdp", "batch"},
+}
+"""By dimension of `EXPOSED_ALONG`: a name with one of these words is of it; the first that fits counts."""
+UNKNOWN = len(EXPOSED_ALONG)
+
+
+def dimension(names: Iterable[str]) -> int:
+    """The index in `EXPOSED_ALONG` of what the first telling of `names` says; `UNKNOWN` when none does."""
+    for name in names:
+        words = set(re.split(r"[^a-z]+", name.lower()))
+        for along, known in _WORDS_OF.items():
+            if words & known:
+                return EXPOSED_ALONG.index(along)
+    return UNKNOWN
 
 
 class GroupState:
@@ -36,6 +59,7 @@ class GroupTable:
     def __init__(self, meta: MetaWriter) -> None:
         self._meta = meta
         self._states: dict[int, GroupState] = {}
+        self.dimensions: dict[int, int] = {}  #: by number of the group: as `dimension` has it
 
     def state(self, group: dist.ProcessGroup) -> GroupState:
         """The state of `group`, by identity."""
@@ -61,6 +85,9 @@ class GroupTable:
             description=group.group_desc if group.group_desc != "undefined" else "",
             backend=group.name(),
         )
+        described = group.group_desc
+        # Groups that nobody named for a purpose are called "default_pg" or by a number.
+        self.dimensions[state.number] = dimension((described,)) if described.startswith("mesh_") else UNKNOWN
         self._states[id(group)] = state
         return state
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import (
+    EXPOSED_ALONG,
     FIRST_CUSTOM_PHASE,
     PHASE_BY_NAME,
     STEP_DTYPE,
@@ -26,7 +27,7 @@ from dtobs.events import (
     identify,
 )
 from dtobs.probes.base import Context
-from dtobs.probes.run_delay import RunDelay
+from dtobs.probes.hindrances import Hindrances
 from dtobs.recording.page import INDEX
 
 Record: TypeAlias = npt.NDArray[np.void]
@@ -56,6 +57,8 @@ _COPIED = ("local_norm", "reduced_norm", "rss_bytes", "device_bytes", "device_pe
 """Fields of the step record that probes fill in and the page repeats under the same name."""
 _COPIED_INDEX = tuple((name, INDEX[name]) for name in _COPIED)
 _PARTS_FIELDS = tuple(f"{part}_ns" for part in STEP_PARTS)
+_ALONG_FIELDS = tuple(f"exposed_{along}_ns" for along in EXPOSED_ALONG)
+_PIPELINE, _UNNAMED = EXPOSED_ALONG.index("pipeline"), len(EXPOSED_ALONG)
 
 
 def phase_number(name: str) -> int:
@@ -92,10 +95,15 @@ class Progress:
         self._part, self._since = OTHER, clock()
         self._stack: list[tuple[int, int, bool]] = []  # asked, shown, asked by the user and known
         self._wait_depth, self._wait_begin = 0, 0
+        self._along = [0] * (_UNNAMED + 1)  # exposed communication by dimension; the last is that of no known one
+        self._wait_along = _UNNAMED
+        self.dimensions: dict[int, int] = {}  #: of process groups, by number: index in EXPOSED_ALONG
+        self.unnamed = _UNNAMED  #: the dimension of groups that do not say theirs
+        self.sends = False  #: whether the last that was issued is a send or a receive
         self._announced = False  # the page says already that the next wait has begun
         self._finished: Record | None = None  # a step that is over but still takes reports
         self._begin_ns, self._cpu_ns, self._probe_ns, self._collectives0 = 0, 0, 0, 0
-        self._run_delay, self._delay_ns = RunDelay(), 0
+        self._hindrances = Hindrances()
         self._bytes0 = 0.0
         self._optimizer_stepped = False
         self.steps_seen = 0  #: of the optimizer, those that a scaler skipped among them
@@ -179,8 +187,8 @@ class Progress:
         """The calling thread is the one that trains, as long as none has trained yet."""
         if not self.in_step and not self._stack and not self._ints[_STEPS_DONE]:
             self.thread = threading.get_ident()
-            self._run_delay.close()
-            self._run_delay = RunDelay()
+            self._hindrances.close()
+            self._hindrances = Hindrances()
 
     # waiting for other ranks
 
@@ -209,6 +217,8 @@ class Progress:
         self._wait_begin = now
         if self.host_waits and self.part not in (CHECKPOINT, VALIDATION):
             self._switch(EXPOSED, now)
+            along = self.dimensions.get(group, _UNNAMED)
+            self._wait_along = _PIPELINE if self.sends and along == _UNNAMED else along
         if self._announced:
             self._announced = False
             return
@@ -227,6 +237,7 @@ class Progress:
         self._events.write(Kind.WAIT_END, context.phase, context.step, group, 0, 0, 0, seq, seconds)
         self._ints[_WAIT_SINCE] = 0
         if self._part == EXPOSED:
+            self._along[self._wait_along] += now - self._since
             self._switch(self.part, now)
         self._page.commit()
 
@@ -264,9 +275,9 @@ class Progress:
         context, ints = self._context, self._ints
         if not self.in_step:
             ints[_STATE] = RankState.RUNNING
-            self._delay_ns = self._run_delay.read_ns()
+            self._hindrances.begin()
         self.in_step, self._optimizer_stepped = True, False
-        self._parts = [0] * len(STEP_PARTS)
+        self._parts, self._along = [0] * len(STEP_PARTS), [0] * (_UNNAMED + 1)
         self._since = self._begin_ns = now
         self._cpu_ns, self._probe_ns = time.process_time_ns(), ints[_PROBE_NS]
         self._collectives0, self._bytes0 = ints[_COLLECTIVES], self._floats[_COLLECTIVE_BYTES]
@@ -287,15 +298,17 @@ class Progress:
         for hook in self.on_step_end:
             hook()
         now = self._clock()
+        if self._part == EXPOSED:
+            self._along[self._wait_along] += now - self._since
         self._switch(self._part, now)
         context, ints, floats, record = self._context, self._ints, self._floats, self._context.record
         step, parts = context.step, self._parts
         record["step"], record["begin_ns"], record["end_ns"] = step, self._begin_ns, now
         for name, value in zip(_PARTS_FIELDS, parts, strict=True):
             record[name] = value
+        self._fill_along(record)
         record["cpu_ns"] = time.process_time_ns() - self._cpu_ns
-        delay = self._run_delay.read_ns()
-        record["run_delay_ns"], self._delay_ns = max(0, delay - self._delay_ns), delay
+        self._hindrances.fill(record)
         record["probe_ns"] = ints[_PROBE_NS] - self._probe_ns
         record["micro_batches"] = self.micro_batches
         record["collectives"] = ints[_COLLECTIVES] - self._collectives0
@@ -314,6 +327,13 @@ class Progress:
         self._events.write(Kind.STEP_END, context.phase, step, 0, 0, 0, 0, 0, (now - self._begin_ns) / 1e9)
         self._finished = record.copy()
 
+    def _fill_along(self, record: Record) -> None:
+        along = self._along
+        if self.unnamed != _UNNAMED:
+            along[self.unnamed] += along[_UNNAMED]
+        for name, value in zip(_ALONG_FIELDS, along, strict=False):
+            record[name] = value
+
     def flush(self) -> None:
         """Append the finished step to the history; later reports belong to the next."""
         if self._finished is not None:
@@ -326,7 +346,7 @@ class Progress:
             self.finish_step()
         self.flush()
         self.in_step = False
-        self._run_delay.close()
+        self._hindrances.close()
 
     @property
     def reported_record(self) -> Record:

@@ -133,6 +133,7 @@ class FakeRank:
         for part, value in seconds.items():
             record[f"{part}_ns"] = round(value * 1e9)
         wall = sum(int(record[f"{part}_ns"]) for part in STEP_PARTS)
+        record["exposed_data_ns"] = record["exposed_ns"]
         healthy: dict[str, float] = {
             "end_ns": self.clock_ns + wall,
             "cpu_ns": wall - int(record["exposed_ns"]),

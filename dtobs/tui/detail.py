@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from dtobs.events import STEP_PARTS, Kind, phase_name
+from dtobs.events import EXPOSED_ALONG, STEP_PARTS, Kind, phase_name
 from dtobs.host.stacks import folded
 from dtobs.recording.meta import Meta
 from dtobs.recording.rank import Rank
@@ -68,10 +69,11 @@ def rank_detail(view: RunView, number: int) -> RankDetail:
     """The detail of rank `number`. Raises KeyError when it did not record."""
     rank = view.rank(number)
     seen = view.capture.ranks.get(number) if view.capture else None
+    recent = view.recent_steps(number, MAX_STEPS)
     return RankDetail(
         number,
-        tuple((label, text) for label, text in _facts(rank) if text),
-        tuple(_step(r) for r in view.recent_steps(number, MAX_STEPS)[::-1]),
+        tuple((label, text) for label, text in (*_facts(rank), ("waits", _waits(recent))) if text),
+        tuple(_step(r) for r in recent[::-1]),
         tuple(_event(e, rank.meta, view.now_ns) for e in view.events(number)[-MAX_EVENTS:][::-1]),
         _exception(rank.meta),
         tuple(folded(str(f) for f in rank.stack.frames)) if rank.stack is not None else (),
@@ -104,6 +106,17 @@ def _facts(rank: Rank) -> list[tuple[str, str]]:
         ("device", bytes_text(float(page["device_bytes"])) if page["device_bytes"] > 0 else ""),
         ("dtobs", f"{failures} probe failures" if failures else ""),
     ]
+
+
+def _waits(records: npt.NDArray[np.void]) -> str:
+    """What the last steps waited for, by dimension: ``data 12.0 ms, pipeline 3.0 ms a step``."""
+    if not len(records):
+        return ""
+    spent = {along: float(records[f"exposed_{along}_ns"].mean()) / 1e9 for along in EXPOSED_ALONG}
+    rest = float(records["exposed_ns"].mean()) / 1e9 - sum(spent.values())
+    named = [(along, s) for along, s in (*spent.items(), ("other", rest)) if s >= 1e-4]
+    parts = [f"{along} {duration_text(seconds)}" for along, seconds in named]
+    return f"{', '.join(parts)} a step" if parts else ""
 
 
 def _for(seconds: float | None) -> str:

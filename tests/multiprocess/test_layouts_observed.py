@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dtobs.detectors import run_detectors
-from dtobs.events import STEP_PARTS
+from dtobs.events import EXPOSED_ALONG, STEP_PARTS
 from dtobs.recording.view import RunView, load_run
 from dtobs.timeline.bubble import latest, recent_shares
 from tests.harness import run_ranks
@@ -55,23 +55,24 @@ class Case:
     world: int
     arguments: tuple[str, ...]
     copies: int
+    along: tuple[str, ...] = ()  #: dimensions that are waited in
 
 
 CASES = {
-    "ddp": Case(2, (), 2),
-    "fsdp2-zero3": Case(2, ("--parallel.shard", "2"), 1),
+    "ddp": Case(2, (), 2, ("data",)),
+    "fsdp2-zero3": Case(2, ("--parallel.shard", "2"), 1, ("shard",)),
     "fsdp2-zero2": Case(2, ("--parallel.shard", "2", "--parallel.reshard", "false"), 1),
     "zero1": Case(2, ("--parallel.zero1",), 2),
     # Norms are plain tensors there: nothing in them says that the ranks along `tensor` hold copies.
     "tensor": Case(2, ("--parallel.tensor", "2", "--parallel.sequence", "false"), 1),
-    "tensor-sequence": Case(2, ("--parallel.tensor", "2"), 2),
-    "context": Case(2, ("--parallel.context", "2"), 1),
+    "tensor-sequence": Case(2, ("--parallel.tensor", "2"), 2, ("tensor",)),
+    "context": Case(2, ("--parallel.context", "2"), 1, ("context",)),
     "pipeline-1f1b": Case(2, (*PIPELINE, "--pipeline.schedule", "1F1B"), 1),
-    "pipeline-zbv": Case(2, (*PIPELINE, "--pipeline.schedule", "ZBV"), 1),
+    "pipeline-zbv": Case(2, (*PIPELINE, "--pipeline.schedule", "ZBV"), 1, ("pipeline",)),
     "pipeline-gpipe": Case(2, (*PIPELINE, "--pipeline.schedule", "GPipe"), 1),
     "pipeline-interleaved": Case(2, (*PIPELINE, "--pipeline.schedule", "Interleaved1F1B"), 1),
     "pipeline-dualpipev": Case(2, (*PIPELINE, "--pipeline.schedule", "DualPipeV"), 1),
-    "hsdp": Case(4, ("--parallel.shard", "2"), 2),
+    "hsdp": Case(4, ("--parallel.shard", "2"), 2, ("data", "shard")),
     "shard-tensor": Case(4, ("--parallel.shard", "2", "--parallel.tensor", "2"), 2),
     "pipeline-shard": Case(4, (*PIPELINE, "--parallel.shard", "2", "--pipeline.schedule", "ZBV"), 1),
     "ddp-accumulate": Case(2, ("--accumulate", "4"), 2),
@@ -81,7 +82,7 @@ CASES = {
     "ddp-recompute": Case(2, ("--memory.recompute", "full"), 2),
     "fsdp2-recompute": Case(2, ("--parallel.shard", "2", "--memory.recompute", "selective"), 1),
     "fsdp2-fp16": Case(2, ("--parallel.shard", "2", "--precision", "fp16"), 1),
-    "expert": Case(2, ("--preset", "debug-moe", "--parallel.expert", "2"), 1),
+    "expert": Case(2, ("--preset", "debug-moe", "--parallel.expert", "2"), 1, ("expert",)),
 }
 ALWAYS = ("ddp", "ddp-fp16", "fsdp2-zero3", "tensor-sequence", "context", "pipeline-zbv", "hsdp", "expert")
 
@@ -117,6 +118,12 @@ def assert_numbers(view: RunView, case: Case) -> None:
     records = window.records
     parts = sum(records[f"{part}_ns"] for part in STEP_PARTS)
     np.testing.assert_array_equal(parts, records["end_ns"] - records["begin_ns"])
+    waited = {along for along in EXPOSED_ALONG if records[f"exposed_{along}_ns"].any()}
+    by_dimension = sum(records[f"exposed_{along}_ns"] for along in EXPOSED_ALONG)
+    assert (by_dimension <= records["exposed_ns"]).all()
+    assert set(case.along) <= waited
+    assert by_dimension.sum() >= 0.5 * records["exposed_ns"].sum(), "most waits are along a known dimension"
+    assert (records["input_elements"] > 0).any(axis=0).all()
     assert (records["forward_ns"] > 0).all() and (records["backward_ns"] > 0).all()
     local = window.field("local_norm")
     # Under FP16 a step whose gradients overflowed is skipped, and the scale halved: that is how it is meant to work.
