@@ -7,22 +7,19 @@ pidfd, so that it cannot reach another process.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from dtobs.host import pyspy
 from dtobs.host.process import start_ticks
+from dtobs.host.pyspy import NoStacks
 from dtobs.words import duration_text
+
+__all__ = ["MAX_BYTES", "NoStacks", "by_pyspy", "by_signal", "catches"]
 
 MAX_BYTES = 4 << 20
 _POLL_SECONDS = 0.03
-
-
-class NoStacks(Exception):
-    """The stacks could not be had; the text says why."""
 
 
 def by_signal(pid: int, ticks: int, number: int, file: Path, seconds: float) -> str:
@@ -59,31 +56,7 @@ def by_signal(pid: int, ticks: int, number: int, file: Path, seconds: float) -> 
 
 def by_pyspy(pid: int, seconds: float = 4.0) -> str:
     """What py-spy sees without stopping the process. Raises NoStacks, also when it is absent or not permitted."""
-    program = find_pyspy()
-    if program is None:
-        raise NoStacks("py-spy is not installed")
-    try:
-        done = subprocess.run(
-            [program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=max(0.1, seconds),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise NoStacks(f"py-spy: nothing after {duration_text(seconds)}") from None
-    except OSError as error:
-        raise NoStacks(f"py-spy: {error.strerror}") from error
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise NoStacks(f"py-spy: {said[0] if said else f'exit code {done.returncode}'}")
-    return done.stdout[:MAX_BYTES].decode(errors="replace")
-
-
-def find_pyspy() -> str | None:
-    """Its path: beside this interpreter, else on PATH."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    return pyspy.dump(pid, "--full-filenames", seconds=seconds).decode(errors="replace")
 
 
 def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:

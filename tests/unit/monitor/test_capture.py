@@ -10,6 +10,7 @@ import pytest
 
 from dtobs.events import Phase
 from dtobs.host.process import ProcessState, start_ticks
+from dtobs.host.pyspy import find_pyspy
 from dtobs.monitor import rank_stacks, worker_server
 from dtobs.monitor.capture import capture_ranks, make_room
 from dtobs.recording.capture import Capture, load_capture
@@ -115,7 +116,7 @@ def test_a_stopped_rank_is_not_signalled(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen.process.stopped
     assert seen.gil == "unknown"
     assert (tmp_path / "stacks.txt").read_text() == ""
-    if rank_stacks.find_pyspy() and not seen.notes:  # installed and permitted
+    if find_pyspy() and not seen.notes:  # installed and permitted
         assert any(thread.mentions("stuck_in_user_code") for thread in seen.stacks)
 
 

@@ -1,0 +1,240 @@
+"""A diagnosis of processes that run and were not prepared: read-only looks at /proc and their stacks, RAS, dumps.
+
+Three looks, some seconds apart, tell who stands still and who is at work. What the job itself offers is asked as well:
+NCCL RAS, and the Flight Recorder through torch's own pipe where its owner has switched that on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dtobs.diagnose.combine import Told, combine
+from dtobs.diagnose.dumps import diagnose_dumps
+from dtobs.diagnose.model import Diagnosis, RankStatus
+from dtobs.errors import DtobsError, TargetError
+from dtobs.findings import Confidence, Finding
+from dtobs.host.activity import Activity, activities
+from dtobs.host.flight_pipe import Dumped, ask_dumps
+from dtobs.host.process import ProcessState, read_process, start_ticks
+from dtobs.host.pyspy import NoStacks, Spied, main_of, spy
+from dtobs.host.training import TrainingProcess, named_processes, training_processes
+from dtobs.ras import ask, is_ras_address
+from dtobs.ras import judge as judge_ras
+from dtobs.recording.rank import State
+from dtobs.stacks import Doing, RankStack, judge, standing
+from dtobs.stacks.model import WAITS
+from dtobs.words import count, duration_text
+
+LOOKS = 3
+SECONDS = 10.0
+_BUSY_SHARE, _BUSY_BYTES = 0.05, 1 << 20
+"""A rank that used more than so much of a core, or read and wrote more, is at work though its line is the same."""
+_SPY_SECONDS = 8.0
+_AT_ONCE = 8
+_MAX_FRAMES = 32
+_RAS_ADDRESS = "localhost:28028"
+
+Spy = Callable[[int, float], list[Spied]]
+
+
+@dataclass
+class Looked:
+    """What was seen of one process, look by look."""
+
+    process: TrainingProcess
+    ticks: int
+    states: list[ProcessState] = field(default_factory=list)
+    threads: list[list[Spied]] = field(default_factory=list)
+    activity: list[Activity] = field(default_factory=list)
+    problem: str = ""
+
+
+def find_processes(pids: Sequence[int], proc: Path = Path("/proc")) -> list[TrainingProcess]:
+    """The ranks to look at. Raises TargetError where there are none, or several jobs and none is named."""
+    if pids:
+        found = named_processes(list(pids), proc)
+        gone = [pid for pid in pids if not (proc / str(pid)).exists()]
+        if gone:
+            raise TargetError(f"there is no process {gone[0]} on this host")
+        if not found:
+            raise TargetError(f"process {pids[0]} may not be read: run this as its owner or as root")
+        return found
+    found = training_processes(proc)
+    if not found:
+        raise TargetError(
+            "no training process is seen on this host (none has RANK in its environment, or they are another user's): "
+            "give their process ids"
+        )
+    jobs = {one.job for one in found}
+    if len(jobs) > 1:
+        firsts = [next(one for one in found if one.job == job) for job in sorted(jobs)]
+        listed = "; ".join(f"{one.pid} ({one.command[:60]})" for one in firsts[:4])
+        raise TargetError(f"{len(jobs)} jobs run on this host, name one of them by process ids: {listed}")
+    return found
+
+
+def diagnose_attached(
+    processes: Sequence[TrainingProcess],
+    seconds: float = SECONDS,
+    *,
+    spying: Spy = spy,
+    sleep: Callable[[float], None] = time.sleep,
+    proc: Path = Path("/proc"),
+    extra: Sequence[Told] = (),
+) -> Diagnosis:
+    """Look at the processes several times and compare them; `extra` are other sources that were asked before."""
+    looked = [Looked(one, start_ticks(one.pid, proc)) for one in processes]
+    for number in range(LOOKS):
+        if number:
+            sleep(seconds / (LOOKS - 1))
+        _look(looked, spying, proc)
+    stacks = [_stack_of(one, seconds) for one in looked]
+    world = max([one.world for one in processes] + [len(processes)])
+    found, notes = judge([s for s in stacks if s.frames or s.suspended], world)
+    notes = [*_problems(looked), *notes]
+    notes.append(
+        f"{count(LOOKS, 'look')} within {duration_text(seconds)}, {count(len(looked), 'process', 'processes')}"
+    )
+    ended = tuple(sorted(one.process.rank for one in looked if not one.states[-1].alive))
+    if ended:
+        notes.append(f"{count(len(ended), 'process', 'processes')} ended during the looks")
+    mine = Told("their stacks", tuple(found))
+    others = [*extra, *_ras(processes), *_flight_recorder(processes)]
+    verdict, findings, more = combine([mine, *others])
+    return Diagnosis(
+        target=", ".join(f"process {one.pid}" for one in processes[:4]) + (" …" if len(processes) > 4 else ""),
+        world_size=world,
+        verdict=verdict,
+        findings=tuple(findings),
+        ranks={one.process.rank: _status(one, stack) for one, stack in zip(looked, stacks, strict=True)},
+        notes=(*notes, *more),
+    )
+
+
+def _look(looked: Sequence[Looked], spying: Spy, proc: Path) -> None:
+    def one(target: Looked) -> None:
+        target.states.append(read_process(target.process.pid, target.ticks, proc))
+        if not target.states[-1].alive:
+            return
+        try:
+            target.threads.append(spying(target.process.pid, _SPY_SECONDS))
+        except NoStacks as error:
+            target.problem = str(error)
+
+    did = activities((target.process.pid for target in looked), proc)
+    for target in looked:
+        target.activity.append(did[target.process.pid])
+    with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(looked))), thread_name_prefix="look") as pool:
+        list(pool.map(one, looked))
+
+
+def _stack_of(one: Looked, seconds: float) -> RankStack:
+    mains = [main for threads in one.threads if (main := main_of(threads)) is not None]
+    frames = mains[-1].stack.frames if mains else ()
+    still = len({main.stack.frames for main in mains}) == 1 if len(mains) > 1 else None
+    if still and standing(frames).doing not in WAITS and _works(one.activity, seconds):
+        still = False
+    return RankStack(
+        one.process.rank,
+        frames,
+        still=still,
+        suspended=all(state.stopped for state in one.states),
+        holds_lock=len(mains) == LOOKS and all(main.holds_lock for main in mains),
+        where=f"process {one.process.pid}",
+    )
+
+
+def _works(activity: Sequence[Activity], seconds: float) -> bool:
+    """Whether a process, or one below it, computes, reads or writes."""
+    first, last = activity[0], activity[-1]
+    busy = last.cpu_seconds - first.cpu_seconds > _BUSY_SHARE * seconds
+    return busy or last.io_bytes - first.io_bytes > _BUSY_BYTES
+
+
+def _problems(looked: Sequence[Looked]) -> list[str]:
+    """Why there are no stacks, each reason once."""
+    said: dict[str, list[int]] = {}
+    for one in looked:
+        if one.problem and not one.threads:
+            said.setdefault(one.problem, []).append(one.process.pid)
+    return [f"no stacks of {count(len(pids), 'process', 'processes')}: {why}" for why, pids in said.items()]
+
+
+def _status(one: Looked, stack: RankStack) -> RankStatus:
+    state, at = one.states[-1], standing(stack.frames)
+    word = State.UNKNOWN
+    if not state.alive:
+        word = State.DEAD
+    elif stack.suspended:
+        word = State.SUSPENDED
+    elif stack.frames:
+        waits = at.doing in WAITS and stack.still
+        word = State.WAITING if waits else State.LOADING if at.doing is Doing.DATA else State.RUNNING
+    return RankStatus(
+        rank=one.process.rank,
+        state=word.value,
+        step=None,
+        phase="" if at.doing in (Doing.CODE, Doing.COLLECTIVE, Doing.MESSAGE) or not stack.frames else at.doing.value,
+        last_collective=at.call,
+        site=at.line if at.call else "",
+        pid=one.process.pid,
+        ending="" if state.alive else state.ending,
+        stack=tuple(str(frame) for frame in stack.frames[:_MAX_FRAMES]),
+        line=at.line,
+    )
+
+
+def _ras(processes: Sequence[TrainingProcess]) -> list[Told]:
+    """What NCCL RAS says, where the environment names its address or NCCL is loaded."""
+    addresses = {one.setting("NCCL_RAS_ADDR") for one in processes} - {""}
+    if not addresses and any(_loads_nccl(one.pid) for one in processes):
+        addresses = {_RAS_ADDRESS}
+    told = []
+    for address in sorted(addresses)[:1]:
+        if any(one.setting("NCCL_RAS_ENABLE") == "0" for one in processes) or not is_ras_address(address):
+            continue
+        try:
+            findings, notes = judge_ras([ask(address)])
+        except DtobsError as error:
+            told.append(Told("NCCL RAS", (), (str(error),)))
+        else:
+            told.append(Told("NCCL RAS", tuple(findings), tuple(notes)))
+    return told
+
+
+def _loads_nccl(pid: int) -> bool:
+    try:
+        with Path(f"/proc/{pid}/maps").open("rb") as file:
+            return b"libnccl" in file.read(16 << 20)
+    except OSError:
+        return False
+
+
+def _flight_recorder(processes: Sequence[TrainingProcess]) -> list[Told]:
+    dumped = ask_dumps(processes)
+    return told_by_dumps(dumped) if dumped is not None else []
+
+
+def told_by_dumps(dumped: Dumped) -> list[Told]:
+    """What dumps say that the ranks wrote when they were asked; their folder is removed."""
+    try:
+        if not dumped.count:
+            return [Told(dumped.name, (), (dumped.problem,))]
+        said = diagnose_dumps(dumped.folder)
+    except DtobsError as error:
+        return [Told(dumped.name, (), (str(error),))]
+    finally:
+        shutil.rmtree(dumped.folder, ignore_errors=True)
+    notes = (*said.notes, dumped.problem) if dumped.problem else said.notes
+    findings = tuple(_not_surer(finding) for finding in said.findings)
+    return [Told(dumped.name, findings, notes)]
+
+
+def _not_surer(finding: Finding) -> Finding:
+    """Dumps of ranks that run were not written at one time."""
+    return replace(finding, confidence=Confidence.LIKELY) if finding.confidence is Confidence.CERTAIN else finding

@@ -1,0 +1,84 @@
+"""One verdict from several sources, and a note where two of them disagree.
+
+The surest finding is the verdict; of equally sure ones that of the source that comes first. A source that names other
+ranks or another cause is heard in a note and never dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtobs.findings import CATALOGUE, Confidence, Finding
+
+_AGREE = (
+    {"rank-not-joined", "stuck-in-dataloader", "stuck-in-checkpoint", "rank-stopped", "gil-held", "network-stalled"},
+    {
+        "collective-mismatch",
+        "shape-mismatch",
+        "dtype-mismatch",
+        "call-site-mismatch",
+        "group-deadlock",
+        "p2p-unmatched",
+    },
+    {
+        "rank-dead",
+        "rank-oom-killed",
+        "uncaught-exception",
+        "rank-exited-early",
+        "device-out-of-memory",
+        "device-fault",
+        "illegal-address",
+    },
+)
+"""Codes of one row can be the same matter, seen by sources that see more or less of it."""
+_SAYS_LITTLE = {"dumps-missing", "network-stalled"}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one source says: `name` completes "by …" in a sentence."""
+
+    name: str
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def combine(sources: Sequence[Told]) -> tuple[Finding | None, list[Finding], list[str]]:
+    """The verdict, all findings with the verdict first, and the notes of all sources."""
+    firsts = [(told, told.findings[0]) for told in sources if told.findings]
+    notes = [note for told in sources for note in told.notes]
+    if not firsts:
+        return None, [], list(dict.fromkeys(notes))
+    who, verdict = max(firsts, key=lambda one: _weight(one[1]))
+    kept: dict[object, Finding] = {verdict.key: verdict}
+    for told, first in firsts:
+        if told is not who and not _agree(verdict, first):
+            notes.append(f"the sources disagree: by {told.name}, {first.code}: {first.summary}")
+        for finding in told.findings[0 if told is who else 1 :]:
+            kept.setdefault(finding.key, finding)
+    if len(firsts) > 1:
+        same = [told.name for told, first in firsts if told is not who and _agree(verdict, first)]
+        notes.append(
+            f"the verdict is by {who.name}"
+            + (f"; {' and '.join(same)} {'agrees' if len(same) == 1 else 'agree'}" if same else "")
+        )
+    return verdict, list(kept.values()), list(dict.fromkeys(notes))
+
+
+def _weight(finding: Finding) -> tuple[bool, bool, int, bool]:
+    stops = CATALOGUE[finding.code].family == "hangs"
+    return stops, finding.code not in _SAYS_LITTLE, finding.confidence.order, bool(finding.ranks)
+
+
+def _agree(verdict: Finding, other: Finding) -> bool:
+    """Whether both can be the same matter: one code or one kind of it, and ranks that do not exclude each other."""
+    kin = verdict.code == other.code or other.code in _SAYS_LITTLE
+    kin = kin or any({verdict.code, other.code} <= row for row in _AGREE)
+    if not kin or CATALOGUE[verdict.code].family != CATALOGUE[other.code].family:
+        return (
+            not kin
+            and CATALOGUE[verdict.code].family != CATALOGUE[other.code].family
+            and other.confidence is Confidence.POSSIBLE
+        )
+    return not verdict.ranks or not other.ranks or bool(set(verdict.ranks) & set(other.ranks))

@@ -1,0 +1,61 @@
+"""What processes and their children have done so far: processor time, and bytes read and written."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MAX_BELOW = 4096
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Sums over one process and all that live below it."""
+
+    cpu_seconds: float
+    io_bytes: int
+
+
+def activities(pids: Iterable[int], proc: Path = Path("/proc")) -> dict[int, Activity]:
+    """The activity of each process so far; a process that is gone has none."""
+    stats = {int(entry.name): fields for entry in _entries(proc) if (fields := _stat(entry))}
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid, fields in stats.items():
+        children[int(fields[1])].append(pid)
+    found = {}
+    for pid in pids:
+        family, at = [pid], 0
+        while at < len(family) < _MAX_BELOW:
+            family += children.get(family[at], ())
+            at += 1
+        cpu = sum(int(ticks) for one in family if one in stats for ticks in stats[one][11:15])
+        found[pid] = Activity(cpu / _TICKS, sum(_io(proc / str(one)) for one in family))
+    return found
+
+
+def _entries(proc: Path) -> list[Path]:
+    try:
+        return [entry for entry in proc.iterdir() if entry.name.isdigit()]
+    except OSError:
+        return []
+
+
+def _stat(process: Path) -> list[str]:
+    """Fields of its stat file from the third on; its own and its reaped children's times are 11 to 14."""
+    try:
+        fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+    return fields if len(fields) >= 22 else []
+
+
+def _io(process: Path) -> int:
+    try:
+        lines = (process / "io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
