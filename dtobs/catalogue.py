@@ -318,6 +318,29 @@ _ROWS: tuple[_Row, ...] = (
         "Make the optimizer from the parameters of the model that is trained, after moving, wrapping and loading it.",
     ),
     (
+        "update-mismatch",
+        "silent",
+        Severity.CRITICAL,
+        "The optimizer made something else of a parameter than its arithmetic says",
+        "Where one rank is named, test its device; where all are, look for a learning rate captured in a compiled "
+        "step or a graph, and for hooks of the step.",
+    ),
+    (
+        "state-changed-at-rest",
+        "silent",
+        Severity.CRITICAL,
+        "Parameters or moments changed between two steps, not by the optimizer",
+        "Look for code between the steps that runs on this rank only; if there is none, test the memory of its host "
+        "and device.",
+    ),
+    (
+        "updates-lost",
+        "silent",
+        Severity.WARNING,
+        "Most updates are lost to rounding",
+        "Keep FP32 master weights, use stochastic rounding, or raise the learning rate.",
+    ),
+    (
         "gradient-scale-mismatch",
         "silent",
         Severity.CRITICAL,

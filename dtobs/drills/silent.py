@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import dtobs
 
 Wrapper = Literal["ddp", "fsdp", "hsdp", "by-hand"]
 _WIDTH, _BATCH = 32, 8
+_AUDITED = ("ignored-rate", "overwritten", "coarse")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ _ROWS = (
     Trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
     Trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
     Trouble("stale", "optimizer-stale", "all"),
+    Trouble("ignored-rate", "update-mismatch", "all"),
+    Trouble("overwritten", "state-changed-at-rest", wrappers=("ddp", "by-hand")),
+    Trouble("coarse", "updates-lost", "all"),
     Trouble("rescaled", "gradient-scale-mismatch", "all"),
     Trouble("other-settings", "config-mismatch", "all", ("fsdp",)),  # of two that differ none is accused
     Trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp",)),
@@ -115,16 +119,20 @@ def train(job: SilentJob) -> None:
     torch.manual_seed(seed)
     layers = [nn.Linear(_WIDTH, 64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, _WIDTH)]
     plain = nn.Sequential(*layers)
+    if is_now == "coarse":
+        plain.bfloat16()
     model = wrap(plain, job.wrapper)
     torch.manual_seed(1234 if is_now == "equal-dropout" else 1234 + rank)
     trained = list(model.parameters())
     if is_now == "stale":  # of a copy of the model, as after loading it anew
         trained = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
-    optimizer = torch.optim.SGD(
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(
         trained,
         lr=0.02 if mine and is_now == "other-rate" else 0.01,
         weight_decay=0.1 if mine and is_now == "other-settings" else 0.0,
     )
+    if is_now in _AUDITED:
+        optimizer = torch.optim.AdamW(trained, lr=1e-6 if is_now == "coarse" else 1e-3)
     samples = Samples(0 if is_now == "same-data" else rank, job.seconds if is_now == "starved" and mine else 0.0)
     group = dist.group.WORLD if job.wrapper == "by-hand" else "auto"
     with dtobs.attach(
@@ -134,7 +142,10 @@ def train(job: SilentJob) -> None:
         replicas=group,
         mesh=data_mesh(job.wrapper),
         monitor=job.monitor,
+        probes={"updates": "all"} if is_now in ("none", *_AUDITED) else None,
     ) as session:
+        if is_now == "ignored-rate":
+            step_with_another_rate(optimizer)
         if is_now in ("none", "declared-seed"):
             session.policy(equal={"seed": seed})
         for step in range(job.steps):
@@ -142,7 +153,7 @@ def train(job: SilentJob) -> None:
             micros = max(3, job.accumulate) if is_now == "wiped" else job.accumulate
             for micro in range(micros):
                 with session.phase("data"):
-                    inputs, wanted = next(samples)
+                    inputs, wanted = (each.to(next(plain.parameters()).dtype) for each in next(samples))
                 synchronise(model, job.wrapper, now=micro == micros - 1)
                 spoiled = nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
                 with torch.autocast("cpu", torch.float16, enabled=is_now == "small-loss"):
@@ -172,6 +183,21 @@ def train(job: SilentJob) -> None:
                 session.report(gradient_zeros=zeros)
             if mine and is_now == "flipped-bit" and step == job.at_step:
                 flip_bit(next(iter(model.parameters())))
+            if mine and is_now == "overwritten" and step == job.at_step:
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(0.5)
+
+
+def step_with_another_rate(optimizer: torch.optim.Optimizer) -> None:
+    """What a step does that was captured with an older learning rate: the groups say one, it takes another."""
+
+    def scale(optimizer: Any, factor: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+
+    optimizer.register_step_pre_hook(lambda stepping, *_: scale(stepping, 0.5))
+    handle = optimizer.register_step_post_hook(lambda stepping, *_: scale(stepping, 2.0))
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # before anybody else looks
 
 
 def wrap(model: nn.Sequential, wrapper: Wrapper) -> nn.Module:

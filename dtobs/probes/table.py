@@ -46,6 +46,7 @@ PROBES = (
     Entry("generators", "generators:GeneratorProbe"),
     Entry("inputs", "inputs:InputProbe"),
     Entry("ledger", "ledger:LedgerProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
+    Entry("updates", "updates:UpdateProbe", ("rotating", "all", OFF)),
     Entry("settings", "settings:Settings"),
     Entry("scaler", "scaler:Scaler"),
     Entry("loss weights", "loss_weights:LossWeightProbe"),

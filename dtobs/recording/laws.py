@@ -41,6 +41,15 @@ class Ledger(IntEnum):
     CUSTOM_HOOK = 2  #: DDP reduces by a hook of the user's
 
 
+class Update(IntEnum):
+    """Flags of a record of UPDATES: what the parameter's group asks for."""
+
+    MAXIMIZE = 1
+    NESTEROV = 2
+    DECOUPLED = 4  #: weight decay apart from the gradient, as AdamW does it
+    AMSGRAD = 8
+
+
 def _record(*fields: tuple[str, str] | tuple[str, str, tuple[int, ...]]) -> np.dtype[np.void]:
     return np.dtype([("stamp", "<u8"), ("step", "<i8"), *fields, ("stamp_end", "<u8")])
 
@@ -75,14 +84,18 @@ UPDATES = Law(
     "updates",
     _record(
         ("row", "<u4"),  # of the table in the ``updates`` meta entry
-        ("first", "<u4"),  # element the window begins with
+        ("first", "<u4"),  # element the window begins with, in the order of memory
         ("count", "<u4"),
-        ("group", "<u4"),  # the optimizer's parameter group
+        ("flags", "<u4"),
         ("lr", "<f8"),
         ("weight_decay", "<f8"),
-        ("done", "<f8"),  # steps that the optimizer says it had done of this tensor
+        ("beta1", "<f8"),  # SGD: its momentum
+        ("beta2", "<f8"),  # SGD: its dampening
+        ("eps", "<f8"),
+        ("done", "<f8"),  # steps that the optimizer says it had done of this tensor; NaN when it does not count
         ("before", "<f8", (4 * WINDOW,)),  # parameter, gradient, first and second moment, as the optimizer found them
-        ("after", "<f8", (3 * WINDOW,)),  # parameter and moments when it had stepped
+        ("after", "<f8", (3 * WINDOW,)),  # parameter and moments when it had stepped; NaN where there is no moment
+        ("rest", "<f8", (3 * WINDOW,)),  # the same just before its next step
     ),
     1 << 8,
 )

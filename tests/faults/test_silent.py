@@ -26,6 +26,8 @@ CONSEQUENCES = {
     "starved": {"straggler"},
     "unwrapped": {"replica-divergence"},
     "rescaled": {"replica-divergence"},
+    "overwritten": {"replica-divergence"},
+    "coarse": {"optimizer-stale"},
 }
 """What may be found beside the trouble itself, because it is true as well."""
 

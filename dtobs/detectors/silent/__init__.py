@@ -21,6 +21,9 @@ from dtobs.detectors.silent.resume_mismatch import resume_mismatch
 from dtobs.detectors.silent.rng_not_restored import rng_not_restored
 from dtobs.detectors.silent.seed_policy import seed_policy
 from dtobs.detectors.silent.spikes import spikes
+from dtobs.detectors.silent.state_changed_at_rest import state_changed_at_rest
+from dtobs.detectors.silent.update_mismatch import update_mismatch
+from dtobs.detectors.silent.updates_lost import updates_lost
 
 DETECTORS: tuple[Detector, ...] = (
     gradient_ledger,
@@ -32,6 +35,9 @@ DETECTORS: tuple[Detector, ...] = (
     loss_nonfinite,
     loss_weights,
     optimizer_stale,
+    update_mismatch,
+    state_changed_at_rest,
+    updates_lost,
     spikes,
     fp16_underflow,
     fp8_saturation,

@@ -1,0 +1,237 @@
+"""The update audit: small windows of a parameter, its gradient and its moments around the optimizer's step.
+
+They are copied when the optimizer begins, when it has stepped, and when it begins again: so it is known what it found,
+what it made of that, and whether anything but it has written there since. The monitor computes the step again in FP64
+(`detectors.silent.audit`). A look costs a few small copies whatever the model's size; which tensors a step looks at
+follows from its number (`probes.rotation`), so ranks look at the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from dtobs.probes.base import Probe
+from dtobs.probes.layout import local_tensor, model_tensors
+from dtobs.probes.rotation import Rotation, place
+from dtobs.recording.laws import UPDATES, WINDOW, Update
+
+KINDS: dict[type, str] = {torch.optim.AdamW: "adam", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+"""Optimizers whose arithmetic is known; exactly these, a subclass may do something else."""
+_MOMENTS = {"sgd": ("momentum_buffer", ""), "": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST_ROWS = 4096
+
+
+@dataclass
+class _Row:
+    name: str
+    parameter: weakref.ref[torch.Tensor]
+    group: int
+
+
+@dataclass
+class _Look:
+    """One window: `before`, `after` and `rest` as in the ring, flat. `numbers` are lr to done of the record."""
+
+    row: int
+    step: int
+    first: int
+    count: int
+    flags: int
+    numbers: list[float | torch.Tensor]
+    before: torch.Tensor
+    after: torch.Tensor | None = None
+
+
+class UpdateProbe(Probe):
+    """Writes the ring UPDATES and the ``law`` entry that explains its rows."""
+
+    name = "updates"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: list[_Row] = []
+        self._rotation = Rotation(0)
+        self._kind = ""
+        self._step: int | None = None
+        self._now: list[_Look] = []
+        self._record = np.zeros((), UPDATES.dtype)
+
+    def install(self) -> None:
+        """List what the optimizer trains."""
+        context = self.context
+        optimizer = context.optimizer
+        if optimizer is None:
+            return
+        named = model_tensors(context.model, context.replicas) if context.model is not None else []
+        names = {id(each.tensor): each.name for each in named}
+        for number, group in enumerate(optimizer.param_groups):
+            for place_, parameter in enumerate(group["params"]):
+                if parameter.dtype in _FLOATS and len(self._rows) < _MOST_ROWS:
+                    name = names.get(id(parameter), f"parameter {place_} of group {number}")
+                    self._rows.append(_Row(name, weakref.ref(parameter), number))
+        if not self._rows:
+            return
+        self._kind = KINDS.get(type(optimizer), "")
+        self._rotation = Rotation(len(self._rows), everything=context.levels.get(self.name) == "all")
+        dtypes = [
+            str(p.dtype).removeprefix("torch.") if (p := row.parameter()) is not None else "" for row in self._rows
+        ]
+        context.recorder.meta.add(
+            "law",
+            name=UPDATES.name,
+            since=context.step,
+            kind=self._kind,
+            rows=[row.name for row in self._rows],
+            dtypes=dtypes,
+        )
+
+    def remove(self) -> None:
+        """Let go of everything; what the last step left is not read again."""
+        self._rows, self._now, self._step = [], [], None
+        super().remove()
+
+    def before_optimizer(self) -> None:
+        """See what became of the last step's windows, and open those of this one."""
+        step = self.context.step
+        if not self._rows or step == self._step:
+            return  # another step of the optimizer within the same step
+        begin = time.perf_counter_ns()
+        for look in self._now:
+            self._finish(look)
+        self._now, self._step = [], step
+        for number in self._rotation.rows(step):
+            look_now = self._open(number, step)
+            if look_now is not None:
+                self._now.append(look_now)
+        if self._now:
+            self._rotation.spent(time.perf_counter_ns() - begin)
+
+    def after_optimizer(self) -> None:
+        """What the optimizer made of it."""
+        if not self._now or self._now[0].after is not None:
+            return
+        begin = time.perf_counter_ns()
+        for look in self._now:
+            look.after = self._copy(look.row, look.first, look.count, gradient=False)
+            self._forget_if_changed(look)
+        self._now = [look for look in self._now if look.after is not None]
+        self._rotation.spent(time.perf_counter_ns() - begin)
+
+    def _open(self, number: int, step: int) -> _Look | None:
+        optimizer, row = self.context.optimizer, self._rows[number]
+        parameter = row.parameter()
+        if optimizer is None or parameter is None or parameter.grad is None or row.group >= len(optimizer.param_groups):
+            return None
+        size = local_tensor(parameter).numel()
+        count = min(WINDOW, size)
+        first = place(step, size - count + 1)
+        before = self._copy(number, first, count, gradient=True) if count else None
+        if before is None:
+            return None
+        group = optimizer.param_groups[row.group]
+        return _Look(number, step, first, count, _flags(group), self._numbers(group, parameter), before)
+
+    def _numbers(self, group: dict[str, Any], parameter: torch.Tensor) -> list[float | torch.Tensor]:
+        """Learning rate, weight decay, betas, eps, and the steps done: floats, or copies of what a device holds."""
+        betas = group.get("betas", (group.get("momentum", math.nan), group.get("dampening", math.nan)))
+        assert self.context.optimizer is not None
+        state = self.context.optimizer.state.get(parameter, {})
+        found: list[float | torch.Tensor] = []
+        values = (
+            group.get("lr"),
+            group.get("weight_decay"),
+            *betas[:2],
+            group.get("eps"),
+            state.get("step", 0.0 if self._kind == "adam" else None),
+        )
+        for value in values:
+            if isinstance(value, torch.Tensor) and not value.is_cpu:
+                found.append(value.detach().reshape(()).clone())
+            else:
+                found.append(float(value) if value is not None else math.nan)
+        return found
+
+    def _copy(self, number: int, first: int, count: int, *, gradient: bool) -> torch.Tensor | None:
+        """The window in the parameter, its gradient and its moments, one after the other; None where it has none."""
+        parameter = self._rows[number].parameter()
+        if parameter is None or self.context.optimizer is None:
+            return None
+        held = local_tensor(parameter)
+        if first + count > held.numel() or not _dense(held):
+            return None
+        state = self.context.optimizer.state.get(parameter, {})
+        moments = [state.get(name) for name in _MOMENTS[self._kind]]
+        tensors = [held, parameter.grad, *moments] if gradient else [held, *moments]
+        exact = torch.float64 if held.dtype == torch.float64 or held.is_cpu else torch.float32
+        copied = torch.full((len(tensors), WINDOW), math.nan, dtype=exact, device=held.device)
+        for place_, tensor in enumerate(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.layout != torch.strided:
+                return None
+            values = local_tensor(tensor)
+            if values.stride() != held.stride() or values.device != held.device or values.dtype not in _FLOATS:
+                return None  # quantized, offloaded or ordered otherwise: nothing that could be compared
+            copied[place_, :count] = values.as_strided((count,), (1,), values.storage_offset() + first)
+        return copied.flatten()
+
+    def _forget_if_changed(self, look: _Look) -> None:
+        """A learning rate that another hook of the step has set: which one was used is not known."""
+        groups = self.context.optimizer.param_groups if self.context.optimizer is not None else []
+        group = self._rows[look.row].group
+        now, then = groups[group].get("lr") if group < len(groups) else None, look.numbers[0]
+        if isinstance(then, float) and (not isinstance(now, (int, float)) or now != then):
+            look.numbers[0] = math.nan
+
+    def _finish(self, look: _Look) -> None:
+        """Read a window again and write it down."""
+        rest = self._copy(look.row, look.first, look.count, gradient=False)
+        if rest is None or look.after is None:
+            return
+        ring, record = self.context.recorder.law(UPDATES), self._record
+        parts = [look.before, look.after, rest]
+        late = [n for n, number in enumerate(look.numbers) if isinstance(number, torch.Tensor)]
+        parts += [number.to(rest).reshape(1) for number in look.numbers if isinstance(number, torch.Tensor)]
+
+        def arrived(values: Any) -> bool:
+            numbers = list(look.numbers)
+            for n, place_ in enumerate(late):
+                numbers[place_] = float(values[10 * WINDOW + n])
+            record["step"], record["row"], record["first"] = look.step, look.row, look.first
+            record["count"], record["flags"] = look.count, look.flags
+            for name, number in zip(("lr", "weight_decay", "beta1", "beta2", "eps", "done"), numbers, strict=True):
+                record[name] = number
+            record["before"], record["after"] = values[: 4 * WINDOW], values[4 * WINDOW : 7 * WINDOW]
+            record["rest"] = values[7 * WINDOW : 10 * WINDOW]
+            ring.append(record)
+            return True
+
+        together = torch.cat(parts)
+        if together.is_cpu:
+            arrived(together.numpy())
+        else:
+            self.late.put(together, arrived)
+
+
+def _flags(group: dict[str, Any]) -> int:
+    return (
+        Update.MAXIMIZE * bool(group.get("maximize"))
+        | Update.NESTEROV * bool(group.get("nesterov"))
+        | Update.DECOUPLED * bool(group.get("decoupled_weight_decay"))
+        | Update.AMSGRAD * bool(group.get("amsgrad"))
+    )
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill their memory without a gap, in whatever order."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not isinstance(tensor, DTensor) and reach == tensor.numel()
