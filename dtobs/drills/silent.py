@@ -197,7 +197,8 @@ def step_with_another_rate(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer.register_step_pre_hook(lambda stepping, *_: scale(stepping, 0.5))
     handle = optimizer.register_step_post_hook(lambda stepping, *_: scale(stepping, 2.0))
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # before anybody else looks
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)  # before anybody else looks
 
 
 def wrap(model: nn.Sequential, wrapper: Wrapper) -> nn.Module:

@@ -171,18 +171,18 @@ class UpdateProbe(Probe):
         state = self.context.optimizer.state.get(parameter, {})
         moments = [state.get(name) for name in _MOMENTS[self._kind]]
         tensors = [held, parameter.grad, *moments] if gradient else [held, *moments]
-        exact = torch.float64 if held.dtype == torch.float64 or held.is_cpu else torch.float32
-        copied = torch.full((len(tensors), WINDOW), math.nan, dtype=exact, device=held.device)
-        for place_, tensor in enumerate(tensors):
+        pieces: list[torch.Tensor] = []
+        for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
+                pieces.append(held.new_full((count,), math.nan))
                 continue
             if tensor.layout != torch.strided:
                 return None
-            values = local_tensor(tensor)
+            values = tensor.data if type(tensor) is torch.Tensor else local_tensor(tensor)
             if values.stride() != held.stride() or values.device != held.device or values.dtype not in _FLOATS:
                 return None  # quantized, offloaded or ordered otherwise: nothing that could be compared
-            copied[place_, :count] = values.as_strided((count,), (1,), values.storage_offset() + first)
-        return copied.flatten()
+            pieces.append(values.as_strided((count,), (1,), values.storage_offset() + first))
+        return torch.cat(pieces)
 
     def _forget_if_changed(self, look: _Look) -> None:
         """A learning rate that another hook of the step has set: which one was used is not known."""
@@ -198,24 +198,28 @@ class UpdateProbe(Probe):
         if rest is None or look.after is None:
             return
         ring, record = self.context.recorder.law(UPDATES), self._record
-        parts = [look.before, look.after, rest]
+        parts, count = [look.before, look.after, rest], look.count
         late = [n for n, number in enumerate(look.numbers) if isinstance(number, torch.Tensor)]
-        parts += [number.to(rest).reshape(1) for number in look.numbers if isinstance(number, torch.Tensor)]
+        parts += [number.to(rest.device).reshape(1) for number in look.numbers if isinstance(number, torch.Tensor)]
 
         def arrived(values: Any) -> bool:
             numbers = list(look.numbers)
             for n, place_ in enumerate(late):
-                numbers[place_] = float(values[10 * WINDOW + n])
+                numbers[place_] = float(values[10 * count + n])
             record["step"], record["row"], record["first"] = look.step, look.row, look.first
             record["count"], record["flags"] = look.count, look.flags
             for name, number in zip(("lr", "weight_decay", "beta1", "beta2", "eps", "done"), numbers, strict=True):
                 record[name] = number
-            record["before"], record["after"] = values[: 4 * WINDOW], values[4 * WINDOW : 7 * WINDOW]
-            record["rest"] = values[7 * WINDOW : 10 * WINDOW]
+            for name, begin, wide in (("before", 0, 4), ("after", 4, 3), ("rest", 7, 3)):
+                windows = record[name].reshape(wide, WINDOW)
+                windows[:, :count] = values[begin * count : (begin + wide) * count].reshape(wide, count)
+                windows[:, count:] = math.nan
             ring.append(record)
             return True
 
         together = torch.cat(parts)
+        if together.dtype == torch.bfloat16:  # numpy has none
+            together = together.float()
         if together.is_cpu:
             arrived(together.numpy())
         else:
