@@ -18,7 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LINES = 500
 
-VOCABULARY = {"errors", "events", "catalogue", "findings", "words"}
+VOCABULARY = {"errors", "events", "codes", "catalogue", "findings", "words"}
 ANALYSIS = VOCABULARY | {"calls", "host", "recording", "flight_recorder", "timeline", "detectors"}
 EVERYTHING_READ = ANALYSIS | {"nodes", "diagnose", "exporters"}
 
@@ -26,7 +26,8 @@ EVERYTHING_READ = ANALYSIS | {"nodes", "diagnose", "exporters"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": {"errors"},
-    "catalogue": set(),
+    "codes": set(),
+    "catalogue": {"codes"},
     "findings": {"catalogue", "errors", "events"},
     "words": set(),
     "host": VOCABULARY,
