@@ -53,10 +53,11 @@ def main() -> int:
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--shares", action="store_true", help="measure what each probe takes of a step, in its hooks")
+    parser.add_argument("--by-hook", action="store_true", help="with --shares: what each hook of a probe takes")
     parser.add_argument("--hooks", action="store_true", help="measure single hooks instead of whole steps")
     options = parser.parse_args()
     if options.shares:
-        for one in run_ranks(measure_shares, 2, options.steps, options.fsdp, timeout=900):
+        for one in run_ranks(measure_shares, 2, options.steps, options.fsdp, options.by_hook, timeout=900):
             print(json.dumps(one.value))
         return 0
     if options.hooks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import statistics
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,11 +23,14 @@ import dtobs
 from dtobs.probes.base import Context, Probe
 from tests.benchmarks.overhead.workload import VOCABULARY, Language, _shared, shard
 
-spent: dict[str, int] = defaultdict(int)
+WARM_UP = 8
+spent: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+"""By probe and hook: nanoseconds in it and in nothing that it calls of other hooks, and how often it was called."""
+_nested = threading.local()
 
 
-def measure_shares(rank: int, world_size: int, steps: int, fsdp: bool) -> dict[str, Any]:
-    """By probe the mean microseconds of a step beyond the first eight, and the step's own CPU milliseconds."""
+def measure_shares(rank: int, world_size: int, steps: int, fsdp: bool, hooks: bool) -> dict[str, Any]:
+    """By probe (or hook) the mean microseconds of a step beyond the first eight, and the step's CPU milliseconds."""
     plain, Context.guard = Context.guard, _counting(Context.guard)  # type: ignore[method-assign]
     torch.manual_seed(0)
     model: nn.Module = shard(Language()) if fsdp else DistributedDataParallel(Language())
@@ -35,9 +39,9 @@ def measure_shares(rank: int, world_size: int, steps: int, fsdp: bool) -> dict[s
     cpu: list[float] = []
     folder = _shared(Path(tempfile.mkdtemp()) if rank == 0 else None, world_size)
     with dtobs.attach(model, optimizer, run_dir=folder, monitor=False) as session:
-        for number in range(steps + 8):
+        for number in range(steps + WARM_UP):
             begin = time.process_time()
-            if number == 8:
+            if number == WARM_UP:
                 spent.clear()
             session.step(number)
             tokens_BT = torch.randint(VOCABULARY, (2, 257), generator=data)
@@ -47,21 +51,41 @@ def measure_shares(rank: int, world_size: int, steps: int, fsdp: bool) -> dict[s
             optimizer.zero_grad()
             cpu.append(time.process_time() - begin)
     Context.guard = plain  # type: ignore[method-assign]
-    shares = {name: round(ns / 1e3 / steps, 1) for name, ns in sorted(spent.items(), key=lambda item: -item[1])}
-    return {"cpu_ms": round(1e3 * statistics.median(cpu[8:]), 1), "probes_us": shares}
+    shares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for (probe, hook), (nanoseconds, calls) in spent.items():
+        name = f"{probe}: {hook}" if hooks else probe
+        shares[name][0] += nanoseconds / 1e3 / steps
+        shares[name][1] += calls / steps
+    ordered = sorted(shares.items(), key=lambda item: -item[1][0])
+    milliseconds = 1e3 * statistics.median(cpu[WARM_UP:])
+    total = sum(us for us, _ in shares.values())
+    return {
+        "cpu_ms": round(milliseconds, 1),
+        "hooks_us": round(total, 1),
+        "hooks_percent": round(total / milliseconds / 10, 3),
+        "us_and_calls": {name: [round(us, 1), round(calls, 1)] for name, (us, calls) in ordered},
+    }
 
 
 def _counting(guard: Callable[..., Any]) -> Callable[..., Any]:
+    clock = time.thread_time_ns
+
     def counted(self: Context, probe: Probe, hook: Callable[..., Any]) -> Any:
         inner = guard(self, probe, hook)
+        key = (probe.name, getattr(hook, "__qualname__", str(hook)))
 
         @functools.wraps(hook)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.thread_time_ns()
+            outside, _nested.inside = getattr(_nested, "inside", 0), 0
+            begin = clock()
             try:
                 return inner(*args, **kwargs)
             finally:
-                spent[probe.name] += time.thread_time_ns() - begin
+                took = clock() - begin
+                mine = spent[key]
+                mine[0] += took - _nested.inside
+                mine[1] += 1
+                _nested.inside = outside + took
 
         return timed
 
