@@ -19,6 +19,9 @@ def host_square(values: torch.Tensor, first: int | None = None) -> float:
     Not finite where an element is not, and where the squares overflow the tensor's format (FP32 at least).
     """
     count = values.numel() if first is None else min(first, values.numel())
+    if first is None and values.dim() == 1 and values.dtype in _DIRECT and count < _BLAS_ELEMENTS:
+        of_all: float = torch.dot(values, values).item()  # whatever its stride
+        return of_all
     if values.dtype not in _DIRECT or count >= _BLAS_ELEMENTS or not values.is_contiguous():
         some = values if count == values.numel() else values.reshape(-1)[:count]
         dtype = torch.float32 if values.itemsize < 4 else None

@@ -1,7 +1,9 @@
 """The gradient after reduction, as the optimizer finds it (so after clipping), on sampled steps.
 
 Whether it is finite is looked at in every step in which the local gradient is not read whole: a NaN may arise in a
-tensor that nobody sampled, and the step after it everything is NaN everywhere.
+tensor that nobody sampled, and the step after it everything is NaN everywhere. One that a matrix product makes fills a
+row or a column of its gradient, so one row and one column are looked at of each; ranks that are given the same gradient
+share the tensors between them. A single element is found within a turn, or by what it does to the parameters.
 
 ``reduced_square``  this rank's share of the squared norm: the shares of all ranks add up to the whole model's
 ``reduced_norm``    the norm, where one rank holds all of it
@@ -24,7 +26,11 @@ from dtobs.probes import gradients
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
 from dtobs.probes.norms import device_square, host_square
+from dtobs.probes.rotation import place
 from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, period, reduced_period
+
+SMALL = 1 << 10
+"""Elements of a gradient that is looked at whole: two slices cost more."""
 
 
 class ReducedGradientProbe(Probe):
@@ -67,22 +73,25 @@ class ReducedGradientProbe(Probe):
             self._check()
 
     def _check(self) -> None:
-        """One square a tensor: not finite where an element is not (or where the squares overflow: looked at again)."""
+        """One square of a row and one of a column: not finite where an element is not (or where they overflow)."""
         rows: list[int] = []
         squares: list[torch.Tensor] = []
+        step = self.context.step
         for row, named in enumerate(self._tensors):
+            mine, copies = named.copy
+            if copies > 1 and (row + step) % copies != mine:
+                continue
             gradient = named.tensor.grad
             if gradient is None or gradient.is_sparse:
                 continue
-            values = local_tensor(gradient)
-            if not values.is_cpu:
-                rows.append(row)
-                squares.append(device_square(values))
-            elif not math.isfinite(host_square(values)) and not bool(torch.isfinite(values).all()):
-                self._note_bad(self.context.step, named)
-                return
+            for some in cross(local_tensor(gradient), step):
+                if not some.is_cpu:
+                    rows.append(row)
+                    squares.append(device_square(some))
+                elif not math.isfinite(host_square(some)) and not bool(torch.isfinite(some).all()):
+                    self._note_bad(step, named)
+                    return
         if squares:
-            step = self.context.step
             stacked = torch.stack(squares)
 
             def arrived(found: npt.NDArray[Any]) -> None:
@@ -135,3 +144,13 @@ class ReducedGradientProbe(Probe):
             return
         stacked = torch.stack([torch.as_tensor(s, dtype=torch.float64).to(device) for s in found])
         self.late.put(stacked, lambda values: context.recorder.amend_step(step, **summary(values)))
+
+
+def cross(values: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
+    """One row and one column of `values`, others in each step; all of it where it is small or has but one dimension."""
+    if values.dim() < 2 or values.numel() <= SMALL:
+        return (values,) if values.numel() else ()
+    if values.dim() > 2 and values.is_contiguous():
+        values = values.view(len(values), -1)
+    rows, columns = values.shape[:2]
+    return values.select(0, place(step, rows)), values.select(1, place(step, columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from torch import nn
 
 import dtobs
 from dtobs.probes import gradients
+from dtobs.probes.layout import Named
 from dtobs.probes.norms import host_square
+from dtobs.probes.reduced import ReducedGradientProbe, cross
 from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, MAX_PERIOD, reduced_period
+from dtobs.recording.meta import Parameter
 from dtobs.recording.view import load_run
 
 
@@ -41,6 +45,49 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     values[17] = bad
     assert not math.isfinite(host_square(values))
     assert host_square(values, 17) == 17
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (64, 3, 5, 5), (900,), (5, 6)], ids=str)
+@pytest.mark.parametrize("step", [0, 7, 1_000_003])
+def test_a_nan_that_fills_a_row_or_a_column_is_crossed(shape: tuple[int, ...], step: int) -> None:
+    def seen(values: torch.Tensor) -> bool:
+        return any(not math.isfinite(host_square(some)) for some in cross(values, step))
+
+    for dim, size in enumerate(shape[:2]):
+        for place in range(0, size, 7):
+            values = torch.ones(shape)
+            values.select(dim, place).fill_(math.nan)
+            assert seen(values)
+            assert len(shape) < 3 or seen(values.contiguous(memory_format=torch.channels_last))
+    assert not seen(torch.ones(shape))
+    assert cross(torch.ones(0, 64), step) == ()
+
+
+def test_a_crossed_tensor_is_read_in_another_place_each_step() -> None:
+    values = torch.arange(40 * 64).view(40, 64)
+    rows = {int(cross(values, step)[0][0]) for step in range(120)}
+    columns = {int(cross(values, step)[1][0]) for step in range(200)}
+    assert (len(rows), len(columns)) == (40, 64)
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_copies_share_the_tensors_and_leave_none_out(step: int) -> None:
+    def marks(place: int, bad: int) -> list[int]:
+        probe, said = ReducedGradientProbe(), []
+        tensors = [nn.Parameter(torch.ones(3, 2)) for _ in range(7)]
+        for n, tensor in enumerate(tensors):
+            tensor.grad = torch.full((3, 2), math.nan if n == bad else 1.0)
+        probe._tensors = [Named(str(n), t, Parameter(str(n), (3, 2), ""), (place, 3)) for n, t in enumerate(tensors)]
+        probe._rows = {id(named): n for n, named in enumerate(probe._tensors)}
+        probe._bad = False
+        events = SimpleNamespace(write=lambda *_args, seq, **_named: said.append(seq))
+        probe.context = SimpleNamespace(step=step, phase=0, recorder=SimpleNamespace(events=events))  # type: ignore[assignment]
+        probe._check()
+        return said
+
+    for bad in range(7):
+        assert sorted(marks(place, bad) for place in range(3)) == [[], [], [bad]]
+    assert [marks(place, -1) for place in range(3)] == [[], [], []]
 
 
 @pytest.mark.parametrize("whole", [1, 3, 9, 19, MAX_PERIOD])
