@@ -11,10 +11,8 @@ from dataclasses import replace
 
 from dtobs.detectors.base import Detector
 from dtobs.detectors.hangs import (
-    call_site_mismatch,
-    collective_mismatch,
     device_stopped,
-    dtype_mismatch,
+    disagree,
     gil_held,
     group_deadlock,
     groups,
@@ -26,39 +24,48 @@ from dtobs.detectors.hangs import (
     rank_not_joined,
     rank_oom_killed,
     rank_stopped,
-    reduce_op_mismatch,
     rendezvous_incomplete,
-    shape_mismatch,
-    stuck_in_checkpoint,
-    stuck_in_dataloader,
+    stuck_in_phase,
     uncaught_exception,
     unused_parameters,
 )
-from dtobs.detectors.hangs.situation import Situation, interpret
+from dtobs.detectors.hangs.situation import Situation, Told, interpret
 from dtobs.findings import Confidence, Finding, Trait
 from dtobs.recording.view import RunView
 
-RULES: tuple[Callable[[Situation], list[Finding]], ...] = (
-    collective_mismatch.find,
-    shape_mismatch.find,
-    dtype_mismatch.find,
-    reduce_op_mismatch.find,
-    call_site_mismatch.find,
+RULES: tuple[Callable[[Situation, frozenset[int]], Told], ...] = (
     unused_parameters.find,
+    rank_stopped.find,
+    gil_held.find,
+    stuck_in_phase.find,
+    disagree.find,
     uncaught_exception.find,
     rank_oom_killed.find,
     rank_dead.find,
     rank_exited_early.find,
-    rank_stopped.find,
-    gil_held.find,
-    stuck_in_dataloader.find,
-    stuck_in_checkpoint.find,
     rank_not_joined.find,
     p2p_unmatched.find,
     group_deadlock.find,
     device_stopped.find,
     network_stalled.find,
+    uncaught_exception.unexplained,
+    rank_dead.aborted,
 )
+"""In the order in which they explain: what says why a rank does not move comes before what only sees that it does not.
+
+Each is given the ranks that the ones before it have not accounted for, and says which it accounts for itself.
+"""
+
+
+def explain(situation: Situation) -> list[Finding]:
+    """The findings of all rules, each on what is left."""
+    found: list[Finding] = []
+    left = frozenset(situation.view.ranks)
+    for rule in RULES:
+        told = rule(situation, left)
+        found += told.findings
+        left -= told.ranks
+    return found
 
 
 def detect(view: RunView) -> list[Finding]:
@@ -73,7 +80,7 @@ def detect(view: RunView) -> list[Finding]:
         return missing  # nothing else can have happened yet
     if apart := groups.find(situation):
         return apart  # who waits inside a construction has not reached what comes after it
-    found = [finding for rule in RULES for finding in rule(situation)] if len(seen.pages) else []
+    found = explain(situation) if len(seen.pages) else []
     if situation.stall is not None and not situation.stall.exceeded:
         found = [_early(finding) for finding in found if finding.code != "network-stalled"]
     if any(finding.confidence is not Confidence.POSSIBLE for finding in found):

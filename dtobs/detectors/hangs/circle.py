@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.situation import Situation
 
 
-def circle(situation: Situation) -> list[int]:
-    """The ranks of the first circle, in its order; [] when there is none, or something else holds the run up."""
-    if not situation.stuck or situation.disagreed or situation.causes or absent(situation):
+def circle(situation: Situation, left: frozenset[int]) -> list[int]:
+    """The ranks of the first circle among those that are left, in its order; [] when there is none."""
+    if not situation.stuck:
         return []
-    return _circle({rank: situation.awaited(rank) for rank in situation.blocked})
+    return _circle({rank: situation.awaited(rank) for rank in situation.blocked if rank in left})
 
 
 def unmatched(situation: Situation, rank: int) -> bool:

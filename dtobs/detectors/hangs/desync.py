@@ -1,6 +1,6 @@
 """Silent desynchronisation: a rank whose calls run ahead of its peers' or behind them, seen in lines and steps.
 
-Pure comparison of what the rings hold; `call_site_mismatch` says what it means.
+Pure comparison of what the rings hold; `disagree` says what it means.
 """
 
 from __future__ import annotations

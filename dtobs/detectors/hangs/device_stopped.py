@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.errors import DumpError
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
@@ -25,13 +24,13 @@ from dtobs.words import duration_text, ranks_text
 _ON_DEVICES = ("nccl", "xccl", "hccl", "mccl")
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """What the devices say of a stall that the hosts do not explain; else the ranks whose devices reported errors."""
-    if situation.stall is None or situation.disagreed or situation.causes or absent(situation):
-        return []
+    if situation.stall is None or situation.causes or not left.issuperset(situation.stall.ranks):
+        return Told()
     captured = _captured(situation)
     behind = [_with_errors(finding, captured) for finding in _behind(situation, captured)]
-    return behind or _only_errors(situation, captured)
+    return situation.told(behind or _only_errors(situation, captured))
 
 
 def _captured(situation: Situation) -> dict[int, RankCapture]:

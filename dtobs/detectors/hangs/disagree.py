@@ -1,22 +1,49 @@
-"""Turns a mismatch into a finding: which ranks called what, and from which lines."""
+"""Calls that do not fit together: which ranks called what, and from which lines. The rule behind five codes.
+
+``collective-mismatch``, ``shape-mismatch``, ``dtype-mismatch``, ``reduce-op-mismatch``: the same group and sequence
+number, and another operation, size, type or reduction (`mismatch`). ``call-site-mismatch``: a call more or fewer than
+its peers made, of the same kind and size, which no backend notices (`desync`).
+
+What stopped the run there explains whatever its ranks did after it: backends abort ranks that disagree, innocent ones
+included, and connections break. Only a death that was seen and an exception of a rank's own remain causes beside it.
+"""
 
 from __future__ import annotations
 
 from dtobs.detectors.hangs.describe import Evidence, group_name
+from dtobs.detectors.hangs.desync import Desync
+from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.mismatch import Mismatch
-from dtobs.detectors.hangs.situation import Situation
-from dtobs.findings import Finding
+from dtobs.detectors.hangs.situation import Situation, Told
+from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_text
 
 _MAX_CALLS_SHOWN = 8
+_WHAT = {
+    "collective-mismatch": "different collectives",
+    "shape-mismatch": "different sizes",
+    "dtype-mismatch": "different element types",
+    "reduce-op-mismatch": "different reductions",
+}
 
 
-def disagreements(situation: Situation, code: str, what: str) -> list[Finding]:
-    """The findings of one of the four codes; `what` names the difference."""
-    return [_finding(situation, m, what) for m in situation.mismatches if m.code == code]
+def find(situation: Situation, left: frozenset[int]) -> Told:
+    """The first such call of each kind in each group, whatever else happened: it rests on records alone."""
+    found = [_mismatch(situation, m) for m in situation.mismatches]
+    found += [_call_site(situation, desync) for desync in situation.desyncs]
+    if not situation.disagreed:
+        return Told(found)
+    beside = {ending.rank for ending in situation.causes if _stands_beside(ending)}
+    return Told(found, frozenset(situation.view.ranks) - beside)
 
 
-def _finding(situation: Situation, found: Mismatch, what: str) -> Finding:
+def _stands_beside(ending: Ending) -> bool:
+    if ending.kind is End.EXCEPTION:
+        return not ending.about_communication
+    return ending.timed or bool(ending.process and ending.process.oom_killed)
+
+
+def _mismatch(situation: Situation, found: Mismatch) -> Finding:
     sides = [
         f"{ranks_text(ranks)} called {operation}{_site(situation, found, ranks[0])}"
         for operation, ranks in found.versions[:3]
@@ -26,7 +53,7 @@ def _finding(situation: Situation, found: Mismatch, what: str) -> Finding:
     place = f"#{found.seq} of group {group_name(situation, found.group)}"
     return Finding(
         found.code,
-        f"{what} at {place}: {', but '.join(sides)}",
+        f"{_WHAT[found.code]} at {place}: {', but '.join(sides)}",
         found.parties.odd,
         found.parties.confidence,
         step=found.step,
@@ -49,3 +76,37 @@ def _calls(situation: Situation, found: Mismatch) -> list[Evidence]:
             where = _site(situation, found, rank).removeprefix(" at ")
             shown.append({"what": "call", "rank": rank, "seq": found.seq, "operation": operation, "site": where})
     return shown
+
+
+def _call_site(situation: Situation, desync: Desync) -> Finding:
+    calls = situation.calls
+    call, met = calls.call(desync.rank, desync.group, desync.seq), calls.call(desync.peer, desync.group, desync.seq)
+    assert call is not None
+    assert met is not None
+    site, expected = (calls.site(int(c["rank"]), int(c["site"])) for c in (call, met))
+    how_many = "one call" if abs(desync.shift) == 1 else f"{abs(desync.shift)} calls"
+    direction = "more" if desync.shift > 0 else "fewer"
+    peers = f"rank {desync.peer}" if len(calls.members(desync.group)) == 2 else "its peers"
+    group = group_name(situation, desync.group)
+    return Finding(
+        "call-site-mismatch",
+        f"{ranks_text([desync.rank])} made {how_many} {direction} than {peers} in group {group}: "
+        f"its call #{desync.seq} at {site} met the one at {expected}, and nothing noticed; results are mixed up from "
+        "there on",
+        (desync.rank,) if desync.sure else tuple(sorted((desync.rank, desync.peer))),
+        confidence=Confidence.LIKELY if desync.sure else Confidence.POSSIBLE,
+        step=int(call["step"]),
+        group=group,
+        evidence=(
+            {"what": "call", "rank": desync.rank, "seq": desync.seq, "step": int(call["step"]), "site": str(site)},
+            {
+                "what": "call",
+                "rank": desync.peer,
+                "seq": desync.seq,
+                "step": int(met["step"]),
+                "site": str(expected),
+            },
+            {"what": "shifted calls that agree by line and step", "calls": desync.agreeing, "shift": desync.shift},
+        ),
+        since_ns=int(call["t_ns"]),
+    )

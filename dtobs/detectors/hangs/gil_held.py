@@ -9,17 +9,18 @@ What to do next: the stack names the call into native code. Release the lock the
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs.absent import alike
+from dtobs.detectors.hangs.absent import together
 from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_text
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for each collective that ranks are missing in because their Python lock is held."""
     found = []
-    for ranks, absence in alike(situation, "gil-held"):
+    mine = [rank for rank, code in situation.halted.items() if code == "gil-held" and rank in left]
+    for ranks, absence in together(situation, mine):
         line = line_of(situation, ranks[0])
         peers = f"; {waiters(situation, absence)}" if absence.waiting else ""
         found.append(
@@ -38,4 +39,4 @@ def find(situation: Situation) -> list[Finding]:
                 since_ns=int(situation.view.page(ranks[0])["heartbeat_ns"]),
             )
         )
-    return found
+    return situation.told(found)

@@ -12,19 +12,19 @@ from __future__ import annotations
 from dtobs.calls.order import odd_ranks
 from dtobs.detectors.hangs.circle import circle
 from dtobs.detectors.hangs.describe import blocked_in, circle_evidence
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_text
 
 _MAX_SHOWN = 8
 
 
-def find(situation: Situation) -> list[Finding]:
-    """The first circle, unless a send or a receive is part of it or something else holds the run up."""
-    ranks = circle(situation)
+def find(situation: Situation, left: frozenset[int]) -> Told:
+    """The first circle, unless a send or a receive is part of it."""
+    ranks = circle(situation, left)
     if not ranks or any(situation.blocked[rank].peer >= 0 for rank in ranks):
-        return []
-    return [_finding(situation, ranks)]
+        return Told()
+    return situation.told([_finding(situation, ranks)])
 
 
 def _finding(situation: Situation, ranks: list[int]) -> Finding:

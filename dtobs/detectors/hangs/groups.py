@@ -10,16 +10,13 @@ What to do next: construct the same groups, with the same members and names, in 
 from __future__ import annotations
 
 from dtobs.calls.agree import judge
-from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence, where
-from dtobs.detectors.hangs.endings import End
-from dtobs.detectors.hangs.situation import Situation
-from dtobs.findings import CATALOGUE, Confidence, Finding, Trait
+from dtobs.detectors.hangs.situation import LEFT, Situation
+from dtobs.findings import Confidence, Finding
 from dtobs.recording.meta import Construction
 from dtobs.words import duration_text, ranks_do
 
 _MAX_SHOWN = 8
-_LEFT = (End.CLOSED, End.EXITED)
 _NEXT = "Construct the same process groups, with the same members and names, in the same order on every rank."
 Made = dict[int, Construction]
 
@@ -29,7 +26,7 @@ def find(situation: Situation) -> list[Finding]:
     if not situation.stuck or situation.causes:
         return []
     view = situation.view
-    made = {rank: view.meta(rank).constructions for rank in view.ranks if situation.endings[rank].kind not in _LEFT}
+    made = {rank: view.meta(rank).constructions for rank in view.ranks if situation.endings[rank].kind not in LEFT}
     inside = {rank: last for rank, mine in made.items() if (last := _stands_in(situation, rank, mine)) is not None}
     if not inside:
         return []
@@ -40,8 +37,7 @@ def find(situation: Situation) -> list[Finding]:
             return [_different(situation, number, here, found.parties, found.odd, found.confidence, inside)]
     first = min(inside.values(), key=lambda c: c.number)
     missing = [r for r in first.ranks if r in made and r not in inside and first.number not in made[r]]
-    unless = [r for r, (code, _) in absent(situation).items() if Trait.SEEN in CATALOGUE[code].traits]
-    if not missing or set(missing) & set(unless):
+    if not missing or set(missing) & set(situation.halted):
         return []  # all are there: the network; or a rank that does not run at all
     return [_missing(situation, first, tuple(missing), inside)]
 

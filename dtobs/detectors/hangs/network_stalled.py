@@ -9,22 +9,20 @@ What to do next: check the links between the hosts of this group, and run ``dtob
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs import device_stopped
-from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.circle import circle, unmatched
 from dtobs.detectors.hangs.describe import blocked_in, collective, group_name, stack_evidence
 from dtobs.detectors.hangs.endings import End
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import duration_text, ranks_text, verb
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for each collective that all members have issued and some are blocked in; else the lost messages."""
     stalled = situation.stall
     ended = any(e.kind is not End.OPEN for e in situation.endings.values())
-    if stalled is None or ended or situation.disagreed or absent(situation) or device_stopped.find(situation):
-        return []
+    if stalled is None or ended or not left.issuperset(stalled.ranks):
+        return Told()
     places: dict[tuple[int, int], set[int]] = {}
     for rank, at in situation.blocked.items():
         if at.group and at.peer < 0:
@@ -34,7 +32,7 @@ def find(situation: Situation) -> list[Finding]:
         for (group, seq), ranks in sorted(places.items())
         if len(situation.calls.members(group)) > 1 and _all_issued(situation, group, seq)
     ]
-    return found or _lost_messages(situation, stalled.seconds)
+    return situation.told(found or _lost_messages(situation, left, stalled.seconds))
 
 
 def _all_issued(situation: Situation, group: int, seq: int) -> bool:
@@ -70,9 +68,9 @@ def _finding(situation: Situation, group: int, seq: int, ranks: tuple[int, ...],
     )
 
 
-def _lost_messages(situation: Situation, silent: float) -> list[Finding]:
+def _lost_messages(situation: Situation, left: frozenset[int], silent: float) -> list[Finding]:
     """Ranks that wait for each other in a circle, one of them for a message whose other half was issued."""
-    ranks = circle(situation)
+    ranks = circle(situation, left)
     lost = [r for r in ranks if situation.blocked[r].peer >= 0 and not unmatched(situation, r)]
     if not lost:
         return []

@@ -12,35 +12,37 @@ from __future__ import annotations
 
 from dtobs.detectors.hangs.circle import circle, unmatched
 from dtobs.detectors.hangs.describe import Evidence, blocked_in, circle_evidence
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import count
 
 _MAX_SHOWN = 4
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """The circle of waiting that a send or a receive without its other half closes."""
-    ranks = circle(situation)
+    ranks = circle(situation, left)
     between_two = [rank for rank in ranks if situation.blocked[rank].peer >= 0]
     if not between_two or not all(unmatched(situation, rank) for rank in between_two):
-        return []  # a half that was issued and does not arrive is the network's matter
+        return Told()  # a half that was issued and does not arrive is the network's matter
     first = ranks.index(between_two[0])
     ranks = ranks[first:] + ranks[:first]
     waits = [f"rank {rank} waits {blocked_in(situation, rank)}" for rank in ranks[:_MAX_SHOWN]]
     counts = _counts(situation, ranks[0], ranks[1 % len(ranks)])
     more = f", and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
-    return [
-        Finding(
-            "p2p-unmatched",
-            f"{', while '.join(waits)}{more}; {counts['said']}",
-            tuple(ranks),
-            Confidence.CERTAIN,
-            step=int(situation.view.page(ranks[0])["step"]),
-            evidence=(counts, *circle_evidence(situation, ranks[:_MAX_SHOWN])),
-            since_ns=max(int(situation.view.page(rank)["wait_since_ns"]) for rank in ranks),
-        )
-    ]
+    return situation.told(
+        [
+            Finding(
+                "p2p-unmatched",
+                f"{', while '.join(waits)}{more}; {counts['said']}",
+                tuple(ranks),
+                Confidence.CERTAIN,
+                step=int(situation.view.page(ranks[0])["step"]),
+                evidence=(counts, *circle_evidence(situation, ranks[:_MAX_SHOWN])),
+                since_ns=max(int(situation.view.page(rank)["wait_since_ns"]) for rank in ranks),
+            )
+        ]
+    )
 
 
 def _counts(situation: Situation, rank: int, peer: int) -> Evidence:

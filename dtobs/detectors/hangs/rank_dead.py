@@ -9,10 +9,9 @@ What to do next: look at the host's kernel log and at the scheduler for who kill
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import stack_evidence, where
 from dtobs.detectors.hangs.endings import End, Ending
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_do
 
@@ -23,23 +22,22 @@ _TOLD_NEXT = (
 )
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for each way in which ranks ended."""
-    dead = [e for e in situation.causes if e.kind in _SILENT and not (e.process and e.process.oom_killed)]
-    if situation.disagreed:  # backends end ranks that disagree, innocent ones included
-        dead = [e for e in dead if e.timed]
-    dead = dead or _aborted(situation)
+    return situation.told(_by_way(situation, [e for e in situation.causes if e.kind in _SILENT and e.rank in left]))
+
+
+def aborted(situation: Situation, left: frozenset[int]) -> Told:
+    """Ranks that aborted, where nothing explains it: communication libraries abort ranks that did no wrong."""
+    ended = [e for e in situation.endings.values() if e.kind is End.ABORTED and e.rank in left]
+    return Told(_by_way(situation, ended))
+
+
+def _by_way(situation: Situation, dead: list[Ending]) -> list[Finding]:
     ways: dict[str, list[Ending]] = {}
     for ending in dead:
         ways.setdefault(ending.way, []).append(ending)
     return [_finding(situation, way, endings) for way, endings in ways.items()]
-
-
-def _aborted(situation: Situation) -> list[Ending]:
-    """Ranks that aborted, where nothing explains it: communication libraries abort ranks that did no wrong."""
-    if situation.causes or situation.disagreed or absent(situation):
-        return []
-    return [e for e in situation.endings.values() if e.kind is End.ABORTED]
 
 
 def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:

@@ -11,26 +11,18 @@ from __future__ import annotations
 
 from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence
 from dtobs.detectors.hangs.endings import End
-from dtobs.detectors.hangs.situation import Absence, Situation
-from dtobs.detectors.hangs.unused import unused
+from dtobs.detectors.hangs.situation import LEFT, Absence, Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_text
 
 _LEFT_NEXT = "Look at what made this rank leave (sys.exit, an error it handled) while its peers went on."
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for all ranks that left their peers waiting."""
     lost = any(e.kind is End.PEER_LOST for e in situation.endings.values())
-    if situation.causes or situation.disagreed or not (situation.stuck or lost):
-        return []
-    explained = unused(situation)
-    gone = [
-        a
-        for a in situation.absences
-        if situation.endings[a.rank].kind in (End.CLOSED, End.EXITED) and a.rank not in explained
-    ]
-    return [_finding(situation, gone)] if gone else []
+    gone = [a for a in situation.absences if situation.endings[a.rank].kind in LEFT and a.rank in left]
+    return situation.told([_finding(situation, gone)] if gone and (situation.stuck or lost) else [])
 
 
 def _finding(situation: Situation, gone: list[Absence]) -> Finding:

@@ -10,7 +10,7 @@ that depends on data, or a host-side operation that takes very long there.
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs.absent import alike
+from dtobs.detectors.hangs.absent import together
 from dtobs.detectors.hangs.describe import (
     group_name,
     stack_evidence,
@@ -18,17 +18,16 @@ from dtobs.detectors.hangs.describe import (
     waiting_evidence,
     where,
 )
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import duration_text, ranks_text
 
 
-def find(situation: Situation) -> list[Finding]:
-    """One finding for each collective that somebody is missing in, unless the ranks disagree on what to do."""
+def find(situation: Situation, left: frozenset[int]) -> Told:
+    """One finding for all ranks that are missing where their peers wait, and of which nobody knows why."""
     found: list[Finding] = []
-    if situation.disagreed:
-        return found
-    for ranks, absence in alike(situation, "rank-not-joined"):
+    missing = [a.rank for a in situation.absences if a.rank in situation.idle and a.rank in left]
+    for ranks, absence in together(situation, missing):
         verb = "is" if len(ranks) == 1 else "are, the first of them,"
         seen = situation.main_stack(ranks[0]) is not None
         awaited = bool(absence.waiting) and situation.blocked[absence.waiting[0]].peer < 0
@@ -45,7 +44,7 @@ def find(situation: Situation) -> list[Finding]:
                 since_ns=absence.since_ns,
             )
         )
-    return found
+    return situation.told(found)
 
 
 def _quiet(situation: Situation, rank: int) -> str:

@@ -8,17 +8,18 @@ What to do next: resume it with ``kill -CONT PID``, and find out who stopped it.
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs.absent import alike
+from dtobs.detectors.hangs.absent import together
 from dtobs.detectors.hangs.describe import stack_evidence, waiters, waiting_evidence, where
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_do
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for each collective that suspended ranks are missing in."""
     found = []
-    for ranks, absence in alike(situation, "rank-stopped"):
+    mine = [rank for rank, code in situation.halted.items() if code == "rank-stopped" and rank in left]
+    for ranks, absence in together(situation, mine):
         processes = [p for rank in ranks if (p := situation.view.process(rank)) is not None]
         traced = any(p.state == "t" for p in processes)
         peers = f"; {waiters(situation, absence)}" if absence.waiting else ""
@@ -36,4 +37,4 @@ def find(situation: Situation) -> list[Finding]:
                 since_ns=int(situation.view.page(ranks[0])["heartbeat_ns"]),
             )
         )
-    return found
+    return situation.told(found)

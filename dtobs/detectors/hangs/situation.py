@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dtobs.detectors.hangs.calls import Blocked, Calls
 from dtobs.detectors.hangs.desync import Desync, desyncs
@@ -11,10 +13,11 @@ from dtobs.detectors.hangs.messages import settle
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
 from dtobs.detectors.hangs.stall import Stall, stall
 from dtobs.events import Phase
-from dtobs.findings import CATALOGUE, Trait
+from dtobs.findings import CATALOGUE, Finding, Trait
 from dtobs.host.stacks import ThreadStack
 from dtobs.recording.view import RunView
 
+LEFT = (End.CLOSED, End.EXITED)
 _GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
 _COMMUNICATION = ("/torch/distributed/",)
 _NOT_COMMUNICATION = (
@@ -36,6 +39,14 @@ class Absence:
     seq: int
     waiting: tuple[int, ...]  #: ranks blocked there
     since_ns: int  #: when the first of them began to wait
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rule says: its findings, and the ranks whose part in what happened they account for."""
+
+    findings: list[Finding] = field(default_factory=list)
+    ranks: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -73,6 +84,35 @@ class Situation:
     def broken(self) -> bool:
         """Whether the run does not go on: it is stuck or a rank ended by itself."""
         return self.stuck or bool(self.causes) or any(e.kind in _GAVE_UP for e in self.endings.values())
+
+    @cached_property
+    def halted(self) -> dict[int, str]:
+        """Living ranks that do not run at all, whatever they were doing, each with its code; {} unless stuck."""
+        return {r: code for r in self.view.ranks if self.stuck and self._lives(r) and (code := _halt(self.view, r))}
+
+    @cached_property
+    def idle(self) -> tuple[int, ...]:
+        """Living ranks that wait for nobody, although others wait for them or they should move; () unless stuck."""
+        still = set(self.stall.ranks) if self.stall is not None else set()
+        awaited = {absence.rank for absence in self.absences} | still
+        return tuple(r for r in self.view.ranks if self.stuck and self._lives(r) and r in awaited - set(self.blocked))
+
+    @cached_property
+    def suspects(self) -> frozenset[int]:
+        """Ranks that may be a cause; all others merely wait, or ended because a peer did."""
+        left = {a.rank for a in self.absences if self.endings[a.rank].kind in LEFT and not self.causes}
+        return frozenset({*(e.rank for e in self.causes), *self.halted, *self.idle, *left})
+
+    def told(self, findings: Iterable[Finding]) -> Told:
+        """Findings that account for the ranks they accuse, and for everybody who is no suspect."""
+        found = list(findings)
+        if not found:
+            return Told()
+        return Told(found, frozenset(self.view.ranks) - self.suspects | {rank for f in found for rank in f.ranks})
+
+    def _lives(self, rank: int) -> bool:
+        """Whether a rank has not ended, as far as anybody knows, and its end is no cause itself."""
+        return self.endings[rank].kind in (End.OPEN, End.TERMINATED) and self.endings[rank] not in self.causes
 
     def awaited(self, rank: int) -> list[int]:
         """Ranks that have to act before `rank` can go on; [] for a rank that is not blocked."""
@@ -168,6 +208,15 @@ def _awaited(situation: Situation, rank: int, at: Blocked) -> list[int]:
     if not at.group:  # blocked, nobody knows where: anyone who is not blocked may be the reason
         return [r for r in view.ranks if r != rank and not situation.endings[r].over]
     return calls.behind(at.group, at.seq)
+
+
+def _halt(view: RunView, rank: int) -> str:
+    """``rank-stopped``, ``gil-held`` or nothing."""
+    process, capture = view.process(rank), view.capture
+    if process is not None and process.stopped:
+        return "rank-stopped"
+    held = capture is not None and rank in capture.ranks and capture.ranks[rank].gil == "held"
+    return "gil-held" if held and capture and int(view.page(rank)["heartbeat_ns"]) <= capture.taken_ns else ""
 
 
 def _wait_begin_ns(view: RunView, rank: int) -> int:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtobs.detectors.hangs.absent import absent
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
 from dtobs.detectors.hangs.endings import End, Ending, all_told
-from dtobs.detectors.hangs.situation import Situation
-from dtobs.detectors.hangs.unused import unused
+from dtobs.detectors.hangs.situation import LEFT, Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_text
 
@@ -24,24 +22,19 @@ _MAX_MESSAGE = 300
 _UNEXPLAINED = (End.PEER_LOST, End.TIMED_OUT)
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for each different exception that is a cause; ranks with the same one together."""
-    explained = unused(situation)
-    causes = [e for e in situation.causes if e.kind is End.EXCEPTION and e.rank not in explained]
-    if situation.disagreed:
-        causes = [e for e in causes if not e.about_communication]
-    found = [_finding(situation, same, Confidence.CERTAIN) for same in _alike(causes)]
-    return found or _unexplained(situation)
+    causes = [e for e in situation.causes if e.kind is End.EXCEPTION and e.rank in left]
+    return situation.told(_finding(situation, same, Confidence.CERTAIN) for same in _alike(causes))
 
 
-def _unexplained(situation: Situation) -> list[Finding]:
+def unexplained(situation: Situation, left: frozenset[int]) -> Told:
     """The first broken connection or timeout of a run that nothing else explains."""
-    gone = any(e.kind in (End.CLOSED, End.EXITED) for e in situation.endings.values())
-    if situation.causes or situation.disagreed or gone or all_told(situation.endings) or absent(situation):
-        return []
-    ended = [e for e in situation.endings.values() if e.kind in _UNEXPLAINED]
+    if all_told(situation.endings) or any(e.kind in LEFT for e in situation.endings.values()):
+        return Told()
+    ended = [e for e in situation.endings.values() if e.kind in _UNEXPLAINED and e.rank in left]
     first = sorted(ended, key=lambda e: (e.t_ns, e.rank))[:1]
-    return [_finding(situation, first, Confidence.POSSIBLE)] if first else []
+    return Told([_finding(situation, first, Confidence.POSSIBLE)] if first else [])
 
 
 def _alike(endings: Sequence[Ending]) -> list[list[Ending]]:

@@ -11,18 +11,19 @@ branch not taken), or pass ``find_unused_parameters=True``.
 from __future__ import annotations
 
 from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
-from dtobs.detectors.hangs.situation import Situation
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.detectors.hangs.unused import Unused, unused
 from dtobs.findings import Confidence, Finding
 from dtobs.words import count, ranks_text
 
 
-def find(situation: Situation) -> list[Finding]:
+def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for all ranks that left the same parameters out in the same step."""
     alike: dict[tuple[int, str, int], list[Unused]] = {}
     for one in unused(situation).values():
-        alike.setdefault((one.step, one.first, one.count), []).append(one)
-    return [_finding(situation, same) for _, same in sorted(alike.items())]
+        if one.rank in left:
+            alike.setdefault((one.step, one.first, one.count), []).append(one)
+    return situation.told(_finding(situation, same) for _, same in sorted(alike.items()))
 
 
 def _finding(situation: Situation, same: list[Unused]) -> Finding:
