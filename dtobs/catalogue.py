@@ -11,6 +11,75 @@ from dtobs.codes import Code, Family, Severity, Trait
 
 __all__ = ["CATALOGUE", "Code", "Family", "Severity", "Trait"]
 
+_LOST_TIME: tuple[tuple[str, str, str], ...] = (
+    (
+        "straggler",
+        "A rank works longer than its peers in every step",
+        "Compare this rank's host: CPU or GPU clocks, other processes, its share of the data.",
+    ),
+    (
+        "exposed-communication",
+        "All ranks wait for communication that nothing hides",
+        "Communicate less often, less, or beside the computation; measure the links with `dtobs preflight`.",
+    ),
+    (
+        "sync-every-microbatch",
+        "Gradients are reduced after every micro-batch instead of once a step",
+        "Run all but the last micro-batch under no_sync() (DDP) or set_requires_gradient_sync(False) (FSDP2).",
+    ),
+    (
+        "pipeline-bubble",
+        "A pipeline idles for longer than its schedule and its stages explain",
+        "Look at `dtobs timeline`: late messages or uneven micro-batches; more micro-batches make every gap smaller.",
+    ),
+    (
+        "host-bound",
+        "The host keeps the computation waiting",
+        "Launch less from Python (torch.compile, CUDA graphs), collect garbage by hand, or give it more cores.",
+    ),
+    (
+        "throughput-drop",
+        "The run does less work a second than before",
+        "Look at what changed at that time: clocks and temperature, storage, other jobs on the hosts.",
+    ),
+    (
+        "memory-imbalance",
+        "A device holds much more memory than those of its peers",
+        "Look for what only this rank keeps: evaluation, logging, a second process; read a snapshot of it.",
+    ),
+    (
+        "checkpoint-stall",
+        "Training stands still while checkpoints are written",
+        "Write asynchronously, less often, or to faster storage.",
+    ),
+    (
+        "memory-leak",
+        "Allocated device memory grows with every step",
+        "Look for tensors that outlive their step: losses summed without .item(), lists of outputs, hooks.",
+    ),
+    (
+        "memory-near-limit",
+        "A device's memory is nearly full",
+        "Use a smaller micro-batch, activation checkpointing or more sharding; read a snapshot with `dtobs memory`.",
+    ),
+    (
+        "stage-imbalance",
+        "A pipeline stage computes longer than the others",
+        "Move layers from this stage to the others; the last one also has the head and the loss.",
+    ),
+    (
+        "sequence-imbalance",
+        "Micro-batches take unequally long because their sequences do",
+        "Balance micro-batches by the cost of their sequences (sum of squared lengths), not by their tokens.",
+    ),
+    (
+        "data-starved",
+        "Steps wait for data",
+        "More loader workers, prefetching, or pre-processed data; check the storage's throughput.",
+    ),
+)
+"""Rows of the family "performance", all of them warnings: name, title, next step."""
+
 _Row = tuple[str, Family, Severity, str, str] | tuple[str, Family, Severity, str, str, Trait]
 _ROWS: tuple[_Row, ...] = (
     # hangs and crashes, the nearer to the cause the earlier
@@ -397,48 +466,7 @@ _ROWS: tuple[_Row, ...] = (
         "Load the state of model, optimizer, scheduler and scaler on every rank before the first step.",
     ),
     # performance
-    (
-        "straggler",
-        "performance",
-        Severity.WARNING,
-        "A rank works longer than its peers in every step",
-        "Compare this rank's host: CPU or GPU clocks, other processes, its share of the data.",
-    ),
-    (
-        "checkpoint-stall",
-        "performance",
-        Severity.WARNING,
-        "Training stands still while checkpoints are written",
-        "Write asynchronously, less often, or to faster storage.",
-    ),
-    (
-        "memory-leak",
-        "performance",
-        Severity.WARNING,
-        "Allocated device memory grows with every step",
-        "Look for tensors that outlive their step: losses summed without .item(), lists of outputs, hooks.",
-    ),
-    (
-        "memory-near-limit",
-        "performance",
-        Severity.WARNING,
-        "A device's memory is nearly full",
-        "Use a smaller micro-batch, activation checkpointing or more sharding; read a snapshot with `dtobs memory`.",
-    ),
-    (
-        "stage-imbalance",
-        "performance",
-        Severity.WARNING,
-        "A pipeline stage computes longer than the others",
-        "Move layers from this stage to the others; the last one also has the head and the loss.",
-    ),
-    (
-        "sequence-imbalance",
-        "performance",
-        Severity.WARNING,
-        "Micro-batches take unequally long because their sequences do",
-        "Balance micro-batches by the cost of their sequences (sum of squared lengths), not by their tokens.",
-    ),
+    *((name, "performance", Severity.WARNING, title, next_step) for name, title, next_step in _LOST_TIME),
     (
         "slow-link",
         "performance",
@@ -454,13 +482,6 @@ _ROWS: tuple[_Row, ...] = (
         "NCCL fell back to a slower transport without an error",
         "Look at NCCL_DEBUG=INFO of the hosts named: drivers, libibverbs or the network plugin are missing there.",
         Trait.MACHINE,
-    ),
-    (
-        "data-starved",
-        "performance",
-        Severity.WARNING,
-        "Steps wait for data",
-        "More loader workers, prefetching, or pre-processed data; check the storage's throughput.",
     ),
 )
 

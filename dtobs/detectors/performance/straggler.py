@@ -10,7 +10,8 @@ their busy time waiting for a core, chance decides who gets one, and that time i
 
 Why it hurts: every rank of the job runs at the pace of the slowest one.
 
-What to do next: the summary names the part of the step that is longer. For data look at its storage and its share of
+What to do next: the summary names the part of the step that is longer, and where the host explains it, why. For data
+look at its storage and its share of
 the data; for forward and backward at clocks, temperature, other processes and uneven batches.
 """
 
@@ -19,18 +20,16 @@ from __future__ import annotations
 import numpy as np
 
 from dtobs.detectors.peers import data_groups, rows_of
-from dtobs.detectors.performance.window import Floats, Times, step_times
+from dtobs.detectors.performance.cause import cause_of
+from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
-LEAST_STEPS, MOST_STEPS = 12, 512
 RATIO, PAIRED, SHARE = 1.25, 1.10, 0.8
 WASTE = 0.10
 SETTLED_SECONDS = 10.0
 """Another process that takes a core for some seconds slows one rank down by about a half: that is no straggler."""
-OVERLOADED = 0.2
-"""Beyond this share of the peers' busy time without a core, no rank's own is judged with it."""
 JUDGED_SECONDS, JUDGED_STEPS = 60.0, 64
 """Judged are the newest steps of that time, or that many, whichever are more."""
 LEAST_SECONDS = 0.01
@@ -77,12 +76,14 @@ def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | Non
         ),
         key=lambda item: item[1],
     )
+    cause = cause_of(times, member, typical)
+    why = f" because {cause.words}" if cause is not None else ""
     host = view.meta(rank).process.get("host")
     where = f" on {host}" if host else ""
     return Finding(
         "straggler",
         f"{ranks_text([rank])}{where} works {float(np.median(ratio)):.2f} times as long as its peers"
-        f" ({part} +{longer * 1e3:.0f} ms a step); they wait for it",
+        f" ({part} +{longer * 1e3:.0f} ms a step){why}; they wait for it",
         (rank,),
         Confidence.LIKELY,
         step=int(times.steps[0]),
@@ -96,7 +97,9 @@ def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | Non
                 "peers_wait_longer_seconds": float(np.median(waited)),
             },
             {"what": "longest part", "part": part, "seconds_longer": longer},
+            *([{"what": "cause", "cause": cause.name, "seconds": cause.seconds}] if cause is not None else ()),
         ),
+        next_step=cause.next_step if cause is not None else "",
         since_ns=int(times.end_ns[member, 0]),
     )
 

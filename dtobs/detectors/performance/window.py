@@ -14,13 +14,20 @@ LAST = 64
 WARM_UP = 3
 """Steps at the beginning of an attempt that do not count: allocation, compilation, the first files."""
 
+MOST_STEPS = 512
+LEAST_STEPS, SETTLED_SECONDS = 12, 15.0
+"""What lasts a shorter time is chance: another process, the cache of a file, a toy."""
+OVERLOADED = 0.2
+"""Beyond this share of the time without a core, chance decides how long anything takes."""
+
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Times:
     """Seconds of each step, float64[ranks, steps]: `wall` without validation and checkpoints, `busy` also without
-    waiting for other ranks, of it `delayed` without a core to run on, and the `parts`.
+    waiting for other ranks, of it `delayed` without a core to run on, and the `parts`. `records` is STEP_DTYPE of the
+    same shape.
     """
 
     steps: npt.NDArray[np.int64]
@@ -29,12 +36,28 @@ class Times:
     delayed: Floats
     parts: dict[str, Floats]
     end_ns: npt.NDArray[np.int64]
+    records: npt.NDArray[np.void]
 
     def of(self, keep: npt.NDArray[np.bool_]) -> Times:
         """Only the steps where `keep`, bool[steps], is true."""
         parts = {part: seconds[:, keep] for part, seconds in self.parts.items()}
         seconds = (self.wall[:, keep], self.busy[:, keep], self.delayed[:, keep])
-        return Times(self.steps[keep], *seconds, parts, self.end_ns[:, keep])
+        return Times(self.steps[keep], *seconds, parts, self.end_ns[:, keep], self.records[:, keep])
+
+    @property
+    def settled(self) -> bool:
+        """Whether they are enough, and last long enough, to say something of how the run is."""
+        return len(self.steps) >= LEAST_STEPS and float(self.wall.sum(axis=1).min()) >= SETTLED_SECONDS
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether the machine has fewer cores than threads that want one: most ranks wait for theirs."""
+        share = self.records["run_delay_ns"].sum(axis=1) / 1e9 / np.maximum(self.wall.sum(axis=1), 1e-9)
+        return bool(np.median(share) > OVERLOADED)
+
+    def seconds(self, name: str) -> Floats:
+        """A field of the records that counts nanoseconds, as float64[ranks, steps] seconds."""
+        return self.records[f"{name}_ns"].astype(np.float64) / 1e9
 
 
 def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None:
@@ -53,4 +76,4 @@ def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None
     busy = wall - parts["exposed"]
     # A rank is also kept from its core when a wait is over, so that the delay may exceed what is left without waits.
     delayed = np.minimum(records["run_delay_ns"].astype(np.float64) / 1e9, busy)
-    return Times(window.steps[keep], wall, busy, delayed, parts, records["end_ns"])
+    return Times(window.steps[keep], wall, busy, delayed, parts, records["end_ns"], records)

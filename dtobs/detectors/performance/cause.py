@@ -1,0 +1,73 @@
+"""What keeps a rank that works longer than its peers from being as fast as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtobs.detectors.performance.window import Times
+
+EXPLAINS = 0.4
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`name` is for programs, `words` go on with "because", `next_step` says what to do; `seconds` a step."""
+
+    name: str
+    words: str
+    next_step: str
+    seconds: float
+
+
+_HOST = (
+    (
+        "throttled",
+        "cpu-quota",
+        "its container has used up its processor time",
+        "Raise the CPU limit of this rank's container, or run fewer threads in it.",
+    ),
+    (
+        "run_delay",
+        "no-core",
+        "other processes take its core",
+        "Find what else runs on this rank's host; bind each rank to cores of its own.",
+    ),
+    (
+        "gc",
+        "garbage",
+        "Python collects garbage",
+        "Call gc.freeze() before the loop and collect on all ranks at once, every so many steps.",
+    ),
+)
+
+
+def cause_of(times: Times, member: int, excess: float) -> Cause | None:
+    """Why the rank in row `member` takes `excess` seconds longer; None when nothing recorded explains it."""
+
+    def longer(name: str) -> float:
+        mean = times.seconds(name).mean(axis=1)
+        return float(mean[member] - np.median(np.delete(mean, member)))
+
+    for field, name, words, advice in _HOST:
+        if longer(field) >= EXPLAINS * excess:
+            return Cause(name, words, advice, longer(field))
+    data = times.parts["data"]
+    waits = float(np.median(data[member]) - np.median(np.delete(data, member, axis=0)))
+    if waits >= EXPLAINS * excess:
+        return Cause(
+            "input", "it waits for its data", "Look at the storage and the loader workers of this rank's host.", waits
+        )
+    sizes = times.records["input_elements"].astype(np.float64)
+    if (sizes > 0).all():
+        own, others = float(sizes[member].mean()), float(np.median(np.delete(sizes, member, axis=0)))
+        ratio = own / max(others, 1.0)
+        if ratio >= 1.15:
+            return Cause(
+                "larger-inputs",
+                f"its inputs are {ratio:.2f} times as large",
+                "Give all ranks samples of equal cost: balance by length, not by number.",
+                excess,
+            )
+    return None

@@ -1,0 +1,61 @@
+"""memory-imbalance: a device holds much more than those of the ranks that do the same work.
+
+What it does: compares the peak of each rank's device, the median over recent steps, with the median of its
+data-parallel peers: `RATIO` and `LEAST_BYTES` more, and at least `OF_DEVICE` of what the device has. Pipeline stages
+are not compared: the first one holds more activations in most schedules.
+
+Why it hurts: the fullest device decides how large a micro-batch can be, and runs out of memory first.
+
+What to do next: look for what only that rank keeps: evaluation, logging, a second model, another process on its
+device, longer sequences; `dtobs memory` on a snapshot of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dtobs.detectors.peers import data_groups, rows_of
+from dtobs.detectors.performance.window import LEAST_STEPS, step_times
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
+from dtobs.words import bytes_text, ranks_do
+
+RATIO, LEAST_BYTES, OF_DEVICE = 1.25, 1 << 30, 0.10
+
+
+def memory_imbalance(view: RunView) -> list[Finding]:
+    """At most one finding, with all such ranks."""
+    heavy: dict[int, tuple[float, float]] = {}
+    step = 0
+    for group in data_groups(view):
+        rows = rows_of(view, group)
+        times = step_times(view, rows)
+        if times is None or len(times.steps) < LEAST_STEPS:
+            continue
+        peaks = times.records["device_peak_bytes"]
+        if not np.isfinite(peaks).all():
+            continue
+        typical = np.median(peaks, axis=1)
+        for member, rank in enumerate(group):
+            others = float(np.median(np.delete(typical, member)))
+            device = float(np.nan_to_num(view.pages[rows[member]]["device_total_bytes"]))
+            more = float(typical[member]) - others
+            if typical[member] >= RATIO * others and more >= max(LEAST_BYTES, OF_DEVICE * device):
+                heavy[rank], step = (more, others), int(times.steps[0])
+    if not heavy:
+        return []
+    more, others = max(heavy.values())
+    return [
+        Finding(
+            "memory-imbalance",
+            f"{ranks_do(heavy, 'use')} up to {bytes_text(more)} more of their device's"
+            f" memory than the {bytes_text(others)} of ranks that do the same work",
+            tuple(heavy),
+            Confidence.LIKELY,
+            step=step,
+            evidence=tuple(
+                {"what": "peak against peers", "rank": r, "bytes_more": m, "peers_bytes": o}
+                for r, (m, o) in sorted(heavy.items())[:16]
+            ),
+        )
+    ]
