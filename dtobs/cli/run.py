@@ -28,6 +28,7 @@ from dtobs.findings import Trait
 from dtobs.integrations.launch import Command, environment
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
+from dtobs.recording.summary import summarise
 from dtobs.recording.view import load_run
 from dtobs.words import duration_text
 
@@ -144,6 +145,9 @@ def _conclude(root: Path, words: list[str], code: int) -> None:
         if code and Path(words[0]).name.startswith("python") and "RANK" not in os.environ:
             _say("a distributed script needs a launcher: dtobs run -- torchrun --nproc-per-node 2 train.py")
         return
+    spent = summarise(evidence.view)
+    for line in spent.lines() if spent is not None and spent.settled else ():
+        _say(line)
     if diagnosis.verdict is not None:
         _say(f"{diagnosis.verdict.code}: {diagnosis.verdict.summary}")
     stood = [past for past in evidence.past if Trait.RECOVERABLE in past.finding.traits]

@@ -18,6 +18,7 @@ from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity, Trait
 from dtobs.recording.journal import Entry
+from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
 
@@ -35,6 +36,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     found, caused = without_consequences(merge(seen, before), before, view.ranks)
     ordered = rank_causes(as_it_ended(view, finding) for finding in found)
     quiet, ranks = silence(view), statuses(view)
+    spent = summarise(view) if len(view.pages) and not view.told else None
     notes = []
     lives = any(process.alive for process in view.processes.values())
     if quiet is not None and not quiet.exceeded and quiet.seconds > _NOTICED_SECONDS and (lives or not view.processes):
@@ -42,6 +44,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     notes += [f"what came after it: {finding.summary}" for finding in caused]
     if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
         notes.append(ended)
+    notes += spent.lines() if spent is not None and spent.settled else []
     notes += [*dict.fromkeys(view.damaged), *map(_past, evidence.past[-_MAX_PAST:])]
     return Diagnosis(
         target=evidence.target,

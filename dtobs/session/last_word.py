@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dtobs.errors import DtobsError
 from dtobs.findings import CATALOGUE
 from dtobs.recording.journal import open_entries, read_journal
 from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.summary import summarise
+from dtobs.recording.view import load_run
 from dtobs.words import count, duration_text
 
 
 def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
-    """One line about the run, by what its monitor wrote down so far."""
+    """What the run did with its time, and in a last line what its monitor has found so far."""
     entries = read_journal(RunDirectory(root).findings)
     found = list(dict.fromkeys(e.finding.code for e in open_entries(entries, attempt)))
     over = [e for e in entries if e.event == "cleared" and CATALOGUE[e.finding.code].family == "hangs"]
+    spent = _spent(root)
     parts = []
     if found:
         parts.append(f"found {', '.join(found)}")
@@ -23,5 +27,17 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
     if failed:
         parts.append("ended by an exception")
     if not parts:
-        return f"nothing found in {count(steps, 'step')}"
-    return f"{', '.join(parts)}; more with: dtobs diagnose {root}"
+        said = f"nothing found in {count(steps, 'step')}"
+    else:
+        said = f"{', '.join(parts)}; more with: dtobs diagnose {root}"
+    return "\ndtobs: ".join([*spent, said])
+
+
+def _spent(root: Path) -> list[str]:
+    """What the run did with its time, where it was long enough to say."""
+    try:
+        # Nobody's process need be looked at for it.
+        summary = summarise(load_run(root, processes={}, with_capture=False))
+    except DtobsError:  # the last line is worth more
+        return []
+    return summary.lines() if summary is not None and summary.settled else []

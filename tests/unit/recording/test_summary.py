@@ -1,0 +1,92 @@
+"""What a run did with its time, and the largest loss of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtobs.recording.summary import ADVICE, LEAST_SECONDS, Summary, summarise
+from dtobs.session.last_word import last_word
+from dtobs.testing.fake_run import FakeRun
+
+
+def of(run: FakeRun) -> Summary:
+    found = summarise(run.view())
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "worst"),
+    [
+        ({"data": 0.3}, "data"),
+        ({"exposed": 0.3}, "communication"),
+        ({"exposed": 0.3, "exposed_data_ns": 0.0, "exposed_pipeline_ns": 0.3e9}, "waiting in the pipeline"),
+        ({"checkpoint": 0.3}, "checkpoints"),
+        ({"validation": 0.3}, "validation"),
+        ({"other": 0.3}, "other work in the steps"),
+    ],
+)
+def test_the_largest_loss_is_named_with_what_to_try(tmp_path: Path, fields: dict[str, float], worst: str):
+    run = FakeRun(tmp_path, 2)
+    run.steps(100, **fields)
+    found = of(run)
+    assert (found.steps, found.ranks, found.attempts, found.whole) == (100, 2, 1, True)
+    assert max(found.losses, key=lambda name: found.losses[name]) == worst
+    productive = found.elapsed * found.goodput
+    assert productive + sum(found.losses.values()) == pytest.approx(found.elapsed)
+    assert productive == pytest.approx(100 * 0.094, rel=1e-6)
+    first, second = found.lines()
+    assert first.startswith("100 steps of ")
+    assert f"goodput {found.goodput:.0%}" in first
+    assert second == (
+        f"the largest loss is {worst} (30 s, {0.3 / (found.elapsed / 100):.0%} of the time): {ADVICE[worst]}"
+    )
+
+
+def test_waiting_for_a_slower_rank_is_not_communication(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for _ in range(100):
+        run.rank(0).step(exposed=0.3)
+        run.rank(1).step(forward=0.335, exposed=0.005)
+    found = of(run)
+    assert found.losses["communication"] == pytest.approx(0.5)
+    assert found.losses["waiting for slower ranks"] == pytest.approx(14.75)
+
+
+def test_a_restart_and_steps_done_again(tmp_path: Path):
+    first = FakeRun(tmp_path, 2)
+    first.steps(100)
+    second = FakeRun(tmp_path, 2, attempt=1, start_ns=first.rank(0).clock_ns + 20_000_000_000)
+    for rank in second.ranks:
+        for step in range(60, 160):
+            rank.step(step)
+    found = of(second)
+    assert (found.attempts, found.steps) == (2, 200)
+    assert found.losses["restarts"] == pytest.approx(20.0, abs=0.1)
+    assert found.losses["steps done again"] == pytest.approx(4.0)
+    assert " on 2 ranks and 1 restart in " in found.lines()[0]
+    assert found.lines()[1].startswith("the largest loss is restarts (20 s")
+
+
+def test_a_run_without_a_step_has_no_summary(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    run.rank(0)
+    assert summarise(run.view()) is None
+
+
+def test_a_short_run_says_nothing_of_its_time(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    run.steps(20)
+    assert of(run).elapsed < LEAST_SECONDS
+    assert last_word(tmp_path, 0, 20, failed=False) == "nothing found in 20 steps"
+
+
+def test_the_last_word_says_what_the_run_did(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    run.steps(100, data=0.3)
+    said = last_word(tmp_path, 0, 100, failed=False).split("\ndtobs: ")
+    assert said[0].startswith("100 steps of 399 ms on 2 ranks in 39.9 s, 5,133 tokens a second: goodput")
+    assert said[1].startswith("the largest loss is data (30 s, 75% of the time)")
+    assert said[2] == "nothing found in 100 steps"
