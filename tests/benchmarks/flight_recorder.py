@@ -1,10 +1,13 @@
-"""Diagnosing Flight Recorder dumps: CPU seconds and peak memory of dtobs and of torchfrtrace on the same files.
+"""Diagnosing Flight Recorder dumps: CPU seconds and peak memory of dtobs and of others on the same files.
 
     python -m tests.benchmarks.flight_recorder --ranks 64 256 1024
     python -m tests.benchmarks.flight_recorder --ranks 16384 --entries 500 --no-peer
+    python -m tests.benchmarks.flight_recorder --ranks 1024 --no-peer --against OTHER_CHECKOUT --rounds 3
 
 Measured on 2 busy cores: 16,384 ranks at 500 entries, 3.3 GB of dumps, take 114 CPU seconds (93 of them in the two
 children that read) and 1.03 GB; the dumps are never in memory together, their columns are.
+
+"unpickler" is `pickle.load` of each file and nothing else: what reading costs before anything is known of it.
 
 Each tool runs in a process of its own, its children counted with it. In the job one rank does not join. Its groups are
 the world, data and tensor parallel; with --pipeline also pipeline parallel, where the peer stops early ("too many
@@ -40,6 +43,12 @@ import sys
 from torch.distributed.flight_recorder.fr_trace import main
 main([sys.argv[1], "--prefix", "nccl_trace_rank_"])
 """
+_BARE = """
+import pathlib, pickle, sys
+for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    with path.open("rb") as file:
+        pickle.load(file)
+"""
 # Runs the tool as its only child, so that what RUSAGE_CHILDREN says is the tool's, with all it started.
 _MEASURE = """
 import json, resource, subprocess, sys, time
@@ -70,22 +79,24 @@ def layout_of(ranks: int, *, pipeline: bool) -> Layout:
     return Layout(dp=ranks // (tp * pp), tp=tp, pp=pp, layers=4, micro_batches=4)
 
 
-def measure(code: str, folder: Path) -> Cost:
-    """Run `code` on `folder` in a process of its own."""
+def measure(code: str, folder: Path, checkout: Path | None = None) -> Cost:
+    """Run `code` on `folder` in a process of its own, with the dtobs of `checkout` where one is given."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "cost.json"
         command = [sys.executable, "-c", _MEASURE, str(report), sys.executable, "-c", code, str(folder)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "PYTHONPATH": os.pathsep.join([*([str(checkout)] if checkout else []), *(p for p in sys.path if p)]),
         }
-        subprocess.run(command, check=True, env=environment)
+        subprocess.run(command, check=True, env=environment, cwd=checkout)
         return Cost(**json.loads(report.read_text()))
 
 
-def compare(ranks: int, entries: int, folder: Path, *, peer: bool, pipeline: bool) -> dict[str, Cost]:
-    """Write the dumps of one job and let the tools at them."""
+def compare(
+    ranks: int, entries: int, folder: Path, *, peer: bool, pipeline: bool, against: Path | None = None, rounds: int = 1
+) -> dict[str, Cost]:
+    """Write the dumps of one job and let the tools at them, one after the other; of several rounds the median."""
     target = folder / str(ranks)
     layout = layout_of(ranks, pipeline=pipeline)
     # As many steps as the ring holds: on rings that have wrapped the peer stops at differences that are none.
@@ -93,10 +104,16 @@ def compare(ranks: int, entries: int, folder: Path, *, peer: bool, pipeline: boo
     job = Job(layout, Fault("rank-not-joined", ranks // 3, "dp"), entries=entries, steps=steps)
     with ProcessPoolExecutor(1) as pool:  # the generator's memory is not ours
         pool.submit(write_dumps, job, target).result()
-    costs = {"dtobs": measure(_OURS, target)}
+    tools: dict[str, tuple[str, Path | None]] = {"dtobs": (_OURS, None), "unpickler": (_BARE, None)}
+    if against is not None:
+        tools["against"] = (_OURS, against.absolute())
     if peer:
-        costs["torchfrtrace"] = measure(_PEER, target)
-    return costs
+        tools["torchfrtrace"] = (_PEER, None)
+    costs: dict[str, list[Cost]] = {name: [] for name in tools}
+    for number in range(rounds):
+        for name in list(tools) if number % 2 == 0 else reversed(tools):
+            costs[name].append(measure(tools[name][0], target, tools[name][1]))
+    return {name: sorted(found, key=lambda c: c.cpu_seconds)[len(found) // 2] for name, found in costs.items()}
 
 
 def main() -> None:
@@ -105,18 +122,28 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=2000)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--pipeline", action="store_true", help="with sends and receives, at which the peer gives up")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure the dtobs there as well")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each is measured, in turns")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.nice(10)
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             begin = time.monotonic()
-            costs = compare(ranks, args.entries, Path(folder), peer=not args.no_peer, pipeline=args.pipeline)
-            prepared = time.monotonic() - begin - sum(c.wall_seconds for c in costs.values())
+            costs = compare(
+                ranks,
+                args.entries,
+                Path(folder),
+                peer=not args.no_peer,
+                pipeline=args.pipeline,
+                against=args.against,
+                rounds=args.rounds,
+            )
+            took = time.monotonic() - begin
         if args.json:
             print(json.dumps({"ranks": ranks, "entries": args.entries} | {n: asdict(c) for n, c in costs.items()}))
             continue
-        print(f"{ranks} ranks × {args.entries} entries (written in {prepared:.0f} s)")
+        print(f"{ranks} ranks × {args.entries} entries (all took {took:.0f} s)")
         for name, cost in costs.items():
             print(
                 f"  {name:<13}{cost.cpu_seconds:8.1f} CPU s {cost.wall_seconds:8.1f} s {cost.peak_bytes / 1e9:6.2f} GB"
