@@ -6,11 +6,11 @@ blame for what it has not joined: the rule follows it there, and where that lead
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from dtobs.calls.agree import judge
 from dtobs.findings import Confidence, Finding
 from dtobs.logs.frontier import P2P, SAME_NUMEL, GroupFrontier, Standing
 from dtobs.words import ranks_do, ranks_text
@@ -96,49 +96,37 @@ def _disagreement(group: GroupFrontier) -> Finding | None:
     seq, inside, _ = _in_first(group)
     if len(inside) < 2 or any(s.op in P2P for s in inside):
         return None
-    by_op = Counter(s.op for s in inside if s.op)
-    if len(by_op) > 1:
-        odd, sure = _odd(inside, lambda s: s.op)
-        calls = ", ".join(f"{ranks_text(s.rank for s in inside if s.op == op)}: {op}" for op, _ in by_op.most_common(6))
+    ops = {s.rank: s.op for s in inside if s.op}
+    if (found := judge(ops, len(inside))) is not None:
+        calls = ", ".join(f"{ranks_text(ranks)}: {ops[ranks[0]]}" for ranks in found.parties[:6])
         return Finding(
             "collective-mismatch",
-            f"{ranks_text(odd)} called another collective than the rest at #{seq}{_of(group)}: {calls}"
-            if sure
+            f"{ranks_text(found.odd)} called another collective than the rest at #{seq}{_of(group)}: {calls}"
+            if found.majority
             else f"ranks call different collectives at #{seq}{_of(group)}: {calls}",
-            odd,
-            Confidence.CERTAIN if sure else Confidence.LIKELY,
+            found.odd,
+            found.confidence,
             group=group.label or None,
             evidence=evidence(inside),
         )
-    op = next(iter(by_op), "")
-    if op in SAME_NUMEL and len({s.numel_in for s in inside if s.numel_in is not None}) > 1:
-        odd, sure = _odd([s for s in inside if s.numel_in is not None], lambda s: s.numel_in)
-        sizes = Counter(s.numel_in for s in inside)
-        texts = ", ".join(
-            f"{ranks_text(s.rank for s in inside if s.numel_in == n)}: {n}" for n, _ in sizes.most_common(6)
-        )
+    op = next(iter(ops.values()), "")
+    numels = {s.rank: s.numel_in for s in inside if s.numel_in is not None}
+    if op in SAME_NUMEL and (found := judge(numels, len(numels))) is not None:
+        texts = ", ".join(f"{ranks_text(ranks)}: {numels[ranks[0]]}" for ranks in found.parties[:6])
         who = (
-            f"{ranks_text(odd)} called {op} #{seq}{_of(group)} with another number of elements"
-            if sure
-            else (f"ranks call {op} #{seq}{_of(group)} with different numbers of elements")
+            f"{ranks_text(found.odd)} called {op} #{seq}{_of(group)} with another number of elements"
+            if found.majority
+            else f"ranks call {op} #{seq}{_of(group)} with different numbers of elements"
         )
         return Finding(
             "shape-mismatch",
             f"{who} ({texts}): another shape, or a call more or fewer before it",
-            odd,
-            Confidence.CERTAIN if sure else Confidence.LIKELY,
+            found.odd,
+            Confidence.LIKELY,  # no line says from where the calls before it were made
             group=group.label or None,
             evidence=evidence(inside),
         )
     return None
-
-
-def _odd(inside: list[Standing], key: Any) -> tuple[tuple[int, ...], bool]:
-    """The ranks that differ from the majority, and whether there is one; without one, all."""
-    counted = Counter(key(s) for s in inside).most_common()
-    if counted[0][1] * 2 <= len(inside):
-        return tuple(s.rank for s in inside), False
-    return tuple(s.rank for s in inside if key(s) != counted[0][0]), True
 
 
 def _device(group: GroupFrontier) -> Finding | None:

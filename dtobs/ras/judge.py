@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dtobs.calls.agree import judge as judge_ways
 from dtobs.findings import Confidence, Finding
 from dtobs.ras.read import Communicator, Sample
 from dtobs.words import count, ranks_do, ranks_text
@@ -28,12 +29,33 @@ def judge(samples: Sequence[Sample]) -> tuple[list[Finding], list[str]]:
         return [Finding("rank-dead", text, ranks, Confidence.LIKELY, evidence=_where(samples))], []
     for name in sorted({name for sample in samples for name in sample.communicators}):
         seen = [sample.communicators[name] for sample in samples if name in sample.communicators]
-        found = _lag(seen, samples)
+        found = _mixed(seen, samples) or _lag(seen, samples)
         if found is not None:
             return [found], _notes(samples)
     if len(samples) > 1 and (still := _still(samples)) is not None:
         return [still], _notes(samples)
     return [], _notes(samples)
+
+
+def _mixed(seen: Sequence[Communicator], samples: Sequence[Sample]) -> Finding | None:
+    """Ranks that launched as many collectives as their peers, but other ones."""
+    last = seen[-1]
+    operations = sorted(last.counts.keys() - _POINT_TO_POINT)
+    if any(last.crowds.values()) or any(one.counts != last.counts for one in seen):
+        return None
+    named = sorted({rank for operation in operations for rank in last.counts[operation]})
+    ways = {rank: tuple(last.counts[operation].get(rank, 0) for operation in operations) for rank in named}
+    found = judge_ways(ways, last.size) if len({sum(way) for way in ways.values()}) == 1 else None
+    if found is None:
+        return None
+    sides = [
+        f"{ranks_text(ranks)}: {', '.join(f'{op} #{last.counts[op].get(ranks[0], 0)}' for op in operations)}"
+        for ranks in found.parties[:4]
+    ]
+    text = f"ranks launched equally many collectives in communicator {last.name}, but other ones ({'; '.join(sides)})"
+    sure = len(seen) > 1 and found.majority
+    confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
+    return Finding("collective-mismatch", text, found.odd, confidence, group=last.name, evidence=_where(samples))
 
 
 def _lag(seen: Sequence[Communicator], samples: Sequence[Sample]) -> Finding | None:

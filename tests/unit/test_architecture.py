@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": VOCABULARY | {"recording", "host"},
     "calls": VOCABULARY,
     "logs": VOCABULARY | {"calls"},
-    "ras": VOCABULARY,
+    "ras": VOCABULARY | {"calls"},
     "stacks": VOCABULARY | {"host"},
     "flight_recorder": VOCABULARY | {"calls"},
     "timeline": VOCABULARY | {"recording"},

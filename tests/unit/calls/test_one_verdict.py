@@ -1,4 +1,7 @@
-"""One job, told by its recordings and by its Flight Recorder dumps: one verdict, surer where there is more evidence."""
+"""One job, told by its recordings, its Flight Recorder dumps, its console and NCCL RAS: one verdict.
+
+It is surer where there is more evidence, and where a source cannot see what is wrong it accuses nobody else.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,13 @@ from dtobs.testing.layout import Layout
 from dtobs.testing.recorded import recording_of
 from dtobs.testing.simulate import Fault, Outcome, simulate
 from dtobs.testing.synthetic_dumps import Job, dumps_of
+from tests.unit.calls.sources import from_console, from_ras
 
+LESS = {
+    "console": (from_console, {"collective-mismatch", "shape-mismatch", "rank-not-joined", "network-stalled"}),
+    "RAS": (from_ras, {"collective-mismatch", "rank-not-joined", "network-stalled"}),
+}
+"""What tells less, and the codes that it can tell."""
 FOUR = Layout(dp=4, tp=1, pp=1)
 SMALL = Layout(dp=2, tp=2, pp=2)
 FAULTS = [
@@ -65,6 +74,33 @@ def test_four_replicas(fault: Fault | None, tmp_path: Path) -> None:
     assert (found.code if found else None) == (fault.name if fault else None)
     if fault and fault.name != "network-stalled":
         assert found is not None and found.ranks == (2,)
+
+
+@pytest.mark.parametrize("source", LESS)
+@pytest.mark.parametrize("fault", FAULTS[1:], ids=lambda f: f"{f.name}-{f.axis}")
+def test_less_evidence_tells_the_same_or_less(fault: Fault, source: str, tmp_path: Path) -> None:
+    read, codes = LESS[source]
+    job = Job(FOUR, fault, steps=12, simulated_steps=6)
+    _, more = verdicts(job, tmp_path / "recording")
+    less = read(job, tmp_path / source)
+    assert more is not None and less is not None
+    assert less.confidence.order <= more.confidence.order, less.summary
+    if fault.name in codes:
+        assert (less.code, less.ranks) == (more.code, more.ranks), less.summary
+    elif less.ranks:  # what it sees is where a call more or fewer ended
+        assert (fault.name, less.code, less.ranks) == ("call-site-mismatch", "shape-mismatch", more.ranks)
+    else:
+        assert (less.code, less.confidence) == ("network-stalled", Confidence.POSSIBLE)
+
+
+def test_one_sample_of_ras_is_a_guess(tmp_path: Path) -> None:
+    for number, fault in enumerate(FAULTS[1:]):
+        found = from_ras(Job(FOUR, fault, steps=12, simulated_steps=6), tmp_path / str(number), samples=1)
+        assert found is None or found.confidence is Confidence.POSSIBLE, found.summary
+
+
+def test_a_healthy_job_is_healthy_on_its_console(tmp_path: Path) -> None:
+    assert from_console(Job(FOUR, steps=12, simulated_steps=6), tmp_path / "console") is None
 
 
 @pytest.mark.parametrize("fault", ON_PIPELINES, ids=lambda f: f"{f.name}-{f.axis}" if f else "healthy")
