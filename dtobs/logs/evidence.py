@@ -18,7 +18,7 @@ _MAX_SIGNS = 400_000
 _MAX_TEXT = 600
 _LOSSES = 4096
 _DIGITS = b"0123456789"
-_NOT_FINITE = re.compile(rb"nan|inf|NaN|Inf|NAN|INF")
+_NOT_FINITE = re.compile(rb"(?<![A-Za-z])(?:nan|inf|NaN|Inf|NAN|INF)(?![A-Za-z])")
 _ALIKE, _TAKEN, _SHAPES = 2000, 16, 4096
 """Of progress lines that look alike, all but every sixteenth are left after so many: their numbers hardly matter."""
 _NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
@@ -82,6 +82,7 @@ class Evidence:
         ] = {}  #: (host, pid) → (size, rank) of its communicators
         self.left_out = 0
         self._boring: Counter[bytes] = Counter()  #: progress lines without their digits
+        self._dull: set[bytes] = set()  #: lines of transports inside a host, of which a file has told enough
         self._kept: Counter[tuple[str, Writer]] = Counter()
         self._traces: dict[Writer, Trace] = {}
         self._stacks: dict[Writer, int] = {}
@@ -98,6 +99,7 @@ class Evidence:
         """Lines of another file follow."""
         self._traces.clear()
         self._stacks.clear()
+        self._dull.clear()
         self._table = None
         self._file, self._name, self._place = file, name, place
 
@@ -105,8 +107,11 @@ class Evidence:
         """Read one line."""
         self._order += 1
         shape = raw[:200].translate(None, _DIGITS)
-        if self._boring[shape] > _ALIKE and self._order % _TAKEN and not _NOT_FINITE.search(raw) and not self.hot:
-            return
+        if not self.hot:
+            if shape in self._dull:
+                return
+            if self._boring[shape] > _ALIKE and self._order % _TAKEN and not _NOT_FINITE.search(raw):
+                return
         origin, text = prefix.split(prefix.plain(raw))
         writer = self._writer(origin)
         nccl = _NCCL.match(text) if "NCCL" in text or ":" in text[:90] else None
@@ -134,7 +139,9 @@ class Evidence:
             fields |= {f"pg_{name}": value for name, value in group.groupdict().items() if value}
         if row.kind in ("nccl-init", "nccl-ready") and nccl is not None and "rank" in fields:
             self.pids.setdefault((nccl[1], int(nccl[2])), Counter())[int(fields["size"]), int(fields["rank"])] += 1
-        self._keep(Sign(row.kind, row.role, row.code, writer, fields, text[:_MAX_TEXT], where, self._order, self._file))
+        sign = Sign(row.kind, row.role, row.code, writer, fields, text[:_MAX_TEXT], where, self._order, self._file)
+        if not self._keep(sign) and row.kind == "transport" and "NET/" not in text and len(self._dull) < _SHAPES:
+            self._dull.add(shape)
 
     def _writer(self, origin: prefix.Origin) -> Writer:
         place = self._place
@@ -220,13 +227,14 @@ class Evidence:
             track.seconds.append((told.step or 0, told.seconds, where))
         return True
 
-    def _keep(self, sign: Sign) -> None:
+    def _keep(self, sign: Sign) -> bool:
         key = (sign.kind, sign.writer)
         self._kept[key] += 1
         if self._kept[key] > _KEPT.get(sign.kind, _KEPT_OTHERWISE) or len(self.signs) >= _MAX_SIGNS:
             self.left_out += 1
-            return
+            return False
         self.signs.append(sign)
+        return True
 
 
 def sign_of(raised: Raised, writer: Writer, where: str, order: int, file: int) -> Sign:

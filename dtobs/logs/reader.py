@@ -11,8 +11,11 @@ import gzip
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
 
 PIECE = 1 << 20
 MAX_LINE = 8192
@@ -108,7 +111,7 @@ def _chosen(data: bytes, first: int, anchors: tuple[bytes, ...], hot: Callable[[
     """Lines of `data` with an anchor, in order, and those after one for as long as the caller is hot."""
     if not data:
         return
-    marks = _marks(data, anchors)
+    marks = _anchors(anchors).marks(data)
     number, counted, at = first, 0, 0
     for mark in marks:
         while hot() and at < len(data) and at <= mark:
@@ -133,19 +136,49 @@ def _chosen(data: bytes, first: int, anchors: tuple[bytes, ...], hot: Callable[[
         at = end + 1
 
 
-def _marks(data: bytes, anchors: tuple[bytes, ...]) -> list[int]:
-    """Where anchors stand, ascending; after one has been found its line is over, so each is sought once a line."""
-    found: list[int] = []
-    for anchor in anchors:
-        at = data.find(anchor)
-        while at >= 0:
-            found.append(at)
-            end = data.find(b"\n", at)
-            if end < 0:
-                break
-            at = data.find(anchor, end)
-    found.sort()
-    return found
+class Anchors:
+    """Finds all anchors in one pass: numpy looks up every three bytes in a table, and what it finds is compared.
+
+    Of each anchor the three bytes that are rarest in text are looked for, by the low five bits of each.
+    """
+
+    def __init__(self, anchors: tuple[bytes, ...]) -> None:
+        self._table = np.zeros(1 << 15, dtype=np.bool_)
+        self._by_key: dict[int, list[tuple[bytes, int]]] = {}
+        for anchor in anchors:
+            at = max(range(len(anchor) - 2), key=lambda n: sum(_rarity(byte) for byte in anchor[n : n + 3]))
+            key = ((anchor[at] & 31) << 10) | ((anchor[at + 1] & 31) << 5) | (anchor[at + 2] & 31)
+            self._table[key] = True
+            self._by_key.setdefault(key, []).append((anchor, at))
+
+    def marks(self, data: bytes) -> list[int]:
+        """One place in every line of `data` that holds an anchor, ascending."""
+        if len(data) < 3:
+            return []
+        low = (np.frombuffer(data, np.uint8) & 31).astype(np.uint16)
+        keys = (low[:-2] << 10) | (low[1:-1] << 5) | low[2:]
+        places = np.flatnonzero(self._table[keys])
+        found, over = [], -1
+        for place, key in zip(places.tolist(), keys[places].tolist(), strict=True):
+            if place <= over:
+                continue
+            for anchor, at in self._by_key[key]:
+                if data.startswith(anchor, place - at) and place >= at:
+                    end = data.find(b"\n", place)
+                    over = end if end >= 0 else len(data)
+                    found.append(place - at)
+                    break
+        return found
+
+
+def _rarity(byte: int) -> int:
+    """How much a byte tells: a capital or a sign more than a letter, a rare letter more than a common one."""
+    return 26 if not 97 <= byte <= 122 else b"etaoinsrhldcumfpgwybvkxjqz".index(byte)
+
+
+@lru_cache
+def _anchors(anchors: tuple[bytes, ...]) -> Anchors:
+    return Anchors(anchors)
 
 
 def log_files(targets: list[str]) -> list[LogFile]:

@@ -1,0 +1,34 @@
+"""Which lines of a log are handed out: the ones that a plain search finds, whatever surrounds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from dtobs.logs.reader import LogFile
+from dtobs.logs.templates import ANCHORS
+
+ALPHABET = [*ANCHORS, b"a", b"r", b"o", b"N", b" ", b"\n", b"\n", b"\xff", b"123", b"Err", b"nccI", b"rro", b"\t"]
+
+
+def test_lines_are_those_that_a_plain_search_finds(tmp_path: Path):
+    random = Random(5)
+    path = tmp_path / "x.log"
+    for _ in range(300):
+        data = b"".join(random.choices(ALPHABET, k=random.randint(0, 60)))
+        path.write_bytes(data)
+        wanted = [
+            (number, line)
+            for number, line in enumerate(data.split(b"\n"), 1)
+            if any(anchor in line for anchor in ANCHORS)
+        ]
+        assert list(LogFile(path).lines(ANCHORS, lambda: False)) == wanted
+
+
+def test_every_line_while_it_is_hot(tmp_path: Path):
+    path = tmp_path / "x.log"
+    path.write_bytes(b"a\nTraceback\nb\n\nc\nrror\n")
+    seen: list[bytes] = []
+    for _, line in LogFile(path).lines(ANCHORS, lambda: 0 < len(seen) < 4):
+        seen.append(line)
+    assert seen == [b"Traceback", b"b", b"", b"c", b"rror"]
