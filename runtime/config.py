@@ -77,6 +77,7 @@ class RunConfig(Section):
     run_dir: str = option("", "run directory; empty: <root>/<UTC time>-<name>")
     root: str = option("runs", "folder that run directories are made in")
     log_every: int = option(10, "progress line every N steps", unit="steps", least=1)
+    prove: bool = option(False, "before step 1, compare the layout's gradients with those of one rank")
     tui: bool = option(False, "hand the terminal to `dtobs top` while training")
     hang_timeout: float | None = option(
         None,

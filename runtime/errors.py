@@ -5,6 +5,7 @@ TrainingError                 anything this package raises on purpose; its text 
 │   └── LayoutError           the requested parallel layout cannot be built on this world
 ├── DataError                 a corpus or tokenizer cannot be used
 ├── CheckpointError           a checkpoint cannot be written, trusted or loaded
+├── ProofError                the layout computes other gradients than one rank does
 └── NonFiniteError            too many steps in a row had gradients that are not finite
 
 SaveWarning                   a checkpoint was not written, or an old one not removed, and training goes on; its text is
@@ -36,6 +37,10 @@ class CheckpointError(TrainingError):
 
 class NonFiniteError(TrainingError):
     """Gradients stayed non-finite for the permitted number of steps in a row."""
+
+
+class ProofError(TrainingError):
+    """A layout computes other gradients than one rank does."""
 
 
 class SaveWarning(UserWarning):

@@ -27,6 +27,7 @@ ALIASES: dict[str, str] = {
     "seed": "run.seed",
     "run-dir": "run.run_dir",
     "hang-timeout": "run.hang_timeout",
+    "prove": "run.prove",
     "tui": "run.tui",
     "device": "run.device",
     "accumulate": "data.accumulate",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime import elastic, flags, loop, mesh, phases, plan, pretrained, resume, rundir, world
+from runtime import elastic, flags, loop, mesh, phases, plan, pretrained, prove, resume, rundir, world
 from runtime.config import Config
 from runtime.data.tokens import agree_on, prepare
 from runtime.errors import UsageError
@@ -69,12 +69,13 @@ def train(process: Process, asked: Config, layout: Layout) -> None:
     with phases.phase("startup"):
         tokens = prepare(config)
         agree_on(tokens, joined)
+        proof = prove.prove(config, layout, device_mesh, process.device, tokens) if config.run.prove else ""
         trainer = make_trainer(config, layout, device_mesh, process.device, tokens, checkpoints)
         resumed = resume.begin(trainer)
     if session is not None:
         watch(session, trainer)
     if process.first:
-        notes = [resumed, elastic.batch_note(asked, config, layout), process.restart_cost(trainer.step)]
+        notes = [proof, resumed, elastic.batch_note(asked, config, layout), process.restart_cost(trainer.step)]
         for text in opening_lines(trainer, tokens, run.path, notes):
             say(text)
         for text in elastic.warnings(os.environ, config):
