@@ -186,6 +186,11 @@ def data_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(int(r) for r in mesh.mesh[tuple(chosen)].flatten().tolist()))
 
 
+def plain_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of `model` with names that do not say how it is wrapped."""
+    return _walk(model, "", buffers=False)
+
+
 def is_fsdp(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to `module` itself."""
     from torch.distributed.fsdp import FSDPModule

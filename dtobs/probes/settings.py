@@ -18,6 +18,7 @@ import xxhash
 from torch import nn
 
 from dtobs.probes.base import Probe
+from dtobs.probes.layout import plain_parameters
 
 PERIOD = 16
 """Modes, frozen parameters and dropout are read in every such step; hyperparameters in each."""
@@ -110,7 +111,7 @@ def _hyperparameters(
 def _model(model: nn.Module | None, modules: list[weakref.ref[nn.Module]]) -> dict[str, str]:
     if model is None:
         return {}
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = list(dict.fromkeys(name for name, parameter in plain_parameters(model) if parameter.requires_grad))
     kinds: dict[str, int] = {}
     for parameter in model.parameters():
         kinds[str(parameter.dtype)] = kinds.get(str(parameter.dtype), 0) + 1

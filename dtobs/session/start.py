@@ -52,7 +52,8 @@ def attach(
 
     `run_dir`: where to record, the same for all ranks (default: DTOBS_RUN_DIR, else ``runs/<UTC time>-<name>``).
     `replicas`: which ranks hold equal plain parameters: "auto", None, or a process group.
-    `probes`: levels by probe name, such as ``{"collectives": "cheap", "parameters": "off"}``.
+    `probes`: levels by probe name, such as ``{"collectives": "cheap", "parameters": "off"}``; the environment variable
+    DTOBS_PROBES=collectives=cheap,parameters=off does the same for what is not given here.
     `monitor_bind`: the address of this node at which its monitor listens for those of other nodes, or "auto"
     (default: DTOBS_MONITOR_BIND, else loopback only).
     `hang_timeout`: seconds without progress that are a hang (default: DTOBS_HANG_TIMEOUT, else it adapts to the run's
@@ -147,10 +148,8 @@ def _levels(probes: Mapping[str, str] | None) -> dict[str, str]:
     """Levels by probe name: those of the call win over the environment's. Raises ValueError."""
     from dtobs.probes.table import check_levels
 
-    levels = dict(probes or {})
-    asked = os.environ.get("DTOBS_COLLECTIVES", "")
-    if asked and "collectives" not in levels:
-        levels["collectives"] = asked
+    asked = [word.partition("=") for word in os.environ.get("DTOBS_PROBES", "").split(",") if word]
+    levels = {name: level for name, _, level in asked} | dict(probes or {})
     check_levels(levels)
     return levels
 

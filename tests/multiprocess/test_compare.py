@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,40 @@ def test_the_same_run_twice_is_the_same_to_the_bit(one_rank: Path, tmp_path: Pat
     code, found = compared(one_rank, tmp_path / "again", capsys)
     assert (code, found["verdict"]) == (0, "same")
     assert "to the bit" in found["summary"]
+
+
+PROGRAM = """
+import os, torch, torch.distributed as dist
+from torch import nn
+world = int(os.environ.get("WORLD_SIZE", 1)); rank = int(os.environ.get("RANK", 0))
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+if world > 1:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (world if FAULT else 1))
+for step in range(100000):
+    inputs = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+    labels = inputs.argmax(1) % 3
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs[rank::world]), labels[rank::world]).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict"), [(True, "learning rate is"), pytest.param(False, "same beyond", marks=pytest.mark.exhaustive)]
+)
+def test_a_strangers_job_is_proved(tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: bool, verdict: str):
+    """Never-ending training without a word of dtobs: run twice, ended, compared."""
+    program = tmp_path / "train.py"
+    program.write_text(f"FAULT = {fault}\n{PROGRAM}")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = ["prove", "--steps", "4", "--json", "--", *launch, str(program)]
+    code = main(command)
+    found = json.loads(capsys.readouterr().out)
+    assert verdict in found["summary"]
+    assert code == (3 if fault else 0)
+    assert found["a"]["ranks"] == 1
+    assert found["b"]["ranks"] == 2

@@ -17,7 +17,7 @@ from dtobs.session import Session
 @pytest.fixture
 def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Session]]:
     """`dtobs.attach` into `tmp_path/run`."""
-    for name in ("DTOBS_DISABLE", "DTOBS_COLLECTIVES", "DTOBS_RUN_DIR", "RANK", "WORLD_SIZE"):
+    for name in ("DTOBS_DISABLE", "DTOBS_PROBES", "DTOBS_RUN_DIR", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     opened: list[Session] = []
 
