@@ -1,10 +1,11 @@
 """Say which rank, which operation and which line of code a run hangs, crashes or goes wrong at.
 
 TARGET is a run directory (live, hung or dead), a capture inside one, the addresses of a run's monitors
-(http://HOST:PORT, as in its monitor.json), or any folder of PyTorch Flight Recorder dumps (pickle or JSON, names that
-end in the rank), or the console logs of any job (files, folders, gzip, - for standard input, several at once);
-without one, the newest run below ./runs. A run that lives on this host and does not move is asked
-for its stacks. Ends with 0 (nothing found), 3 (warnings) or 4 (critical).
+(http://HOST:PORT, as in its monitor.json), or what any job left: PyTorch Flight Recorder dumps (pickle or JSON, names
+that end in the rank), console logs (files, folders, gzip, - for standard input, several at once), stacks by py-spy or
+faulthandler, folders of torch.distributed.debug, answers of NCCL RAS, sacct tables and Kubernetes events; what lies in
+one folder is combined. Without a target, the newest run below ./runs. A run that lives on this host and does not move
+is asked for its stacks. Ends with 0 (nothing found), 3 (warnings) or 4 (critical).
 
 examples:
   dtobs diagnose
@@ -32,11 +33,13 @@ from dtobs.diagnose import (
     Diagnosis,
     diagnose,
     diagnose_dumps,
+    diagnose_folder,
     diagnose_logs,
     diagnose_ras,
     gather,
     gather_monitors,
     holds_dumps,
+    holds_evidence,
     holds_logs,
 )
 from dtobs.diagnose.advice import advise
@@ -123,18 +126,18 @@ def _diagnose(targets: list[str], take_capture: TakeCapture | None) -> Diagnosis
     """Look at what was named. Raises DtobsError when that is nothing to look at."""
     if targets and all(map(is_address, targets)):
         return diagnose(gather_monitors(targets))
+    if targets and "-" in targets:
+        return diagnose_logs(targets)
     if len(targets) > 1:
-        if not all(map(holds_logs, targets)):
+        if not all(holds_logs(target) or holds_evidence(Path(target)) for target in targets):
             raise UsageError(
                 "several targets can only be logs, or the addresses of one run's monitors (http://HOST:PORT)"
             )
-        return diagnose_logs(targets)
-    if targets == ["-"]:
-        return diagnose_logs(targets)
+        return diagnose_folder(*map(Path, targets))
     target = Path(targets[0]) if targets else newest_run(Path.cwd())
     with opening(target):
+        if holds_evidence(target) or holds_logs(str(target)):
+            return diagnose_folder(target)
         if holds_dumps(target):
             return diagnose_dumps(target)
-        if holds_logs(str(target)):
-            return diagnose_logs([str(target)])
         return diagnose(gather(target, take_capture))

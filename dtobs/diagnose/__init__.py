@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dtobs.diagnose.analyse import diagnose
 from dtobs.diagnose.dumps import diagnose_dumps, holds_dumps
+from dtobs.diagnose.folder import diagnose_folder, holds_evidence
 from dtobs.diagnose.gather import Evidence, gather
 from dtobs.diagnose.logs import diagnose_logs, holds_logs
 from dtobs.diagnose.model import Diagnosis, RankStatus
@@ -23,10 +24,12 @@ __all__ = [
     "RankStatus",
     "diagnose",
     "diagnose_dumps",
+    "diagnose_folder",
     "diagnose_logs",
     "diagnose_ras",
     "gather",
     "gather_monitors",
     "holds_dumps",
+    "holds_evidence",
     "holds_logs",
 ]

@@ -59,10 +59,8 @@ def combine(sources: Sequence[Told]) -> tuple[Finding | None, list[Finding], lis
             kept.setdefault(finding.key, finding)
     if len(firsts) > 1:
         same = [told.name for told, first in firsts if told is not who and _agree(verdict, first)]
-        notes.append(
-            f"the verdict is by {who.name}"
-            + (f"; {' and '.join(same)} {'agrees' if len(same) == 1 else 'agree'}" if same else "")
-        )
+        also = f", and by {' and '.join(same)} as well" if same else ""
+        notes.append(f"the verdict is by {who.name}{also}")
     return verdict, list(kept.values()), list(dict.fromkeys(notes))
 
 

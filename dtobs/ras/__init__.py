@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from dtobs.ras.client import ask, is_ras_address
 from dtobs.ras.judge import judge
-from dtobs.ras.read import Communicator, Sample, read_samples
+from dtobs.ras.read import Communicator, Sample, looks_like_ras, read_samples
 
-__all__ = ["Communicator", "Sample", "ask", "is_ras_address", "judge", "read_samples"]
+__all__ = ["Communicator", "Sample", "ask", "is_ras_address", "judge", "looks_like_ras", "read_samples"]

@@ -56,6 +56,19 @@ class Sample:
     where: str = ""
 
 
+def looks_like_ras(path: Path) -> bool:
+    """Whether a file begins as an answer of RAS does."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8192)
+    except OSError:
+        return False
+    told = b"Job summary" in head or b"Communicators..." in head
+    return (head.lstrip().startswith(b"NCCL version ") and told) or (
+        head.lstrip()[:1] == b"{" and b'"nccl_version"' in head and b'"communicators"' in head
+    )
+
+
 def read_samples(path: Path) -> list[Sample]:
     """The samples in a file, or in every file of a folder. Raises TargetError where there is none."""
     with opening(path):

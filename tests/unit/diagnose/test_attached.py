@@ -163,7 +163,7 @@ def test_surer_source_wins_and_the_other_agrees():
     ras = Told("NCCL RAS", (finding("rank-not-joined", 1, confidence=Confidence.POSSIBLE),), ("a note",))
     verdict, findings, notes = combine([ras, stacks])
     assert verdict is findings[0] is stacks.findings[0]
-    assert notes == ["a note", "the verdict is by their stacks; NCCL RAS agrees"]
+    assert notes == ["a note", "the verdict is by their stacks, and by NCCL RAS as well"]
 
 
 def test_disagreement_is_told():
