@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from dtobs.catalogue import CATALOGUE, Code, Family, Severity, Trait
 
@@ -27,6 +27,10 @@ class Confidence(StrEnum):
         return ("possible", "likely", "certain").index(self.value)
 
 
+def _says_what(record: dict[str, Any]) -> bool:
+    return "what" in record
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong.
@@ -40,7 +44,7 @@ class Finding:
     confidence: Confidence = Confidence.LIKELY
     step: int | None = None
     group: str | None = None
-    evidence: tuple[dict[str, Any], ...] = ()
+    evidence: tuple[Annotated[dict[str, Any], _says_what], ...] = ()
     next_step: str = ""
     since_ns: int = 0
     severity: Severity = field(default=Severity.WARNING)
@@ -60,7 +64,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str | None]:
-        """Findings with equal keys are the same matter seen again."""
+        """Findings with equal keys describe the same problem."""
         return (self.code, self.ranks, self.group)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,22 +81,3 @@ class Finding:
             "next_step": self.next_step,
             **({"early": True} if self.early else {}),
         }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Finding:
-        """Read a finding back. Raises KeyError, TypeError or ValueError when `value` is not one of ours."""
-        group, evidence = value["group"], tuple(value["evidence"])
-        if not isinstance(group, str | None) or not all(isinstance(e, dict) and "what" in e for e in evidence):
-            raise TypeError("a finding's group is a name, and its evidence are objects that say what they are")
-        return cls(
-            code=str(value["code"]),
-            summary=str(value["summary"]),
-            ranks=tuple(int(r) for r in value["ranks"]),
-            confidence=Confidence(value["confidence"]),
-            step=None if value["step"] is None else int(value["step"]),
-            group=group,
-            evidence=evidence,
-            next_step=str(value["next_step"]),
-            since_ns=int(value.get("since_ns", 0)),
-            early=bool(value.get("early", False)),
-        )

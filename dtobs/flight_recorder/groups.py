@@ -6,12 +6,13 @@ reduce-scatter betrays how many there are in truth. Two groups of one name and d
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.codec import DecodeError, decode, parse
 from dtobs.flight_recorder.model import DEFAULT_GROUP, Group
 from dtobs.flight_recorder.operations import MAX_WORLD
 
@@ -88,9 +89,6 @@ def _parse(text: str, table: GroupTable) -> tuple[int, ...]:
 
 def _ranks(text: str) -> tuple[int, ...]:
     try:
-        value = json.loads(text) if text else []
-    except (ValueError, RecursionError):
+        return tuple(dict.fromkeys(decode(list[Annotated[int, range(MAX_WORLD)]], parse(text))))
+    except DecodeError:
         return ()
-    if not isinstance(value, list) or not all(type(r) is int and 0 <= r < MAX_WORLD for r in value):
-        return ()
-    return tuple(dict.fromkeys(value))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal as signals
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -47,34 +46,6 @@ class ProcessState:
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
         return f"exited with code {self.exit_code}"
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary; `from_json` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        """Read it back; unknown keys are passed over. Raises TypeError when `value` is not one of ours."""
-        if not isinstance(value, dict):
-            raise TypeError("a process state is a JSON object")
-        known = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
-        for name, given in known.items():
-            if not isinstance(given, _JSON_TYPES[name]):
-                raise TypeError(f"{name} cannot be {given!r}")
-        return cls(**known)
-
-
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "pid": (int,),
-    "alive": (bool,),
-    "state": (str,),
-    "wchan": (str,),
-    "cpu_seconds": (int, float),
-    "rss_bytes": (int,),
-    "exit_code": (int, type(None)),
-    "oom_killed": (bool,),
-    "ended_ns": (int,),
-}
 
 
 def signal_name(number: int) -> str:

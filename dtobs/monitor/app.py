@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dtobs.codec import DecodeError, decode
 from dtobs.errors import DtobsError, RecordingDisabled, UsageError
 from dtobs.exporters.otlp import OtlpPush, wanted
 from dtobs.exporters.prometheus import exposition
@@ -21,8 +22,8 @@ from dtobs.monitor.http import MonitorServer, Pages, is_loopback, parse_address
 from dtobs.monitor.lock import NodeLock
 from dtobs.monitor.loop import Monitor, Timing
 from dtobs.nodes.cluster import Cluster, LocalNode
+from dtobs.nodes.sharing import Question, answer_viewer
 from dtobs.nodes.token import ensure_token
-from dtobs.nodes.wire import encode_view
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory
 
@@ -112,7 +113,7 @@ def _serve(monitor: Monitor, listen: str, socket_fd: int) -> MonitorServer | Non
     captures = NodeCapture()
     pages = Pages(
         metrics=lambda: exposition(monitor.scrape()),
-        view=lambda: _view(monitor),
+        view=lambda question: _view(monitor, question),
         health=lambda: _health(monitor),
         failed=lambda text: monitor.fail("http", text),
         node=lambda question, client: _node(monitor, question, client),
@@ -153,19 +154,11 @@ def _push(monitor: Monitor) -> OtlpPush | None:
     return push
 
 
-def _view(monitor: Monitor) -> dict[str, Any]:
-    look = monitor.export()
-    return {
-        **encode_view(look.view, look.findings, last_steps=_steps_to_send(len(look.view.pages))),
-        "node": look.node,
-        "leads": look.leads,
-        "stalled_seconds": look.stalled_seconds,
-    }
-
-
-def _steps_to_send(ranks: int) -> int:
-    """Fewer steps of more ranks, so that the answer stays below a few MB."""
-    return max(2, min(32, 2048 // max(1, ranks)))
+def _view(monitor: Monitor, question: dict[str, Any]) -> bytes:
+    try:
+        return answer_viewer(monitor.look(), decode(Question, question))
+    except DecodeError as error:
+        raise UsageError(f"this is no question of a viewer: {error}") from error
 
 
 def _health(monitor: Monitor) -> dict[str, Any]:

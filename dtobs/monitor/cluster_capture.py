@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-from dtobs.errors import ServiceError, brief
-from dtobs.host.process import ProcessState
+from dtobs.codec import DecodeError, decode, encode, parse
+from dtobs.errors import ServiceError
 from dtobs.monitor.capture import DEADLINE_SECONDS, capture_ranks
 from dtobs.nodes.cluster import Cluster
 from dtobs.nodes.peer_client import Unanswered
-from dtobs.recording.capture import Capture, Gil, RankCapture
+from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.view import RunView
 
 _AGAIN_SECONDS = 3.0
@@ -67,31 +66,13 @@ class ClusterCapture:
 
 def encode_ranks(capture: Capture) -> bytes:
     """The ranks of a capture, for the lead."""
-    ranks = {
-        str(rank): {
-            "process": seen.process.to_json(),
-            "gil": seen.gil,
-            "stacks": seen.stacks_text,
-            "flight_recorder": seen.flight_recorder,
-            "notes": list(seen.notes),
-        }
-        for rank, seen in capture.ranks.items()
-    }
-    return json.dumps({"ranks": ranks}, separators=(",", ":")).encode()
+    return encode({"ranks": list(capture.ranks.values())}).encode()
 
 
 def decode_ranks(body: bytes) -> dict[int, RankCapture]:
     """Read them back. Raises ServiceError."""
     try:
-        return {int(rank): _rank(int(rank), seen) for rank, seen in json.loads(body)["ranks"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ServiceError(f"that monitor's capture is damaged: {brief(error)}") from error
-
-
-def _rank(rank: int, seen: dict[str, Any]) -> RankCapture:
-    recorder = seen["flight_recorder"]
-    if seen["gil"] not in get_args(Gil) or not isinstance(recorder, dict | None):
-        raise ValueError(f"the capture of rank {rank}")
-    notes = tuple(str(note) for note in list(seen["notes"])[:_MAX_NOTES])
-    process = ProcessState.from_json(seen["process"])
-    return RankCapture(rank, process, seen["gil"], str(seen["stacks"]), recorder, notes)
+        ranks = decode(list[RankCapture], decode(dict[str, Any], parse(body)).get("ranks"))
+    except DecodeError as error:
+        raise ServiceError(f"that monitor's capture is damaged: {error}") from error
+    return {seen.rank: replace(seen, notes=seen.notes[:_MAX_NOTES]) for seen in ranks}

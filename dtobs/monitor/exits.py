@@ -126,7 +126,7 @@ class ProcessWatch:
 
     def _record(self, watched: Watched, state: ProcessState) -> None:
         line = {
-            **state.to_json(),
+            **vars(state),
             "rank": watched.rank,
             "attempt": watched.attempt,
             "start_ticks": watched.start_ticks,

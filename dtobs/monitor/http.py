@@ -8,7 +8,6 @@ own name): a web page in the user's browser cannot reach the monitor under a nam
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import socket
 import threading
@@ -18,10 +17,12 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from dtobs.codec import DecodeError, decode, encode, parse
 from dtobs.errors import DependencyMissing, DtobsError, UsageError
 from dtobs.monitor.access import Access
 
 _TIMEOUT_SECONDS = 10.0
+_BUNDLE = "application/octet-stream"
 _MAX_CONNECTIONS = 64
 _MAX_QUESTION_BYTES = 8 << 20
 log = logging.getLogger("dtobs.monitor")
@@ -32,7 +33,7 @@ class Pages:
     """What is served. Each may raise DtobsError."""
 
     metrics: Callable[[], bytes]
-    view: Callable[[], dict[str, Any]]
+    view: Callable[[dict[str, Any]], bytes]  #: a question of a viewer
     health: Callable[[], dict[str, Any]]
     failed: Callable[[str], None]  #: told of every request that failed inside
     node: Callable[[dict[str, Any], str], bytes] | None = None  #: a question of the monitor at an address
@@ -130,8 +131,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._guarded(self._get)
 
     def do_POST(self) -> None:
-        # Monitors have the token. A page in the user's own browser can send a question too, but no such header.
-        if self._allowed(needs_token=True):
+        # Monitors have the token. A page in the user's own browser can send a question too, but no such header;
+        # what it may ask to see, it cannot read.
+        if self._allowed(needs_token=self._page != "/api/view"):
             self._guarded(self._post)
 
     def _allowed(self, *, needs_token: bool = False) -> bool:
@@ -159,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/metrics":
                 self._reply(HTTPStatus.OK, pages.metrics(), "text/plain; version=0.0.4; charset=utf-8")
             case "/api/view":
-                self._json(pages.view())
+                self._reply(HTTPStatus.OK, pages.view({}), _BUNDLE)
             case "/healthz":
                 self._json(pages.health())
             case "/":
@@ -169,9 +171,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self) -> None:
         pages = self.server.pages
-        if self._page == "/api/node" and pages.node is not None:
+        if self._page == "/api/view":
+            self._reply(HTTPStatus.OK, pages.view(self._question()), _BUNDLE)
+        elif self._page == "/api/node" and pages.node is not None:
             answer = pages.node(self._question(), self.client_address[0])
-            self._reply(HTTPStatus.OK, answer, "application/octet-stream")
+            self._reply(HTTPStatus.OK, answer, _BUNDLE)
         elif self._page == "/api/capture" and pages.capture is not None:
             self._reply(HTTPStatus.OK, pages.capture(self._question()), "application/json")
         else:
@@ -183,12 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdecimal() or int(length) > _MAX_QUESTION_BYTES:
             raise UsageError("a question says how long it is, and is short")
         try:
-            said = json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError) as error:
+            return decode(dict[str, Any], parse(self.rfile.read(int(length))))
+        except DecodeError as error:
             raise UsageError("a question is a JSON object") from error
-        if not isinstance(said, dict):
-            raise UsageError("a question is a JSON object")
-        return said
 
     def _guarded(self, serve: Callable[[], None]) -> None:
         """Answer; whatever fails is an answer too."""
@@ -223,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def _json(self, value: dict[str, Any]) -> None:
-        body = json.dumps(value, separators=(",", ":"), allow_nan=False, default=str).encode()
+        body = encode(value, allow_nan=False).encode()
         self._reply(HTTPStatus.OK, body, "application/json")
 
     def _text(self, status: HTTPStatus, text: str, **headers: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dtobs.codec import encode
 from dtobs.findings import Confidence, Finding
 from dtobs.monitor.exits import append_lines
 from dtobs.recording.journal import Entry, Event, open_entries, read_journal
@@ -140,7 +140,7 @@ class Journal:
     def _write(self, changes: list[Entry]) -> None:
         if not self._writes:
             return
-        self.unwritten += [json.dumps(e.to_json(), separators=(",", ":"), default=str) + "\n" for e in changes]
+        self.unwritten += [encode(e.to_json()) + "\n" for e in changes]
         excess = len(self.unwritten) - _MAX_UNWRITTEN
         if excess > 0:
             del self.unwritten[:excess]

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dtobs.codec import DecodeError, decode, parse
 from dtobs.detectors.hangs.stall import Stall
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity
 from dtobs.host.process import ProcessState, read_process
@@ -217,9 +218,7 @@ def _done_before(path: Path) -> set[str]:
     found: set[str] = set()
     for line in lines:
         try:
-            told: Any = json.loads(line)
-        except ValueError:
+            found.add(str(decode(dict[str, Any], parse(line)).get("hang")))
+        except DecodeError:
             continue  # the last line may be cut
-        if isinstance(told, dict):
-            found.add(str(told.get("hang")))
     return found

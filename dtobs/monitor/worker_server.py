@@ -7,12 +7,12 @@ Every answer is bounded in time and size.
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dtobs.codec import DecodeError, decode, parse
 from dtobs.words import duration_text
 
 MAX_BYTES = 32 << 20
@@ -66,11 +66,9 @@ def ask(path: str, handler: str, seconds: float, max_bytes: int = MAX_BYTES) -> 
 def flight_recorder(path: str, seconds: float) -> dict[str, Any]:
     """The rank's Flight Recorder dump, of its newest `MAX_ENTRIES` entries. Raises Unanswered."""
     try:
-        dump = json.loads(ask(path, "fr_trace_json", seconds))
-    except (ValueError, RecursionError) as error:
-        raise Unanswered(f"fr_trace_json: not JSON ({error})") from error
-    if not isinstance(dump, dict):
-        raise Unanswered("fr_trace_json: not a JSON object")
+        dump = decode(dict[str, Any], parse(ask(path, "fr_trace_json", seconds)))
+    except DecodeError as error:
+        raise Unanswered(f"fr_trace_json: {error}") from error
     entries = dump.get("entries")
     if isinstance(entries, list) and len(entries) > MAX_ENTRIES:
         dump["entries"] = entries[-MAX_ENTRIES:]

@@ -6,13 +6,13 @@ parts' bytes one after the other. A part is a piece of one file of the sender's 
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from dtobs.errors import ServiceError, brief
+from dtobs.codec import DecodeError, Natural, decode, encode, parse
+from dtobs.errors import ServiceError
 from dtobs.recording.laws import LAWS
 from dtobs.recording.page import MAX_WORLD
 
@@ -22,7 +22,6 @@ MAX_BYTES = 64 << 20
 """Of a whole bundle; a sender stays far below and sends the rest with the next."""
 MAX_HEAD_BYTES = 8 << 20
 RINGS = ("events", "steps", "digests", "pipeline", *LAWS)
-_KINDS = frozenset({"pages", "meta", "exits", *RINGS})
 _PREFIX = len(MAGIC) + 4
 
 
@@ -39,23 +38,30 @@ class Part:
     fields: Sequence[Sequence[Any]] = ()
 
 
+@dataclass(frozen=True)
+class _Listed:
+    """A part as the head of a bundle names it."""
+
+    kind: Literal["pages", "meta", "exits", "journal", "capture", *RINGS]  # type: ignore[valid-type]
+    rank: Annotated[int, range(-1, MAX_WORLD)]
+    attempt: Annotated[int, range(1 << 31)]
+    start: Natural
+    capacity: Natural
+    fields: list[list[Any]]
+    bytes: Natural
+    crc: int
+
+
+@dataclass(frozen=True)
+class _Contents:
+    head: dict[str, Any]
+    parts: list[_Listed]
+
+
 def encode_bundle(head: dict[str, Any], parts: Sequence[Part]) -> bytes:
     """The bundle as bytes."""
-    listed = [
-        {
-            "kind": p.kind,
-            "rank": p.rank,
-            "attempt": p.attempt,
-            "start": p.start,
-            "capacity": p.capacity,
-            "fields": p.fields,
-            "bytes": len(p.data),
-            "crc": zlib.crc32(p.data),
-        }
-        for p in parts
-    ]
-    said = {"head": {"schema": SCHEMA, **head}, "parts": listed}
-    text = json.dumps(said, separators=(",", ":"), default=str).encode()
+    listed = [{**vars(part), "data": None, "bytes": len(part.data), "crc": zlib.crc32(part.data)} for part in parts]
+    text = encode({"head": {"schema": SCHEMA, **head}, "parts": listed}).encode()
     return b"".join([MAGIC, len(text).to_bytes(4, "little"), text, *(p.data for p in parts)])
 
 
@@ -65,29 +71,19 @@ def decode_bundle(body: bytes) -> tuple[dict[str, Any], list[Part]]:
     if body[: len(MAGIC)] != MAGIC or length > MAX_HEAD_BYTES or _PREFIX + length > len(body):
         raise ServiceError("the answer is not one of a dtobs monitor")
     try:
-        said = json.loads(body[_PREFIX : _PREFIX + length])
-        head, listed = said["head"], said["parts"]
-        if head["schema"] != SCHEMA:
-            raise ServiceError(f"that monitor speaks {head['schema']!r}, this one {SCHEMA!r}: use one version of dtobs")
+        said = decode(_Contents, parse(body[_PREFIX : _PREFIX + length]))
+        if said.head.get("schema") != SCHEMA:
+            schema = str(said.head.get("schema"))[:40]
+            raise ServiceError(f"that monitor speaks {schema!r}, this one {SCHEMA!r}: use one version of dtobs")
         at, parts = _PREFIX + length, []
-        for entry in listed:
-            part, at = _part(entry, body, at)
-            parts.append(part)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError) as error:
-        raise ServiceError(f"the answer of that monitor is damaged: {brief(error)}") from error
+        for part in said.parts:
+            data = body[at : at + part.bytes]
+            if len(data) != part.bytes or zlib.crc32(data) != part.crc:
+                raise DecodeError(f"part {part.kind!r} does not have its checksum")
+            parts.append(Part(part.kind, data, part.rank, part.attempt, part.start, part.capacity, part.fields))
+            at += part.bytes
+    except DecodeError as error:
+        raise ServiceError(f"the answer of that monitor is damaged: {error}") from error
     if at != len(body):
         raise ServiceError("the answer of that monitor is damaged: there are bytes that it does not name")
-    return head, parts
-
-
-def _part(entry: dict[str, Any], body: bytes, at: int) -> tuple[Part, int]:
-    size, kind = int(entry["bytes"]), str(entry["kind"])
-    data = body[at : at + size]
-    if size < 0 or len(data) != size or zlib.crc32(data) != entry["crc"]:
-        raise ValueError(f"part {kind!r} does not have its checksum")
-    numbers = {name: int(entry[name]) for name in ("rank", "attempt", "start", "capacity")}
-    if kind not in _KINDS or not -1 <= numbers["rank"] < MAX_WORLD or not 0 <= numbers["attempt"] < 1 << 31:
-        raise ValueError(f"part {kind!r} of rank {numbers['rank']}, attempt {numbers['attempt']}")
-    if numbers["start"] < 0 or numbers["capacity"] < 0:
-        raise ValueError(f"part {kind!r} begins at {numbers['start']}")
-    return Part(kind, data, fields=list(entry["fields"]), **numbers), at + size
+    return said.head, parts

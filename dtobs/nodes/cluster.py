@@ -16,17 +16,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from dtobs.errors import DtobsError, UsageError, brief
+from dtobs.codec import DecodeError, decode
+from dtobs.errors import DtobsError, UsageError
 from dtobs.findings import Finding
 from dtobs.host.process import ProcessState
 from dtobs.nodes.bundle import encode_bundle
 from dtobs.nodes.peer import Peer
 from dtobs.nodes.peer_client import ask
-from dtobs.nodes.sharing import Have, collect, position
+from dtobs.nodes.sharing import Question, collect
 from dtobs.nodes.token import read_token
 from dtobs.recording.contact import Contact, write_contact
 from dtobs.recording.rundir import RunDirectory, read_json
@@ -117,12 +119,10 @@ class Cluster:
 
     def told_findings(self) -> list[Finding]:
         """What the monitor that led last had found."""
-        led = [p for p in self._all() if p.node < self.node and isinstance(p.head.get("findings"), list)]
+        led = [p for p in self._all() if p.node < self.node and p.head is not None]
         for peer in sorted(led, key=lambda p: -p.heard_s):
-            try:
-                return [_on_our_clock(Finding.from_json(f), peer) for f in peer.head["findings"]]
-            except (KeyError, TypeError, ValueError, OverflowError):
-                continue
+            with suppress(DecodeError):  # a newer version's
+                return [_on_our_clock(f, peer) for f in decode(list[Finding], peer.head.findings if peer.head else [])]
         return []
 
     def settled(self, troubles: object, *, stalled: bool) -> bool:
@@ -154,14 +154,10 @@ class Cluster:
     def answer(self, question: dict[str, Any], client: str) -> bytes:
         """This node as another monitor asked for it. Raises UsageError when that is no question."""
         try:
-            have = {int(rank): Have.from_json(had) for rank, had in question["have"].items()}
-            asker, exits = int(question["from"]), position(question["exits"])
-            detail = question["detail"] is True
-            address = str(question["address"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise UsageError(f"this is no question of a dtobs monitor: {brief(error)}") from error
-        self._met(asker, address, client)
-        processes = self._local.processes()
+            asked = decode(Question, question)
+        except DecodeError as error:
+            raise UsageError(f"this is no question of a dtobs monitor: {error}") from error
+        self._met(asked.node, asked.address, client)
         head = {
             "node": self.node,
             "run": self.run_dir.root.name,
@@ -169,14 +165,14 @@ class Cluster:
             "host": socket.gethostname(),
             "monotonic_ns": time.monotonic_ns(),
             "clock_offset_ns": time.time_ns() - time.monotonic_ns(),
-            "processes": {str(rank): state.to_json() for rank, state in processes.items()},
+            "processes": self._local.processes(),
             "ending": self.ending,
-            "nodes": {str(p.node): p.address for p in self._all()},
-            "findings": [{"since_ns": f.since_ns, **f.to_json()} for f in self._local.findings()],
+            "nodes": {p.node: p.address for p in self._all()},
+            "findings": self._local.findings(),
         }
-        parts = collect(self.run_dir, self.node, have, exits=exits, detail=detail)
+        parts = collect(self.run_dir, self.node, asked.have, exits=asked.exits, detail=asked.detail)
         # Only the lead asks the nodes above it: that is who has to know.
-        self._said_goodbye |= self.ending and asker < self.node
+        self._said_goodbye |= self.ending and asked.node < self.node
         return encode_bundle(head, parts)
 
     def ask_captures(self, reason: str, seconds: float) -> list[Future[bytes]]:
@@ -212,14 +208,14 @@ class Cluster:
     def _ask(self, peer: Peer, leads: bool) -> None:
         try:
             before = peer.state
-            question = {"from": self.node, "address": self.address}
+            question = Question(self.node, self.address)
             attempt = self._local.attempt()
             ours = frozenset(self._local.processes()) if peer.contact.attempt == attempt else frozenset()
             slowly = math.inf if not leads else 0.0 if self._stalled else DETAIL_SECONDS * self.interval
             peer.ask(question, ours, slowly)
             if peer.state == "answers" and not leads:
-                for node, address in dict(peer.head.get("nodes", {})).items():
-                    self._met(int(node), str(address), "")
+                for node, address in peer.head.nodes.items() if peer.head else ():
+                    self._met(node, address, "")
             if peer.state != before:
                 log.info("node %d at %s: %s %s", peer.node, peer.address, peer.state, peer.contact.why)
         except DtobsError as error:

@@ -9,23 +9,24 @@ numbers, rings must have formats of ours, and every file is bounded.
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.codec import encode
 from dtobs.errors import RecordingDisabled, RecordingError, ServiceError
 from dtobs.events import SCHEMA
 from dtobs.nodes.bundle import RINGS, Part
-from dtobs.nodes.sharing import Have
+from dtobs.nodes.sharing import SyncCursor
 from dtobs.recording import page as pages_file
 from dtobs.recording.meta import MAX_BYTES as MAX_META_BYTES
-from dtobs.recording.page import HALF_BYTES, PAGE_DTYPE, SLOT_BYTES, plausible
+from dtobs.recording.page import HALF_BYTES, MAX_WORLD, PAGE_DTYPE, SLOT_BYTES, plausible
 from dtobs.recording.ring import HEADER_BYTES, MAGIC, describe, parse_head
-from dtobs.recording.rundir import RunDirectory, private_folder
+from dtobs.recording.rundir import RunDirectory, private_folder, write_private
 
 MAX_RANKS = 4096
 """Of one node."""
@@ -38,7 +39,7 @@ class NodeMirror:
     def __init__(self, run: RunDirectory, node: int) -> None:
         self._run, self._node = run, node
         self.exits = 0  #: bytes of exits.jsonl taken
-        self.have: dict[int, Have] = {}  #: by rank
+        self.have: dict[int, SyncCursor] = {}  #: by rank
         self.pages: npt.NDArray[np.void] = np.zeros(0, PAGE_DTYPE)
 
     def apply(self, parts: list[Part], others: frozenset[int] = frozenset(), skew_ns: int = 0) -> None:
@@ -52,7 +53,7 @@ class NodeMirror:
             raise ServiceError("the answer of that monitor holds no pages")
         pages = self._checked(told[0], others)
         try:
-            if len(pages):
+            if len(pages) and not self._older(pages):
                 if skew_ns:
                     _set_right(pages, skew_ns)
                 self._begin(pages)
@@ -65,8 +66,7 @@ class NodeMirror:
             raise RecordingDisabled(f"cannot keep what node {self._node} says in {where}: {error.strerror}") from error
 
     def _checked(self, part: Part, others: frozenset[int]) -> npt.NDArray[np.void]:
-        if list(part.fields) != describe(PAGE_DTYPE) or len(part.data) % PAGE_DTYPE.itemsize:
-            raise ServiceError("the pages of that monitor are of another version of dtobs")
+        node_of(part)
         pages: npt.NDArray[np.void] = np.frombuffer(part.data, PAGE_DTYPE).copy()
         if not len(pages):
             return pages
@@ -82,12 +82,18 @@ class NodeMirror:
             raise ServiceError(f"the pages that came as those of node {self._node} are not its own")
         return pages
 
+    def _older(self, pages: npt.NDArray[np.void]) -> bool:
+        """Whether the pages are of the same ranks' processes, and from before what is known."""
+        known = self.pages
+        same = len(known) == len(pages) and (known["attach_ns"] == pages["attach_ns"]).all()
+        return bool(same and known["heartbeat_ns"].max() > pages["heartbeat_ns"].max())
+
     def _begin(self, pages: npt.NDArray[np.void]) -> None:
         """Start a rank anew when its process has attached anew."""
         for page in pages:
             rank, attached = int(page["rank"]), int(page["attach_ns"])
-            if self.have.get(rank, Have()).attach_ns != attached:
-                self.have[rank] = Have(attached)
+            if self.have.get(rank, SyncCursor()).attach_ns != attached:
+                self.have[rank] = SyncCursor(attached)
                 private_folder(self._run.rank(rank))
                 attempt = int(page["attempt"])
                 for name in RINGS:
@@ -99,18 +105,31 @@ class NodeMirror:
     def _take(self, part: Part) -> None:
         if part.kind == "exits":
             private_folder(self._run.node(self._node))
-            self.exits = _append(self._run.exits(self._node), part, MAX_EXITS_BYTES)
-        elif part.kind != "pages" and part.rank in self.have:
+            self.exits = append(self._run.exits(self._node), part, MAX_EXITS_BYTES)
+        elif part.kind in ("meta", *RINGS) and part.rank in self.have:
             had = self.have[part.rank]
             if part.kind == "meta":
-                end = _append(self._run.meta(part.rank, part.attempt), part, MAX_META_BYTES)
-                self.have[part.rank] = Have(had.attach_ns, end, had.rings)
+                end = append(self._run.meta(part.rank, part.attempt), part, MAX_META_BYTES)
+                self.have[part.rank] = replace(had, meta=end)
             else:
                 path = self._run.ring(part.kind, part.rank, part.attempt)
-                self.have[part.rank] = Have(had.attach_ns, had.meta, had.rings | {part.kind: _write_ring(path, part)})
+                self.have[part.rank] = SyncCursor(
+                    had.attach_ns, had.meta, had.rings | {part.kind: _write_ring(path, part)}
+                )
 
 
-def _append(path: Path, part: Part, most: int) -> int:
+def node_of(part: Part) -> int:
+    """The node whose pages these are, 0 when there are none. Raises ServiceError when they are no pages."""
+    size = PAGE_DTYPE.itemsize
+    if list(part.fields) != describe(PAGE_DTYPE) or len(part.data) % size:
+        raise ServiceError("the pages of that monitor are of another version of dtobs")
+    nodes = np.frombuffer(part.data, PAGE_DTYPE)["node"]
+    if len(nodes) and not 0 <= int(nodes[0]) < MAX_WORLD:
+        raise ServiceError(f"that monitor tells of a node {nodes[0]}")
+    return int(nodes[0]) if len(nodes) else 0
+
+
+def append(path: Path, part: Part, most: int) -> int:
     """Write text to its place; returns where the next begins."""
     end = part.start + len(part.data)
     if end > most:
@@ -128,7 +147,7 @@ def _append(path: Path, part: Part, most: int) -> int:
 
 def _write_ring(path: Path, part: Part) -> int:
     """Put the records into their slots; returns the last one's index. Raises ServiceError, OSError."""
-    header = json.dumps({"schema": SCHEMA, "capacity": part.capacity, "fields": part.fields}).encode()
+    header = encode({"schema": SCHEMA, "capacity": part.capacity, "fields": part.fields}, separators=None).encode()
     head = (MAGIC + len(header).to_bytes(4, "little") + header).ljust(HEADER_BYTES, b"\0")
     try:
         dtype, capacity = parse_head(path, head[:HEADER_BYTES])
@@ -153,7 +172,7 @@ def _write_ring(path: Path, part: Part) -> int:
 
 
 def _set_right(pages: npt.NDArray[np.void], skew_ns: int) -> None:
-    """Correct what the pages say of UTC, those that are whole."""
+    """Rewrite the UTC offset in every complete page."""
     for n in range(len(pages)):
         row = pages[n : n + 1]
         if zlib.crc32(row.tobytes()[8:]) == int(row["crc"][0]):
@@ -169,9 +188,4 @@ def _write_pages(path: Path, pages: npt.NDArray[np.void]) -> None:
     where = (pages["seq"] & np.uint64(1)).astype(np.intp) * HALF_BYTES
     for slot, offset in enumerate(where.tolist()):
         slots[slot, offset : offset + PAGE_DTYPE.itemsize] = raw[slot]
-    private_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(header + slots.tobytes())
-    temporary.replace(path)
+    write_private(path, header + slots.tobytes())

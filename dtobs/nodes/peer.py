@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dtobs.errors import ServiceError, TargetError, brief
+from dtobs.codec import DecodeError, decode
+from dtobs.errors import ServiceError, TargetError
 from dtobs.events import RankState
 from dtobs.host.process import ProcessState
 from dtobs.nodes.bundle import decode_bundle
 from dtobs.nodes.mirror import NodeMirror
 from dtobs.nodes.peer_client import Unanswered, ask
+from dtobs.nodes.sharing import Question
 from dtobs.nodes.token import read_token
 from dtobs.recording.clocks import ONE_CLOCK_NS
 from dtobs.recording.contact import Contact, State, read_contacts, write_contact
@@ -27,6 +29,21 @@ FIRST_SECONDS = 30.0
 ANSWER_SECONDS = 4.0
 
 
+@dataclass(frozen=True)
+class NodeHead:
+    """What a monitor says of itself and its node, beside the pieces of files. `findings` may be a newer version's."""
+
+    node: int
+    attempt: int
+    host: str
+    monotonic_ns: int
+    clock_offset_ns: int
+    processes: dict[int, ProcessState]
+    ending: bool = False
+    nodes: dict[int, str] = field(default_factory=dict)  #: where the others' monitors are
+    findings: list[Any] = field(default_factory=list)
+
+
 class Peer:
     """Asked by one thread at a time; read by others."""
 
@@ -37,7 +54,7 @@ class Peer:
         self.answered_s = 0.0  #: monotonic; when the question was asked that its last answer is for; 0: never
         self.heard_s = 0.0  #: monotonic; when that answer came
         self.news_s = 0.0  #: when a rank there was last seen to have ended or failed
-        self.head: dict[str, Any] = {}
+        self.head: NodeHead | None = None
         self.ahead_ns = 0  #: what to add to times in `head`
         self.asking = False
         self._run, self._token_file = run, token_file
@@ -63,22 +80,17 @@ class Peer:
             self.address, self._since_s, self._misses = address, time.monotonic(), 0
             self.contact = replace(self.contact, address=address, state="answers", why="")
 
-    def ask(self, question: dict[str, Any], local_ranks: frozenset[int], detail_seconds: float) -> None:
+    def ask(self, question: Question, local_ranks: frozenset[int], detail_seconds: float) -> None:
         """Ask it and take its answer over; its rings only when they are `detail_seconds` old.
 
         Raises RecordingDisabled when the disk refuses.
         """
         asked_s = time.monotonic()
         due = asked_s - self._detailed_s >= detail_seconds
-        have = self.mirror.have if self.mirror is not None else {}
-        said = {
-            **question,
-            "detail": due and self.mirror is not None,
-            "exits": self.mirror.exits if self.mirror is not None else 0,
-            "have": {str(rank): had.to_json() for rank, had in have.items()},
-        }
+        if self.mirror is not None:
+            question = replace(question, detail=due, exits=self.mirror.exits, have=self.mirror.have)
         try:
-            body = ask(self.address, "/api/node", said, read_token(self._token_file), ANSWER_SECONDS)
+            body = ask(self.address, "/api/node", question, read_token(self._token_file), ANSWER_SECONDS)
             self.hear(body, local_ranks, asked_s)
         except Unanswered as error:
             self._missed(error.kind, str(error))
@@ -88,46 +100,46 @@ class Peer:
             self._detailed_s = asked_s if due else self._detailed_s
 
     def hear(self, body: bytes, local_ranks: frozenset[int], asked_s: float) -> None:
-        """Take its answer `body` over. Raises ServiceError when it cannot be one, RecordingDisabled as `ask` does."""
+        """Apply the peer's answer. Raises ServiceError when it cannot be one, RecordingDisabled as `ask` does."""
         try:
-            head, parts = decode_bundle(body)
-            if head.get("node") != self.node:
-                raise ServiceError(f"the monitor at {self.address} is that of another node")
-            by_ns = self._clocks(head, asked_s)
-            if self.mirror is not None:
-                if not self.heard_s:  # the mark of a copy comes before the copy
-                    write_contact(self._run, replace(self.contact, mirrored=True))
-                self.mirror.apply(parts, local_ranks, self._skew_ns)
-            self._understood(head, asked_s, by_ns)
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise ServiceError(f"the answer of the monitor at {self.address} is damaged: {brief(error)}") from error
+            said, parts = decode_bundle(body)
+            head = decode(NodeHead, said)
+        except DecodeError as error:
+            raise ServiceError(f"the answer of the monitor at {self.address} is damaged: {error}") from error
+        if head.node != self.node:
+            raise ServiceError(f"the monitor at {self.address} is that of another node")
+        by_ns = self._clocks(head, asked_s)
+        if self.mirror is not None:
+            if not self.heard_s:  # write the marker before the first copied byte
+                write_contact(self._run, replace(self.contact, mirrored=True))
+            self.mirror.apply(parts, local_ranks, self._skew_ns)
+        self._understood(head, asked_s, by_ns)
 
-    def _clocks(self, head: dict[str, Any], asked_s: float) -> int:
+    def _clocks(self, head: NodeHead, asked_s: float) -> int:
         """What to add to a time of that node's clock; 0 where it is ours.
 
         The answer was made at some moment between our question and now: that is nearer than many a pair of hosts keeps
         UTC, by which recordings of several hosts are compared. A larger difference is remembered as their skew.
         """
-        by_ns = round((asked_s + time.monotonic()) * 5e8) - int(head["monotonic_ns"])
+        by_ns = round((asked_s + time.monotonic()) * 5e8) - head.monotonic_ns
         ours_ns = time.time_ns() - time.monotonic_ns()
-        skew_ns = ours_ns + by_ns - int(head["clock_offset_ns"])
+        skew_ns = ours_ns + by_ns - head.clock_offset_ns
         if abs(skew_ns - self._skew_ns) >= ONE_CLOCK_NS:  # not at each trembling of the network
             self._skew_ns = skew_ns if abs(skew_ns) >= ONE_CLOCK_NS else 0
         return by_ns if abs(by_ns) >= ONE_CLOCK_NS else 0
 
-    def _understood(self, head: dict[str, Any], asked_s: float, by: int) -> None:
+    def _understood(self, head: NodeHead, asked_s: float, by: int) -> None:
         processes = {}
-        for rank, state in head["processes"].items():
-            process = ProcessState.from_json(state)
+        for rank, process in head.processes.items():
             ended = process.ended_ns + by if process.ended_ns else 0
-            processes[int(rank)] = replace(process, ended_ns=ended)
+            processes[rank] = replace(process, ended_ns=ended)
         contact = Contact(
             self.node,
             self.address,
-            "ended" if head.get("ending") is True else "answers",
-            int(head["attempt"]),
+            "ended" if head.ending else "answers",
+            head.attempt,
             tuple(sorted(processes)),
-            str(head["host"]),
+            head.host,
             answered_ns=time.time_ns(),
             mirrored=self.mirror is not None,
         )

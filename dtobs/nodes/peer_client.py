@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import json
 import time
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
+from dtobs.codec import encode
 from dtobs.errors import brief
 from dtobs.nodes.bundle import MAX_BYTES
 from dtobs.words import duration_text
@@ -26,9 +26,7 @@ class Unanswered(Exception):
         self.kind: Kind = kind
 
 
-def ask(
-    address: str, path: str, question: dict[str, Any], token: str, seconds: float, max_bytes: int = MAX_BYTES
-) -> bytes:
+def ask(address: str, path: str, question: object, token: str, seconds: float, max_bytes: int = MAX_BYTES) -> bytes:
     """POST `question` to the monitor at `address`; its whole answer within `seconds`. Raises Unanswered."""
     deadline = time.monotonic() + seconds
     try:
@@ -57,7 +55,7 @@ def _connect(connection: http.client.HTTPConnection) -> None:
 def _converse(
     connection: http.client.HTTPConnection,
     path: str,
-    question: dict[str, Any],
+    question: object,
     token: str,
     deadline: float,
     max_bytes: int,
@@ -65,7 +63,7 @@ def _converse(
     try:
         connection.sock.settimeout(max(0.1, deadline - time.monotonic()))
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        connection.request("POST", path, json.dumps(question).encode(), headers)
+        connection.request("POST", path, encode(question).encode(), headers)
         response = connection.getresponse()
         if response.status == 401:
             raise Unanswered("mute", "it refuses our token")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from dtobs.errors import RecordingDisabled
-from dtobs.recording.rundir import private_folder
+from dtobs.recording.rundir import write_private
 
 VARIABLE = "DTOBS_TOKEN"
 _MAX_BYTES = 4096
@@ -40,16 +38,7 @@ def ensure_token(path: Path, environment: Mapping[str, str] = os.environ) -> str
 def write_token(path: Path, token: str) -> None:
     """Keep `token` in `path`, whole or not at all, for this user only. Raises RecordingDisabled."""
     try:
-        private_folder(path.parent)
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".token.")  # mode 0600
-        try:
-            with os.fdopen(fd, "w", encoding="ascii") as file:
-                file.write(f"{token}\n")
-            Path(temporary).replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-            raise
+        write_private(path, f"{token}\n".encode("ascii"))
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RecordingDisabled(f"cannot keep the run's token in {path}: {reason}") from error

@@ -96,7 +96,7 @@ class PipelineProbe(Probe):
             self._ring = PipelineWriter(recorder.run_dir.pipeline(recorder.rank, recorder.attempt))
         if own[0].device.type == "cuda":
             self._device = DeviceTimes(stream_marks(own[0].device))
-        recorder.meta.add("pipeline", **plan.to_json(), messages=private.has_messages())
+        recorder.meta.add("pipeline", **vars(plan), messages=private.has_messages())
         if self._messages is None:
             self._messages = Messages(self._write_message, self.guard)
         if not self._watched and private.has_messages():

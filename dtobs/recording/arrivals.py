@@ -11,10 +11,11 @@ import os
 import re
 import socket
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dtobs.codec import DecodeError, Natural, decode
 from dtobs.errors import RecordingDisabled, TargetError
 from dtobs.host.process import boot_id, read_process, start_ticks
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
@@ -31,7 +32,7 @@ class Arrival:
     the rank was given, 0 for none.
     """
 
-    rank: int
+    rank: Natural
     world_size: int
     attempt: int = 0
     state: State = "started"
@@ -67,7 +68,7 @@ def arrive(rank: int, world_size: int, attempt: int, patience: float = 0.0) -> A
 def write_arrival(run: RunDirectory, arrival: Arrival) -> None:
     """Replace this rank's file. What cannot be written is left out: a job starts without it as well."""
     with contextlib.suppress(RecordingDisabled, OSError):
-        write_json(_folder(run.root) / str(arrival.attempt) / f"{arrival.rank:05d}.json", asdict(arrival))
+        write_json(_folder(run.root) / str(arrival.attempt) / f"{arrival.rank:05d}.json", vars(arrival))
 
 
 def read_arrivals(root: Path) -> dict[int, Arrival]:
@@ -79,8 +80,8 @@ def read_arrivals(root: Path) -> dict[int, Arrival]:
     for path in _listed(_folder(root) / str(attempts[-1])):
         if not re.fullmatch(r"\d{5,9}\.json", path.name):
             continue
-        with contextlib.suppress(TargetError, TypeError, ValueError, KeyError, OverflowError):
-            arrival = _decode(read_json(path))
+        with contextlib.suppress(TargetError, DecodeError):
+            arrival = decode(Arrival, read_json(path))
             found[arrival.rank] = arrival
     return found
 
@@ -109,18 +110,6 @@ def seconds_on_the_way(arrival: Arrival) -> float:
 def become(arrival: Arrival, state: State, **changes: Any) -> Arrival:
     """The same rank a moment later."""
     return replace(arrival, state=state, since=time.time(), **changes)
-
-
-def _decode(value: dict[str, Any]) -> Arrival:
-    """Raises KeyError, TypeError, ValueError or OverflowError when `value` is not one of ours."""
-    kinds = {name: type(getattr(_EXAMPLE, name)) for name in Arrival.__dataclass_fields__}
-    given = {name: kind(value[name]) for name, kind in kinds.items()}
-    if given["state"] not in ("started", "waiting", "met", "failed") or given["rank"] < 0:
-        raise ValueError(f"no arrival: {given['state']!r} of rank {given['rank']}")
-    return Arrival(**given)
-
-
-_EXAMPLE = Arrival(0, 1)
 
 
 def _folder(root: Path) -> Path:

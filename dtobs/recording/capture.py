@@ -6,16 +6,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from dtobs.codec import DecodeError, decode, encode
 from dtobs.errors import RecordingDisabled, TargetError
 from dtobs.host.process import ProcessState
 from dtobs.host.stacks import ThreadStack, parse_stacks
-from dtobs.recording.rundir import private_folder, read_json, write_json
+from dtobs.recording.rundir import private_folder, read_json, write_json, write_private
 
 Gil = Literal["free", "held", "unknown"]
 SCHEMA = "dtobs.capture/1"
@@ -53,9 +53,9 @@ class Capture:
             private_folder(folder)
             for rank, seen in self.ranks.items():
                 if seen.stacks_text:
-                    _private(folder / f"rank-{rank:05d}.stacks.txt", seen.stacks_text)
+                    write_private(folder / f"rank-{rank:05d}.stacks.txt", seen.stacks_text.encode(errors="replace"))
                 if seen.flight_recorder is not None:
-                    _private(folder / f"rank-{rank:05d}.fr.json", json.dumps(seen.flight_recorder))
+                    write_private(folder / f"rank-{rank:05d}.fr.json", encode(seen.flight_recorder).encode())
         except OSError as error:
             raise RecordingDisabled(f"cannot write the capture {folder}: {error.strerror}") from error
         summary: dict[str, Any] = {
@@ -63,10 +63,7 @@ class Capture:
             "taken_ns": self.taken_ns,
             "taken_utc": self.taken_utc,
             "reason": self.reason,
-            "ranks": {
-                str(r): {"process": c.process.to_json(), "gil": c.gil, "notes": list(c.notes)}
-                for r, c in self.ranks.items()
-            },
+            "ranks": {str(r): {"process": c.process, "gil": c.gil, "notes": c.notes} for r, c in self.ranks.items()},
         }
         write_json(folder / "capture.json", summary)  # last: a capture without it is unfinished
 
@@ -77,23 +74,22 @@ def load_capture(folder: Path) -> Capture:
     if not summary:
         raise TargetError(f"{folder} holds no finished capture (no capture.json)")
     try:
-        ranks = {int(rank): _rank(folder, int(rank), seen) for rank, seen in summary["ranks"].items()}
-        return Capture(int(summary["taken_ns"]), str(summary["taken_utc"]), str(summary["reason"]), ranks)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        seen = decode(dict[int, dict[str, Any]], summary.get("ranks"))
+        given = {str(rank): {**said, "rank": rank} for rank, said in seen.items()}
+        capture = decode(Capture, {**summary, "ranks": given})
+    except DecodeError as error:
         raise TargetError(f"{folder}/capture.json is damaged: {error}") from error
+    return replace(capture, ranks={rank: _with_files(folder, seen) for rank, seen in capture.ranks.items()})
 
 
-def _rank(folder: Path, rank: int, seen: dict[str, Any]) -> RankCapture:
-    notes = tuple(str(note) for note in seen.get("notes", ()))
-    if seen["gil"] not in get_args(Gil):
-        raise ValueError(f"gil {seen['gil']!r}")
-    recorder = None
+def _with_files(folder: Path, seen: RankCapture) -> RankCapture:
+    notes, recorder = seen.notes, None
     try:
-        recorder = read_json(folder / f"rank-{rank:05d}.fr.json") or None
+        recorder = read_json(folder / f"rank-{seen.rank:05d}.fr.json") or None
     except TargetError as error:  # the rest of the capture is still worth having
         notes += (str(error),)
-    stacks = _text(folder / f"rank-{rank:05d}.stacks.txt")
-    return RankCapture(rank, ProcessState.from_json(seen["process"]), seen["gil"], stacks, recorder, notes)
+    stacks = _text(folder / f"rank-{seen.rank:05d}.stacks.txt")
+    return replace(seen, stacks_text=stacks, flight_recorder=recorder, notes=notes)
 
 
 def latest_capture(folder: Path) -> Capture | None:
@@ -106,11 +102,6 @@ def latest_capture(folder: Path) -> Capture | None:
     except OSError:
         return None
     return load_capture(folder / names[0]) if names else None
-
-
-def _private(path: Path, text: str) -> None:
-    path.touch(mode=0o600)
-    path.write_text(text, encoding="utf-8")
 
 
 def _text(path: Path) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from dtobs.errors import TargetError, brief
+from dtobs.codec import DecodeError, decode
+from dtobs.errors import TargetError
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
 
 State = Literal["answers", "ended", "silent", "refused", "mute"]
@@ -41,7 +42,7 @@ class Contact:
 
 def write_contact(run: RunDirectory, contact: Contact) -> None:
     """Raises RecordingDisabled."""
-    write_json(run.contact(contact.node), {"schema": SCHEMA, **asdict(contact)})
+    write_json(run.contact(contact.node), {"schema": SCHEMA, **vars(contact)})
 
 
 def read_contacts(run: RunDirectory) -> dict[int, Contact]:
@@ -50,27 +51,8 @@ def read_contacts(run: RunDirectory) -> dict[int, Contact]:
     for node in run.nodes():
         value = read_json(run.contact(node))
         if value:
-            found[node] = contact_from_json(value, node)
+            try:
+                found[node] = decode(Contact, value | {"node": node})
+            except DecodeError as error:
+                raise TargetError(f"the contact.json of node {node} is damaged: {error}. Remove it") from error
     return found
-
-
-def contact_from_json(value: dict[str, Any], node: int) -> Contact:
-    """Raises TargetError."""
-    try:
-        if value["state"] not in get_args(State):
-            raise ValueError(f"state {value['state']!r}")
-        return Contact(
-            node,
-            str(value["address"]),
-            value["state"],
-            int(value["attempt"]),
-            tuple(int(rank) for rank in value["ranks"]),
-            str(value["host"]),
-            str(value["why"]),
-            int(value["answered_ns"]),
-            int(value["asked_by"]),
-            bool(value["alone"]),
-            bool(value["mirrored"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise TargetError(f"the contact.json of node {node} is damaged: {brief(error)}. Remove it") from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from dtobs.codec import DecodeError, decode
 from dtobs.errors import TargetError
 from dtobs.recording.rundir import read_json, write_json
 
@@ -17,7 +18,7 @@ class Excused:
 
     begin_ns: int
     end_ns: int
-    share: float = 1.0
+    share: Annotated[float, lambda share: 0 <= share <= 1] = 1.0
 
     def within_ns(self, since_ns: int, until_ns: int) -> int:
         """What of it lies between two instants."""
@@ -31,16 +32,13 @@ def excused_ns(spans: Iterable[Excused], since_ns: int, until_ns: int) -> int:
 
 def write_excused(path: Path, boot_id: str, spans: Iterable[Excused]) -> None:
     """Replace the file. Raises RecordingDisabled."""
-    write_json(path, {"boot_id": boot_id, "spans": [asdict(span) for span in spans]})
+    write_json(path, {"boot_id": boot_id, "spans": list(spans)})
 
 
 def read_excused(path: Path, boot_id: str) -> tuple[Excused, ...]:
     """What is in the file; nothing where it is not there, is of another boot of the host, or is damaged."""
     try:
-        told: dict[str, Any] = read_json(path)
-        if told.get("boot_id") != boot_id:
-            return ()
-        spans = (Excused(int(s["begin_ns"]), int(s["end_ns"]), float(s["share"])) for s in told["spans"])
-        return tuple(span for span in spans if 0 <= span.share <= 1)
-    except (TargetError, KeyError, TypeError, ValueError, OverflowError):
+        known = read_json(path)
+        return decode(tuple[Excused, ...], known.get("spans")) if known.get("boot_id") == boot_id else ()
+    except (TargetError, DecodeError):
         return ()

@@ -12,11 +12,11 @@ The monitor appends. A cut last line is left out.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from dtobs.codec import DecodeError, decode, parse
 from dtobs.findings import Finding
 
 MAX_BYTES = 32 << 20
@@ -41,7 +41,7 @@ class Entry:
         return max(0.0, ((self.until_ns or self.t_ns) - since) / 1e9) if since else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The line as a dictionary; `from_json` reads it back."""
+        """The line as a dictionary; `read_journal` reads it back."""
         return {
             "event": self.event,
             "utc": self.utc,
@@ -51,21 +51,6 @@ class Entry:
             **({"until_ns": self.until_ns} if self.until_ns else {}),
             **self.finding.to_json(),
         }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Entry:
-        """Raises KeyError, TypeError or ValueError when `value` is not a line of ours."""
-        event = value["event"]
-        if event not in get_args(Event):
-            raise ValueError(f"event {event!r}")
-        return cls(
-            event,
-            str(value["utc"]),
-            int(value.get("t_ns", 0)),
-            int(value.get("attempt", 0)),
-            Finding.from_json(value),
-            int(value.get("until_ns", 0)),
-        )
 
 
 def read_journal(path: Path) -> list[Entry]:
@@ -78,10 +63,9 @@ def read_journal(path: Path) -> list[Entry]:
     entries: list[Entry] = []
     for line in data.split(b"\n"):
         try:
-            value = json.loads(line)
-            if isinstance(value, dict):
-                entries.append(Entry.from_json(value))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            value = decode(dict[str, Any], parse(line))
+            entries.append(decode(Entry, value | {"finding": value}))
+        except DecodeError:
             continue
     return entries
 

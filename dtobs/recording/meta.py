@@ -7,14 +7,13 @@ File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: `
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dtobs.codec import DecodeError, decode, encode, parse
 from dtobs.errors import RecordingDisabled
 from dtobs.recording.rundir import private_folder
 from dtobs.words import ranks_text
@@ -43,7 +42,7 @@ class MetaWriter:
 
     def add(self, type_: str, **fields: Any) -> None:
         """Append one entry. An entry that cannot be written (full disk) is counted in `dropped`, not raised."""
-        line = (json.dumps({"t": type_, **fields}, separators=(",", ":"), default=str) + "\n").encode()
+        line = f"{encode({'t': type_, **fields})}\n".encode()
         if self._fd < 0 or self._written + len(line) > MAX_BYTES:
             self.dropped += 1
             return
@@ -164,78 +163,48 @@ class Meta:
 def read_meta(path: Path) -> Meta:
     """Read the entries of one rank; a missing file is an empty Meta, damaged lines are counted."""
     meta = Meta()
-    for entry in _lines(path, meta):
-        try:
-            take(meta, entry)
-        except (KeyError, TypeError, ValueError, OverflowError):
-            meta.damaged += 1
-    return meta
-
-
-def _lines(path: Path, meta: Meta) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES)
     except OSError:
-        return
-    for line in data.split(b"\n"):
-        if not line:
-            continue
+        return meta
+    for line in filter(None, data.split(b"\n")):
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
+            add_entry(meta, decode(dict[str, Any], parse(line)))
+        except (DecodeError, KeyError):
             meta.damaged += 1
-            continue
-        if isinstance(entry, dict):
-            yield entry
-        else:
-            meta.damaged += 1
+    return meta
 
 
 def _layout(e: dict[str, Any]) -> dict[str, Any]:
-    """A layout whose fields are of the types that detectors expect. Raises TypeError or ValueError."""
-    checked = {
-        "data_ranks": [int(rank) for rank in e.get("data_ranks") or ()],
-        "coordinates": dict(e.get("coordinates") or {}),
-        "stage": int(e.get("stage") or 0),
-        "dropout": int(e.get("dropout") or 0),
+    """A layout whose fields are of the types that detectors expect. Raises DecodeError."""
+    return e | {
+        "data_ranks": decode(list[int], e.get("data_ranks") or []),
+        "coordinates": decode(dict[str, Any], e.get("coordinates") or {}),
+        "stage": decode(int, e.get("stage") or 0),
+        "dropout": decode(int, e.get("dropout") or 0),
     }
-    return e | checked
 
 
-def take(meta: Meta, e: dict[str, Any]) -> None:
-    """Add one entry to `meta`. Raises KeyError, TypeError, ValueError or OverflowError when it is not one of ours."""
+def add_entry(meta: Meta, e: dict[str, Any]) -> None:
+    """Add one entry to `meta`. Raises KeyError or DecodeError when it is not one of ours."""
     match e.get("t"):
         case "group":
-            meta.groups[int(e["id"])] = Group(
-                str(e["name"]),
-                tuple(int(r) for r in e["ranks"]),
-                str(e.get("description", "")),
-                str(e.get("backend", "")),
-            )
+            meta.groups[decode(int, e["id"])] = decode(Group, e)
         case "op":
-            meta.ops[int(e["id"])] = Op(
-                str(e["op"]),
-                str(e.get("reduce_op", "")),
-                tuple(tuple(int(n) for n in shape) for shape in e.get("shapes", ())),
-                tuple(str(d) for d in e.get("dtypes", ())),
-                int(e.get("root", -1)),
-            )
+            meta.ops[decode(int, e["id"])] = decode(Op, e)
         case "site":
-            meta.sites[int(e["id"])] = Site(str(e["file"]), int(e["line"]), str(e["function"]))
+            meta.sites[decode(int, e["id"])] = decode(Site, e)
         case "phase":
-            meta.phases[int(e["id"])] = str(e["name"])
+            meta.phases[decode(int, e["id"])] = decode(str, e["name"])
         case "params":
-            meta.params = [
-                Parameter(str(p["name"]), tuple(int(n) for n in p["shape"]), str(p["dtype"]), str(p["replica"]))
-                for p in e["params"]
-            ]
+            meta.params = decode(list[Parameter], e["params"])
         case "process":
             meta.process.update(e)
         case "exception":
             meta.exceptions.append(e)
         case "probe":
-            meta.probes[str(e["name"])] = e
+            meta.probes[decode(str, e["name"])] = e
         case "policy":
             meta.policy.update(e)
         case "layout":
@@ -243,17 +212,16 @@ def take(meta: Meta, e: dict[str, Any]) -> None:
         case "pipeline":
             meta.pipeline = e
         case "construction" if "ranks" in e:
-            ranks = tuple(int(r) for r in e["ranks"])
-            made = Construction(int(e["number"]), ranks, str(e["name"]), str(e["site"]), int(e["begin_ns"]))
+            made = decode(Construction, e)
             meta.constructions[made.number] = made
         case "construction":
-            number = int(e["number"])
-            meta.constructions[number] = replace(meta.constructions[number], state=str(e["state"]))
+            number = decode(int, e["number"])
+            meta.constructions[number] = replace(meta.constructions[number], state=decode(str, e["state"]))
         case "law":
-            meta.laws[str(e["name"])] = e
+            meta.laws[decode(str, e["name"])] = e
         case "pass":
-            meta.passes.append({name: int(e[name]) for name in PASS_FIELDS})
+            meta.passes.append(decode(dict[str, int], {name: e[name] for name in PASS_FIELDS}))
         case "settings":
-            meta.settings.append((int(e["step"]), {str(name): str(value) for name, value in e["fields"].items()}))
+            meta.settings.append((decode(int, e["step"]), decode(dict[str, str], e["fields"])))
         case _:
             pass  # written by a newer version; nothing here depends on it

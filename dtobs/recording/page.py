@@ -21,6 +21,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.codec import DecodeError, decode, parse
 from dtobs.errors import RecordingDisabled, RecordingError
 from dtobs.events import FORMAT_FIELDS, SCHEMA
 from dtobs.recording.rundir import private_folder
@@ -225,10 +226,10 @@ class PageReader:
             raise RecordingError(f"{self._path} is not a dtobs page file")
         length = int.from_bytes(head[8:12], "little")
         try:
-            meta: dict[str, Any] = json.loads(head[12 : 12 + length])
-            fields = [[str(name), str(kind)] for name, kind in meta["fields"]]
-            schema = int(meta["schema"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            meta = decode(dict[str, Any], parse(head[12 : 12 + length]))
+            fields = [list(field) for field in decode(list[tuple[str, str]], meta.get("fields"))]
+            schema = decode(int, meta.get("schema"))
+        except DecodeError as error:
             raise RecordingError(f"{self._path}: damaged header ({error})") from error
         if schema > SCHEMA or fields != _fields():
             raise RecordingError(

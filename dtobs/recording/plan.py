@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -18,29 +17,5 @@ class Plan:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages a rank."""
+        """Stages per rank."""
         return max(1, self.stage_count // max(1, len(self.ranks)))
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of the ``pipeline`` meta entry."""
-        return {
-            "schedule": self.schedule,
-            "micro_batches": self.micro_batches,
-            "stages": list(self.stages),
-            "stage_count": self.stage_count,
-            "ranks": list(self.ranks),
-        }
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Plan | None:
-        """Read it back; None when there is none or it is damaged."""
-        try:
-            return Plan(
-                str(value["schedule"]),
-                int(value["micro_batches"]),
-                tuple(int(s) for s in value["stages"]),
-                int(value["stage_count"]),
-                tuple(int(r) for r in value["ranks"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return None

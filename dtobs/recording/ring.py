@@ -15,12 +15,14 @@ import os
 import re
 import struct
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.codec import decode, parse
 from dtobs.errors import RecordingDisabled, RecordingError
 from dtobs.events import EVENT_DTYPE, EVENT_FORMAT, SCHEMA
 from dtobs.recording.rundir import private_folder
@@ -227,24 +229,32 @@ def _rows(records: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
     return records.view(np.uint8).reshape(len(records), records.dtype.itemsize)
 
 
+@dataclass(frozen=True)
+class _Head:
+    """What a ring says of itself: a field is (name, format) or (name, format, count)."""
+
+    schema: int
+    capacity: int
+    fields: tuple[tuple[str, str] | tuple[str, str, int], ...]
+
+
 def parse_head(path: Path, head: bytes) -> tuple[np.dtype[np.void], int]:
     """The records' type and their number, from the first `HEADER_BYTES` of a ring. Raises RecordingError."""
     if head[:8] != MAGIC:
         raise RecordingError(f"{path} is not a dtobs ring")
     length = int.from_bytes(head[8:12], "little")
     try:
-        meta: dict[str, Any] = json.loads(head[12 : 12 + length])
-        if int(meta["schema"]) > SCHEMA:
-            raise RecordingError(f"{path}: schema {meta['schema']} is newer than this dtobs ({SCHEMA}): upgrade dtobs")
+        meta = decode(_Head, parse(head[12 : 12 + length]))
+        if meta.schema > SCHEMA:
+            raise RecordingError(f"{path}: schema {meta.schema} is newer than this dtobs ({SCHEMA}): upgrade dtobs")
         fields: list[Any] = []
-        for name, kind, *count in meta["fields"]:
-            if not _FIELD.match(str(kind)):
+        for name, kind, *count in meta.fields:
+            if not _FIELD.match(kind):
                 raise ValueError(f"field format {kind!r}")
-            fields.append((str(name), str(kind), (int(count[0]),)) if count else (str(name), str(kind)))
+            fields.append((name, kind, tuple(count)) if count else (name, kind))
         dtype = np.dtype(fields)
-        capacity = int(meta["capacity"])
-        first, last = fields[0], fields[-1]
-    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError, MemoryError) as error:
+        first, last, capacity = fields[0], fields[-1], meta.capacity
+    except (ValueError, TypeError, IndexError, OverflowError, MemoryError) as error:
         raise RecordingError(f"{path}: damaged header ({error})") from error
     if first[:2] != ("stamp", "<u8") or last[:2] != ("stamp_end", "<u8"):
         raise RecordingError(f"{path}: damaged header (no stamps)")

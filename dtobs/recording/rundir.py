@@ -14,7 +14,6 @@ private to the user (0700, 0600).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -23,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dtobs.codec import DecodeError, encode, parse
 from dtobs.errors import RecordingDisabled, TargetError
 
 RUN_SCHEMA = "dtobs.run/1"
@@ -155,19 +155,23 @@ def private_folder(path: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace `path` by `value` as JSON, atomically, mode 0600. Raises RecordingDisabled."""
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` whole or not at all, mode 0600. Raises OSError."""
+    private_folder(path.parent)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        private_folder(path.parent)
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                json.dump(value, file, indent=1, default=str)
-                file.write("\n")
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """`write_private` of `value` as JSON. Raises RecordingDisabled."""
+    try:
+        write_private(path, f"{encode(value, indent=1, separators=None)}\n".encode())
     except OSError as error:
         raise RecordingDisabled(f"cannot write {path}: {error.strerror}") from error
 
@@ -179,10 +183,10 @@ def read_json(path: Path) -> dict[str, Any]:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_JSON_BYTES:
                 raise TargetError(f"{path} is too large to be one of ours ({size >> 20} MiB)")
-            value = json.loads(file.read(size + 1))  # no more: room for all of it is made at once
+            value = parse(file.read(size + 1))  # no more: room for all of it is made at once
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, DecodeError) as error:
         raise TargetError(f"{path} cannot be read: {error}. Remove or restore it and try again") from error
     if not isinstance(value, dict):
         raise TargetError(f"{path} does not hold a JSON object. Remove or restore it and try again")

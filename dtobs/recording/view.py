@@ -6,7 +6,6 @@ Loading needs no torch and no cooperation of the ranks: a live, hung, dead or to
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.codec import DecodeError, decode, parse
 from dtobs.errors import RecordingError, TargetError
 from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE, RankState
 from dtobs.host.process import ProcessState, boot_id, pid_namespace, read_process
@@ -85,8 +85,8 @@ class RunView:
     paused: bool = False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
+    files: object = None  #: what keeps the files at `root` as long as they are read
     asked: bool = False  #: somebody wants to know now: a standstill is judged before it is long enough for an alarm
-    told: bool = False  #: by a monitor, which has the files: what lies at `root` here is not read
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -248,7 +248,7 @@ class RunView:
 
     def _ring(self, path: Path, expected: np.dtype[np.void] | None, last: int | None = None) -> npt.NDArray[np.void]:
         empty = np.zeros(0, expected if expected is not None else [("step", "<i8")])
-        if self.told or not path.exists():
+        if not path.exists():
             return empty
         try:
             records = read_ring(path) if last is None else read_tail(path, last)
@@ -265,12 +265,14 @@ def load_run(
     processes: dict[int, ProcessState] | None = None,
     previous: RunView | None = None,
     with_capture: bool = True,
+    host: tuple[str, int] | None = None,
 ) -> RunView:
     """Look at a run directory now.
 
     `processes` is what a monitor knows of the ranks' processes; without it they are looked up in /proc when this is
     the host that ran them. `previous` is the last look at the same run: meta entries that have not changed since are
-    taken from it. Without `with_capture` the last capture is not read. Raises TargetError when `root` is not a run
+    taken from it. Without `with_capture` the last capture is not read. `host` is the boot and the present time of the
+    host that looks, when that is not this one. Raises TargetError when `root` is not a run
     directory; a damaged file in it is named in `damaged`.
     """
     run = RunDirectory(root)
@@ -303,10 +305,11 @@ def load_run(
     except TargetError as error:
         contacts = {}
         damaged.append(str(error))
-    view = RunView(root, info, pages, time.monotonic_ns(), damaged=damaged, contacts=contacts)
+    boot, now_ns = host or (boot_id(), time.monotonic_ns())
+    view = RunView(root, info, pages, now_ns, damaged=damaged, contacts=contacts)
     view.paused = run.paused.exists()
-    view.excused = tuple(e for node in run.nodes() for e in read_excused(run.excused(node), boot_id()))
-    _to_one_clock(view)
+    view.excused = tuple(e for node in run.nodes() for e in read_excused(run.excused(node), boot))
+    _to_one_clock(view, boot)
     _reuse(view, previous)
     try:
         view.capture = _capture_of_attempt(run, view) if with_capture else None
@@ -314,7 +317,7 @@ def load_run(
         damaged.append(str(error))
     exits = _exits(run, view)
     view.processes = exits | (processes if processes is not None else _look(view, exits))
-    if len(pages) and (view.now_ns < int(view.pages["heartbeat_ns"].max()) or not _same_boot(view)):
+    if len(pages) and (view.now_ns < int(view.pages["heartbeat_ns"].max()) or not _same_boot(view, boot)):
         view.now_ns = int(view.pages["heartbeat_ns"].max())
     return view
 
@@ -328,9 +331,8 @@ def ran_here(process: dict[str, Any]) -> bool:
     return bool(process.get("boot_id", here) == here and process.get("pid_namespace", ours) == ours)
 
 
-def _to_one_clock(view: RunView) -> None:
+def _to_one_clock(view: RunView, here: str) -> None:
     """Bring the times of ranks of several hosts together."""
-    here = boot_id()
     by = shifts(view.pages, lambda rank: view.meta(rank).process.get("boot_id", here) == here)
     if by.any():
         view.pages = np.concatenate([shift(view.pages[n : n + 1], int(ns)) for n, ns in enumerate(by)])
@@ -368,11 +370,11 @@ def _believable(path: Path, pages: npt.NDArray[np.void], damaged: list[str]) -> 
     return np.asarray(pages[good])
 
 
-def _same_boot(view: RunView) -> bool:
-    """Whether the ranks ran on this host since its last start, so that clocks mean something."""
+def _same_boot(view: RunView, here: str) -> bool:
+    """Whether the ranks ran on the host that looks since its last start, so that clocks mean something."""
     _, first = np.unique(view.pages["node"], return_index=True)
     ranks = (int(rank) for rank in view.pages["rank"][first])
-    return any(view.meta(rank).process.get("boot_id") in (boot_id(), None) for rank in ranks)
+    return any(view.meta(rank).process.get("boot_id") in (here, None) for rank in ranks)
 
 
 def _look(view: RunView, exits: dict[int, ProcessState]) -> dict[int, ProcessState]:
@@ -397,8 +399,8 @@ def _exits(run: RunDirectory, view: RunView) -> dict[int, ProcessState]:
             continue
         for line in lines:
             try:
-                state = ProcessState.from_json(json.loads(line))
-            except (ValueError, TypeError, RecursionError):
+                state = decode(ProcessState, parse(line))
+            except DecodeError:
                 continue  # the last line may be cut
             rank = ranks.get((node, state.pid))
             if rank is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.codec import DecodeError, decode
 from dtobs.events import PIPELINE_COMPUTE, PipelineOp
 from dtobs.recording.plan import Plan
 from dtobs.recording.view import RunView
@@ -66,8 +68,8 @@ def pipelines(view: RunView) -> list[Plan]:
     """Each pipeline of the run once, as its first rank saw it, in the order of the ranks."""
     found: dict[tuple[int, ...], Plan] = {}
     for rank in view.ranks:
-        plan = Plan.from_json(view.meta(rank).pipeline)
-        if plan is not None:
+        with suppress(DecodeError):  # it has none
+            plan = decode(Plan, view.meta(rank).pipeline)
             found.setdefault(plan.ranks, plan)
     return list(found.values())
 

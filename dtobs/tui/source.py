@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtobs.errors import ServiceError, TargetError, opening
-from dtobs.nodes.remote import fetch_view, is_address
+from dtobs.nodes.remote import RunCopy, is_address
 from dtobs.recording.journal import Entry, open_entries, read_journal
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
@@ -14,13 +14,34 @@ from dtobs.tui.detail import RankDetail, rank_detail
 from dtobs.tui.model import Frame, build_frame, empty_frame
 
 
-class DirectorySource:
+class Source:
+    """What is looked at again and again: `look` gives the present frame."""
+
+    _view: RunView | None = None
+    _frame: Frame | None = None
+
+    def look(self) -> Frame:
+        """The run as it is now. Raises DtobsError."""
+        raise NotImplementedError
+
+    def detail(self, rank: int) -> RankDetail | None:
+        """One rank as of the last look; None when it did not record."""
+        if self._view is None or rank not in self._view.ranks:
+            return None
+        return rank_detail(self._view, rank)
+
+    def _show(self, view: RunView, entries: list[Entry]) -> Frame:
+        self._view = view
+        current = open_entries(entries, view.attempt if len(view.pages) else None)
+        self._frame = build_frame(view, current, (entry for entry in entries if entry.event == "cleared"))
+        return self._frame
+
+
+class DirectorySource(Source):
     """Looks at a run directory. One that is not filled yet gives an empty frame, one that went away the last frame."""
 
     def __init__(self, root: Path, newest_below: Path | None = None) -> None:
         self.root, self._newest_below = root, newest_below
-        self._view: RunView | None = None
-        self._frame: Frame | None = None
 
     def look(self) -> Frame:
         """The run as it is now; with `newest_below`, of a newer one there once this has ended.
@@ -41,50 +62,30 @@ class DirectorySource:
                 if self.root.is_dir() and not list(self.root.iterdir()):
                     return empty_frame(str(self.root), "empty", "no rank has recorded yet")
             raise
-        self._view = view
-        entries = read_journal(RunDirectory(self.root).findings)
-        current = open_entries(entries, view.attempt if len(view.pages) else None)
-        self._frame = build_frame(view, current, (entry for entry in entries if entry.event == "cleared"))
-        return self._frame
-
-    def detail(self, rank: int) -> RankDetail | None:
-        """One rank as of the last look; None when it did not record."""
-        if self._view is None or rank not in self._view.ranks:
-            return None
-        return rank_detail(self._view, rank)
+        return self._show(view, read_journal(RunDirectory(self.root).findings))
 
 
-class MonitorSource:
+class MonitorSource(Source):
     """Asks a monitor. One that answered and does so no more leaves the last frame."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
-        self._view: RunView | None = None
-        self._frame: Frame | None = None
+        self.address, self._copy = address, RunCopy([address])
 
     def look(self) -> Frame:
-        """The run as the monitor sees it. Raises ServiceError when it never answered, UsageError for no address."""
+        """The run as the monitor sees it. Raises ServiceError when it never answered."""
         try:
-            view, findings = fetch_view(self.address)
+            view, (entries,) = self._copy.look()
         except ServiceError:
             if self._frame is None:
                 raise
             over = self._frame.over  # a monitor leaves soon after the ranks of its node
             text = self._frame.status_text if over else "the monitor no longer answers"
             return replace(self._frame, status=self._frame.status if over else "gone", status_text=text)
-        self._view = view
-        entries = [Entry("found", "", 0, view.attempt, finding) for finding in findings]
-        self._frame = replace(build_frame(view, entries), target=self.address)
+        self._frame = replace(self._show(view, entries), target=self.address)
         return self._frame
 
-    def detail(self, rank: int) -> RankDetail | None:
-        """One rank as of the last look, without events: those stay with the run."""
-        if self._view is None or rank not in self._view.ranks:
-            return None
-        return rank_detail(self._view, rank)
 
-
-def open_source(target: str | None, here: Path) -> DirectorySource | MonitorSource:
+def open_source(target: str | None, here: Path) -> Source:
     """The source for what a user typed; without anything the newest run below `here`. Raises TargetError."""
     if target is not None and is_address(target):
         return MonitorSource(target)

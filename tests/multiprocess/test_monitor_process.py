@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dtobs.nodes.wire import decode_view
+from dtobs.nodes.remote import RunCopy
 from dtobs.recording.capture import latest_capture
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory, read_json
@@ -234,8 +234,8 @@ def test_serves_metrics_and_the_view(tmp_path: Path):
         name = tmp_path.name
         metrics = httpx.get(f"{address}/metrics", trust_env=False).text
         assert f'dtobs_steps_total{{rank="1",run="{name}"}} 3.0' in metrics
-        view, findings = decode_view(httpx.get(f"{address}/api/view", trust_env=False).json())
-        assert (view.ranks, findings) == ([0, 1], [])
+        view, journals = RunCopy([address]).look()
+        assert (view.ranks, journals) == ([0, 1], [[]])
         assert view.processes[0].alive
         assert httpx.get(f"{address}/healthz", trust_env=False).json()["ok"]
 

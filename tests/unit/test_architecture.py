@@ -18,7 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LINES = 500
 
-VOCABULARY = {"errors", "events", "codes", "catalogue", "findings", "words"}
+VOCABULARY = {"errors", "events", "codes", "catalogue", "codec", "findings", "words"}
 ANALYSIS = VOCABULARY | {"calls", "host", "recording", "flight_recorder", "timeline", "detectors"}
 EVERYTHING_READ = ANALYSIS | {"nodes", "diagnose", "exporters"}
 
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalogue": {"codes"},
     "findings": {"catalogue", "errors", "events"},
     "words": set(),
+    "codec": set(),
     "host": VOCABULARY,
     "recording": VOCABULARY | {"host"},
     "nodes": VOCABULARY | {"recording", "host"},

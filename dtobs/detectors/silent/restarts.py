@@ -43,7 +43,7 @@ def redone(view: RunView) -> Iterator[Redone]:
     Loops that count their steps from 0 in every attempt give no comparison: nobody knows which steps are the same. Nor
     do attempts with another number of ranks, whose data is dealt differently.
     """
-    if view.told or view.attempt == 0:
+    if view.attempt == 0:
         return
     run = RunDirectory(view.root)
     for rank in view.ranks:

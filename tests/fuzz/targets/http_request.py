@@ -22,6 +22,7 @@ SEEDS = [
     b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n",
     b"POST /api/node HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\n\r\n"
     b'{"a": []}' % TOKEN.encode(),
+    b'POST /api/view HTTP/1.1\r\nHost: localhost\r\nContent-Length: 13\r\n\r\n{"detail": 1}',
     b"POST /api/capture HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\nContent-Length: 2\r\n\r\n{}",
 ]
 _FAILED: list[str] = []
@@ -29,7 +30,7 @@ _FAILED: list[str] = []
 
 _PAGES = Pages(
     lambda: b"up 1\n",
-    lambda: {"x": 1},
+    lambda question: b"view",
     lambda: {"ok": True},
     _FAILED.append,
     node=lambda question, address: b"node knows",

@@ -33,7 +33,7 @@ def _seed(*, detail: bool) -> bytes:
     run = FakeRun(_FOLDER / f"there-{detail}" / "run", 2, live=False, ranks_per_node=1, start_ns=START_NS)
     run.rank(1).step().step().collective("all_reduce", wait=True)
     gone = ProcessState(5_000_001, alive=False, exit_code=-9)
-    run.directory.exits(1).write_text(stdlib_json.dumps(gone.to_json()) + "\n")
+    run.directory.exits(1).write_text(stdlib_json.dumps(vars(gone)) + "\n")
     head = {
         "node": 1,
         "run": "run",
@@ -41,7 +41,7 @@ def _seed(*, detail: bool) -> bytes:
         "host": "there",
         "monotonic_ns": START_NS,
         "clock_offset_ns": 0,
-        "processes": {"1": gone.to_json()},
+        "processes": {"1": vars(gone)},
         "ending": False,
         "nodes": {"0": "http://127.0.0.1:1"},
         "findings": [],
@@ -49,7 +49,7 @@ def _seed(*, detail: bool) -> bytes:
     return encode_bundle(head, collect(run.directory, 1, {}, detail=detail))
 
 
-def _signed(body: bytes) -> bytes:
+def signed(body: bytes) -> bytes:
     """`body` with the checksums that its parts have; as it is where it is no bundle."""
     length = int.from_bytes(body[len(MAGIC) : _PREFIX], "little")
     try:
@@ -85,7 +85,7 @@ def check(data: bytes) -> bool:
     peer = Peer(_HERE.directory, 1, "http://127.0.0.1:1", _HERE.directory.token)
     try:
         try:
-            peer.hear(_signed(data), _OURS, 1.0)
+            peer.hear(signed(data), _OURS, 1.0)
         except ServiceError as error:
             one_line(error)
             return False

@@ -48,8 +48,8 @@ def _make(root: Path) -> None:
         for rank in (0, 1)
     }
     Capture(run.rank(0).clock_ns, "20261121T000000Z", "stall", seen).save(root / "captures" / "20261121T000000Z")
-    run.directory.exits(0).write_text(json_text(ProcessState(5_000_001, alive=False, exit_code=-9).to_json()) + "\n")
-    run.rank(0).meta("pipeline", **Plan("Schedule1F1B", 4, (0,), 2, (0, 1)).to_json())
+    run.directory.exits(0).write_text(json_text(vars(ProcessState(5_000_001, alive=False, exit_code=-9))) + "\n")
+    run.rank(0).meta("pipeline", **vars(Plan("Schedule1F1B", 4, (0,), 2, (0, 1))))
     write_contact(run.directory, Contact(1, "http://127.0.0.1:1", "silent", ranks=(1,), why="no route"))
     for rank in (0, 1):
         write_arrival(run.directory, Arrival(rank, 2, state="waiting", pid=5_000_000 + rank, site="train.py:3"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from dtobs.diagnose.status import statuses
 from dtobs.events import RankState
 from dtobs.findings import Confidence, Finding
 from dtobs.host.process import ProcessState
-from dtobs.nodes.wire import decode_view, encode_view
 from dtobs.recording.contact import Contact, read_contacts, write_contact
 from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.rows import rank_rows
+from tests.unit.served import from_afar
 
 LATER = 75.0
 
@@ -143,7 +142,7 @@ def test_a_contact_survives_its_file(two: Two):
 def test_ranks_out_of_reach_are_not_said_to_run(two: Two):
     write_contact(two.run.directory, two.contact)
     view = two.run.view(later=LATER)
-    back, _ = decode_view(json.loads(json.dumps(encode_view(view))))
+    back = from_afar(view)
     for seen in (view, back):
         assert seen.out_of_reach == {2, 3}
         assert {rank: status.state for rank, status in statuses(seen).items()} == {

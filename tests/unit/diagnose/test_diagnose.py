@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from dtobs.codec import decode
 from dtobs.detectors.hangs import detect
 from dtobs.diagnose import diagnose, gather
 from dtobs.diagnose.analyse import merge, rank_causes
@@ -189,7 +190,7 @@ def test_who_asks_is_answered_before_the_alarm(hung):
     (finding,) = diagnose(Evidence("x", view)).findings
     assert (finding.code, finding.ranks, finding.confidence) == ("stuck-in-dataloader", (1,), "possible")
     assert finding.severity == "warning", "exit code 3"
-    assert Finding.from_json(finding.to_json()) == replace(finding, since_ns=0)
+    assert decode(Finding, finding.to_json()) == replace(finding, since_ns=0)
 
 
 @pytest.mark.parametrize("phase", ["checkpoint", "validation", "compile", "startup"])

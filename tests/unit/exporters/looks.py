@@ -39,7 +39,7 @@ def full_run(root: Path, world: int = 2) -> FakeRun:
             rank.step(local_norm=2.0, reduced_norm=1.5, sync_ns=sync, sync_seq=step + 1, checkpoint=0.01, **pipeline)
     plan = Plan("ScheduleGPipe", 1, (0,), world, tuple(range(world)))
     for rank in run.ranks:
-        rank.meta("pipeline", **plan.to_json())
+        rank.meta("pipeline", **vars(plan))
         rank.page(
             tokens=20480,
             global_tokens=20480 * world,

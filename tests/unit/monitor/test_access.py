@@ -13,7 +13,7 @@ import pytest
 from dtobs.errors import ServiceError
 from dtobs.monitor.access import Access
 from dtobs.monitor.http import MonitorServer, Pages
-from dtobs.nodes.remote import fetch_view
+from dtobs.nodes.remote import RunCopy
 from dtobs.nodes.token import ensure_token, read_token, write_token
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -115,7 +115,7 @@ class TestServed:
         write_token(tmp_path / "token", "secret")
         pages = Pages(
             lambda: b"up 1\n",
-            lambda: {"x": 1},
+            lambda question: repr(question).encode(),
             lambda: {"ok": True},
             lambda text: None,
             node=lambda question, client: repr((question, client)).encode(),
@@ -135,7 +135,8 @@ class TestServed:
             connection.close()
 
     def test_its_own_user_needs_no_token(self, port: int):
-        assert self.ask(port, "GET", "/api/view") == (200, b'{"x":1}')
+        assert self.ask(port, "GET", "/api/view") == (200, b"{}")
+        assert self.ask(port, "POST", "/api/view", b'{"detail":true}') == (200, b"{'detail': True}")
         # A web page in the user's browser comes from the same user, and must not set anything off.
         assert self.ask(port, "POST", "/api/capture", b"{}")[0] == 401
 
@@ -151,10 +152,10 @@ class TestServed:
         assert self.ask(port, "POST", "/api/capture", b"{}", **given)[0] == 501  # nothing to capture here
 
     def test_our_own_commands_give_it(self, port: int, monkeypatch: pytest.MonkeyPatch):
-        for token, said in (("wrong", "refuses that token"), ("secret", "is not a view of a run")):
+        for token, said in (("wrong", "refuses that token"), ("secret", "is not a run")):
             monkeypatch.setenv("DTOBS_TOKEN", token)
             with pytest.raises(ServiceError, match=said):
-                fetch_view(f"http://127.0.0.1:{port}")
+                RunCopy([f"http://127.0.0.1:{port}"]).look()
 
     def test_a_question_without_end_is_not_read(self, port: int):
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
@@ -167,7 +168,7 @@ class TestServed:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_of_this_machine_is_refused(tmp_path: Path):
-    pages = Pages(lambda: b"up 1\n", lambda: {"secret": 1}, dict, lambda text: None)
+    pages = Pages(lambda: b"up 1\n", lambda question: b"secret", dict, lambda text: None)
     server = MonitorServer("127.0.0.1", 0, pages, Access(tmp_path / "token", loopback=True))
     port = int(server.address.rpartition(":")[2])
     reader, writer = os.pipe()

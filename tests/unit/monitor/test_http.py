@@ -6,16 +6,11 @@ import http.client
 import json
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from dtobs.errors import DependencyMissing, ServiceError, TargetError, UsageError
-from dtobs.findings import Finding
+from dtobs.errors import DependencyMissing, TargetError, UsageError
 from dtobs.monitor.http import MonitorServer, Pages, parse_address
-from dtobs.nodes.wire import decode_view, encode_view
-from dtobs.testing.fake_run import FakeRun
 
 
 class Served:
@@ -24,7 +19,9 @@ class Served:
     def __init__(self) -> None:
         self.metrics: Callable[[], bytes] = lambda: b"up 1\n"
         self.failures: list[str] = []
-        pages = Pages(lambda: self.metrics(), lambda: {"x": 1}, lambda: {"ok": True}, self.failures.append)
+        pages = Pages(
+            lambda: self.metrics(), lambda question: repr(question).encode(), lambda: {"ok": True}, self.failures.append
+        )
         self.server = MonitorServer("127.0.0.1", 0, pages)
         self.port = int(self.server.address.rpartition(":")[2])
 
@@ -48,7 +45,7 @@ def served() -> Iterator[Served]:
 def test_pages(served: Served):
     assert served.ask("/metrics") == (200, b"up 1\n")
     assert served.ask("/metrics?x=1")[0] == 200
-    assert json.loads(served.ask("/api/view")[1]) == {"x": 1}
+    assert served.ask("/api/view") == (200, b"{}")
     assert json.loads(served.ask("/healthz")[1]) == {"ok": True}
     assert served.ask("/")[0] == 200
     assert served.ask("/../etc/passwd")[0] == 404
@@ -132,56 +129,3 @@ def test_addresses(text: str, expected: tuple[str, int]):
 def test_wrong_addresses(text: str):
     with pytest.raises(UsageError, match="HOST:PORT"):
         parse_address(text)
-
-
-class TestWire:
-    """The view as JSON and back."""
-
-    def test_what_lies_here_at_its_place_is_not_read(self, tmp_path: Path):
-        run = FakeRun(tmp_path / "run", world=1)
-        run.rank(0).step().collective("all_reduce", wait=True)
-        far, _ = decode_view(encode_view(run.view()))
-        assert len(run.view().events(0))
-        assert not len(far.events(0))
-        far, _ = decode_view({**encode_view(run.view()), "root": "x" * 5000})
-        assert not len(far.events(0))
-
-    def test_round_trip(self, tmp_path: Path):
-        run = FakeRun(tmp_path / "run", world=3)
-        run.steps(40)
-        run.rank(1).step(loss=float("nan"))
-        run.rank(2).phase("data").collective("all_reduce", wait=True)
-        view = run.view(later=9)
-        found = [Finding("rank-dead", "gone", (1,), since_ns=4)]
-        text = json.dumps(encode_view(view, found), allow_nan=False)
-        back, findings = decode_view(json.loads(text))
-        assert findings == found
-        assert (back.root, back.info, back.now_ns, back.ranks) == (
-            view.root,
-            view.info,
-            view.now_ns,
-            view.ranks,
-        )
-        for name in view.pages.dtype.names:
-            if name not in ("crc", "seq"):
-                np.testing.assert_array_equal(back.pages[name], view.pages[name])
-        for name in ("loss", "input_digest", "begin_ns"):
-            ours, theirs = view.steps(16), back.steps(16)
-            np.testing.assert_array_equal(theirs.records[name], ours.records[name])
-        assert back.processes == view.processes
-        number = int(view.page(2)["collective_op"])
-        assert back.meta(2).ops[number] == view.meta(2).ops[number]
-        assert back.groups()[run.group()].ranks == (0, 1, 2)
-
-    @pytest.mark.parametrize(
-        "value",
-        [
-            {},
-            {"schema": "dtobs.view/1"},
-            {"schema": "dtobs.view/2"},
-            {"schema": "dtobs.view/1", "pages": {"rank": [1], "step": []}},
-        ],
-    )
-    def test_something_else(self, value: dict):
-        with pytest.raises(ServiceError, match="monitor"):
-            decode_view(value)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dtobs.codec import decode
 from dtobs.findings import Confidence, Finding
 from dtobs.monitor.journal import Journal
 from dtobs.recording.journal import Entry, open_entries, read_journal
@@ -108,4 +108,4 @@ def test_cut_and_foreign_lines_are_left_out(path: Path):
 
 def test_entry_round_trip():
     entry = Entry("found", "2026-01-01T00:00:00+00:00", 7, 2, replace(DEAD, since_ns=3, step=4, group="dp"))
-    assert Entry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
+    assert decode(Entry, entry.to_json() | {"finding": entry.to_json()}) == entry

@@ -14,7 +14,6 @@ import pytest
 from dtobs.cli import main
 from dtobs.errors import RecordingDisabled, TargetError
 from dtobs.events import PipelineOp as Op
-from dtobs.nodes.wire import decode_view, encode_view
 from dtobs.recording.pipeline_ring import PipelineWriter
 from dtobs.recording.plan import Plan
 from dtobs.recording.ring import read_ring
@@ -25,6 +24,7 @@ from dtobs.timeline.pipeline import pipelines, read_steps
 from dtobs.timeline.spans import COMPUTE, timeline
 from dtobs.tui.model import build_frame
 from dtobs.tui.plain import facts
+from tests.unit.served import from_afar
 
 MS = 1_000_000
 STEPS = 5
@@ -35,7 +35,7 @@ def pipeline_run(root: Path) -> FakeRun:
     run = FakeRun(root, 2, info={"name": "two-stages"})
     plan = Plan("ScheduleGPipe", 2, (0,), 2, (0, 1))
     for rank in run.ranks:
-        rank.meta("pipeline", **plan.to_json())
+        rank.meta("pipeline", **vars(plan))
     for step in range(STEPS):
         for rank in run.ranks:
             begin, r = rank.clock_ns + MS, rank.number
@@ -73,7 +73,7 @@ def test_the_bubble_of_a_recorded_run(tmp_path: Path) -> None:
 
 def test_the_screen_shows_it_also_from_afar(tmp_path: Path) -> None:
     view = pipeline_run(tmp_path).view()
-    far, _ = decode_view(json.loads(json.dumps(encode_view(view))))
+    far = from_afar(view)
     for seen in (view, far):
         frame = build_frame(seen)
         assert (frame.bubble, frame.bubble_ideal) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
@@ -87,7 +87,7 @@ def test_a_run_without_pipelines_has_no_bubble(tmp_path: Path) -> None:
 
 def test_a_pipeline_with_a_rank_that_never_recorded_has_none(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, 2)
-    run.rank(0).meta("pipeline", **Plan("ScheduleGPipe", 2, (0,), 2, (0, 1)).to_json()).step()
+    run.rank(0).meta("pipeline", **vars(Plan("ScheduleGPipe", 2, (0,), 2, (0, 1)))).step()
     view = run.view()
     assert (recent_shares(view), latest(view)) == ({}, None)
 

@@ -10,32 +10,30 @@ import pytest
 
 from dtobs.cli import main
 from dtobs.errors import ServiceError, UsageError
-from dtobs.monitor.http import MonitorServer, Pages
-from dtobs.nodes.remote import fetch_view
-from dtobs.nodes.wire import encode_view
+from dtobs.monitor.http import MonitorServer
+from dtobs.nodes.bundle import encode_bundle
+from dtobs.nodes.remote import RunCopy
 from dtobs.tui.source import MonitorSource, open_source
-from tests.unit.tui.scene import STUCK, FakeSource, findings, stalled_run
-
-
-class Monitor:
-    """A monitor's HTTP server over the scene."""
-
-    def __init__(self, root: Path) -> None:
-        source = FakeSource(stalled_run(root, steps=12))
-        self.answer = lambda: encode_view(source.view(), findings(source.run))
-        pages = Pages(lambda: b"", lambda: self.answer(), dict, lambda text: None)
-        self.server = MonitorServer("127.0.0.1", 0, pages)
-        self.address = self.server.address
+from tests.unit.served import served
+from tests.unit.tui.scene import STUCK, FakeSource, stalled_run, write_findings
 
 
 @pytest.fixture
-def monitor(tmp_path: Path) -> Iterator[Monitor]:
-    served = Monitor(tmp_path / "run")
-    yield served
-    served.server.close()
+def scene(tmp_path: Path) -> FakeSource:
+    """A run with findings."""
+    source = FakeSource(stalled_run(tmp_path / "run", steps=12))
+    write_findings(source.run)
+    return source
 
 
-def test_the_frame_is_that_of_the_directory(monitor: Monitor) -> None:
+@pytest.fixture
+def monitor(scene: FakeSource) -> Iterator[MonitorServer]:
+    """A monitor's HTTP server over the scene."""
+    with served(scene.view) as server:
+        yield server
+
+
+def test_the_frame_is_that_of_the_directory(monitor: MonitorServer, scene: FakeSource) -> None:
     source = open_source(monitor.address, Path())
     assert isinstance(source, MonitorSource)
     frame = source.look()
@@ -47,17 +45,19 @@ def test_the_frame_is_that_of_the_directory(monitor: Monitor) -> None:
     detail = source.detail(0)
     assert detail is not None
     assert dict(detail.facts)["call site"] == "train.py:20 in train_step"
+    assert detail.events
+    assert frame.to_json() == {**scene.look().to_json(), "target": monitor.address}
 
 
-def test_top(monitor: Monitor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top(monitor: MonitorServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", monitor.address, "--json"]) == 4
     assert json.loads(capsys.readouterr().out)["target"] == monitor.address
 
 
-def test_a_monitor_that_leaves(monitor: Monitor) -> None:
+def test_a_monitor_that_leaves(monitor: MonitorServer) -> None:
     source = MonitorSource(monitor.address)
     source.look()
-    monitor.server.close()
+    monitor.close()
     frame = source.look()
     assert (frame.status, frame.status_text) == ("gone", "the monitor no longer answers")
     assert len(frame.rows) == 8
@@ -67,13 +67,22 @@ def test_a_monitor_that_leaves(monitor: Monitor) -> None:
         MonitorSource(monitor.address).look()
 
 
-@pytest.mark.parametrize("answer", [{}, {"schema": "other/9"}, {"schema": "dtobs.view/1", "pages": 7}])
-def test_an_answer_that_is_no_view(monitor: Monitor, answer: dict[str, object]) -> None:
-    monitor.answer = lambda: answer
-    with pytest.raises(ServiceError, match=r"not a view of a run|use one version"):
-        fetch_view(monitor.address)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"{}",
+        b"DTOBSND1\xff\xff\xff\xff",
+        encode_bundle({}, []),
+        encode_bundle({"schema": "other/9"}, []),
+        encode_bundle({"root": 5}, []),
+    ],
+)
+def test_an_answer_that_is_no_run(answer: bytes) -> None:
+    with served(lambda: answer) as server, pytest.raises(ServiceError, match=r"Is that a dtobs monitor\?$"):
+        RunCopy([server.address]).look()
 
 
 def test_no_address() -> None:
     with pytest.raises(UsageError, match="is no address"):
-        fetch_view("http://")
+        RunCopy(["http://"])
