@@ -18,7 +18,7 @@ import math
 import types
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 import numpy as np
@@ -80,93 +80,73 @@ def _decoder(kind: Any) -> _Decoder:
     if kind is Any:
         return _anything
     if origin is Annotated:
-        return _checked(given[0], given[1])
+        return partial(_checked, _decoder(given[0]), given[1])
     if origin is Literal:
-        return _one_of(given)
+        return partial(_one_of, given)
     if origin in (Union, types.UnionType):
-        return _first_of([_decoder(k) for k in sorted(given, key=lambda k: k is not type(None))])
+        return partial(_first_of, [_decoder(k) for k in sorted(given, key=lambda k: k is not type(None))])
     if origin is tuple and given[-1:] != (Ellipsis,):
-        return _fixed([_decoder(k) for k in given])
+        return partial(_fixed, [_decoder(k) for k in given])
     if origin in (tuple, list):
-        return _items(origin, _decoder(given[0]))
+        return partial(_items, origin, _decoder(given[0]))
     if origin is dict:
-        return _table(given[0], _decoder(given[1]))
+        return partial(_table, given[0] is int, _decoder(given[1]))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _fields(kind)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return lambda value: _made(kind, (value,) if isinstance(value, str | int) else ())
-    return _scalar(kind)
+        hints = get_type_hints(kind, include_extras=True)
+        return partial(_fields, kind, {f.name: _decoder(hints[f.name]) for f in dataclasses.fields(kind) if f.init})
+    return partial(_member if issubclass(kind, Enum) else _scalar, kind)
 
 
-def _scalar(kind: type) -> _Decoder:
-    def scalar(value: Any) -> Any:
-        if kind is float and type(value) in (int, float) and abs(value) < math.inf:
-            return _made(float, (value,))
-        if type(value) is not kind or kind is float or (kind is int and value not in _INT64):
-            raise _refused(value, kind.__name__)
-        return value
-
-    return scalar
+def _scalar(kind: type, value: Any) -> Any:
+    if kind is float and type(value) in (int, float) and abs(value) < math.inf:
+        return _made(float, value)
+    if type(value) is not kind or kind is float or (kind is int and value not in _INT64):
+        raise _refused(value, kind.__name__)
+    return value
 
 
-def _checked(kind: Any, check: Any) -> _Decoder:
-    inner = _decoder(kind)
-
-    def checked(value: Any) -> Any:
-        made = inner(value)
-        if not (made in check if isinstance(check, range) else check(made)):
-            raise _refused(value, "in its bounds")
-        return made
-
-    return checked
+def _member(kind: type, value: Any) -> Any:
+    return _made(kind, value if isinstance(value, str | int) else None)
 
 
-def _one_of(choices: tuple[Any, ...]) -> _Decoder:
-    def chosen(value: Any) -> Any:
-        if not isinstance(value, str | int) or value not in choices:
-            raise _refused(value, " or ".join(map(repr, choices)))
-        return value
-
-    return chosen
+def _checked(decoder: _Decoder, check: Any, value: Any) -> Any:
+    made = decoder(value)
+    if not (made in check if isinstance(check, range) else check(made)):
+        raise _refused(value, "in its bounds")
+    return made
 
 
-def _first_of(decoders: list[_Decoder]) -> _Decoder:
-    def first(value: Any) -> Any:
-        for decoder in decoders[:-1]:
-            try:
-                return decoder(value)
-            except DecodeError:
-                continue
-        return decoders[-1](value)
-
-    return first
+def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, str | int) or value not in choices:
+        raise _refused(value, " or ".join(map(repr, choices)))
+    return value
 
 
-def _fixed(decoders: list[_Decoder]) -> _Decoder:
-    def fixed(value: Any) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != len(decoders):
-            raise _refused(value, f"{len(decoders)} values")
-        return tuple(decoder(item) for decoder, item in zip(decoders, value, strict=True))
-
-    return fixed
-
-
-def _items(kind: Callable[[Any], Any], decoder: _Decoder) -> _Decoder:
-    def items(value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            raise _refused(value, "a list")
-        return kind(map(decoder, value))
-
-    return items
+def _first_of(decoders: list[_Decoder], value: Any) -> Any:
+    for decoder in decoders[:-1]:
+        try:
+            return decoder(value)
+        except DecodeError:
+            continue
+    return decoders[-1](value)
 
 
-def _table(key: Any, decoder: _Decoder) -> _Decoder:
-    def table(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _refused(value, "an object")
-        return {_number(k) if key is int else k: decoder(item) for k, item in value.items()}
+def _fixed(decoders: list[_Decoder], value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != len(decoders):
+        raise _refused(value, f"{len(decoders)} values")
+    return tuple(decoder(item) for decoder, item in zip(decoders, value, strict=True))
 
-    return table
+
+def _items(kind: Callable[[Any], Any], decoder: _Decoder, value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise _refused(value, "a list")
+    return kind(map(decoder, value))
+
+
+def _table(numbered: bool, decoder: _Decoder, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise _refused(value, "an object")
+    return {_number(key) if numbered else key: decoder(item) for key, item in value.items()}
 
 
 def _number(key: str) -> int:
@@ -177,29 +157,22 @@ def _number(key: str) -> int:
     return int(key)
 
 
-def _fields(kind: type) -> _Decoder:
-    hints = get_type_hints(kind, include_extras=True)
-    decoders = {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(kind) if field.init}
-
-    def fields(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _refused(value, "an object")
-        found = {}
-        for name, decoder in decoders.items():
-            if name in value:
-                try:
-                    found[name] = decoder(value[name])
-                except DecodeError as error:
-                    raise DecodeError(f"{name}: {error}") from None
-        return _made(kind, (), found)
-
-    return fields
+def _fields(kind: type, decoders: dict[str, _Decoder], value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise _refused(value, "an object")
+    found = {}
+    for name in decoders.keys() & value.keys():
+        try:
+            found[name] = decoders[name](value[name])
+        except DecodeError as error:
+            raise DecodeError(f"{name}: {error}") from None
+    return _made(kind, **found)
 
 
-def _made(kind: Any, given: tuple[Any, ...], fields: dict[str, Any] | None = None) -> Any:
+def _made(kind: Any, *given: Any, **fields: Any) -> Any:
     """A value of `kind`; it refuses what lacks a field, or is none of its members."""
     try:
-        return kind(*given, **fields or {})
+        return kind(*given, **fields)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise DecodeError(f"no {kind.__name__}: {str(error)[:200]}") from error
 
