@@ -169,7 +169,7 @@ def _fields(kind: type, decoders: dict[str, _Decoder], value: Any) -> Any:
     return _made(kind, **found)
 
 
-def _made(kind: Any, *given: Any, **fields: Any) -> Any:
+def _made(kind: Any, /, *given: Any, **fields: Any) -> Any:
     """A value of `kind`; it refuses what lacks a field, or is none of its members."""
     try:
         return kind(*given, **fields)
