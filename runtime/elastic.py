@@ -46,8 +46,8 @@ def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool
 def _find(config: Config, checkpoints: Path, *, restarted: bool) -> tuple[str, int]:
     """What to resume from ("" for nothing), and the samples a step of what is there (0 for nothing readable).
 
-    After a restart: from what the run saved itself, else from what it was started with. Checkpoints of a run that
-    this one began anew beside are not its own.
+    After a restart: from what the run saved itself, else from what it was started with. Ignores checkpoints that
+    were in the folder before this run started.
     """
     resume = config.checkpoint.resume
     if restarted and (manifests.has_own(checkpoints) or not (resume or manifests.complete(checkpoints))):

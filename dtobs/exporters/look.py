@@ -37,7 +37,7 @@ class OwnCost(Protocol):
 
 @dataclass(frozen=True)
 class Look:
-    """One look. Values a rank are of the ranks of `node` only; values of the run come from the node that `leads`."""
+    """One look. Per-rank values cover only the ranks of `node`; values of the run come from the node that `leads`."""
 
     view: RunView
     node: int = 0

@@ -29,8 +29,8 @@ class Desync:
     """Rank `row` made `shift` calls more (or, below 0, fewer) than its peers in `group`, first seen at `seq`.
 
     `entry` is the rank's call there, `expected_site` what its peers called from; `majority`: whether most ranks of
-    the group agree on that. `proved`: the shifted sequence alone is proof; else it takes a mismatch or a deadlock soon
-    after to believe it.
+    the group agree on that. `proved`: the shifted sequence alone is proof; else only a mismatch or a deadlock soon
+    after makes it one.
     """
 
     group: int

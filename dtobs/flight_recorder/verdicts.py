@@ -147,7 +147,7 @@ class Verdicts:
         )
 
     def _stalled(self, call: Call) -> Finding:
-        """All issued it and none waits in an older call: the network, or a device where none says what it started."""
+        """Every rank issued it and none waits in an older call: the network, or a device when no dump records starts."""
         words = self.words
         group = self.dumps.groups[call.group]
         finished = set(call.finished)
@@ -235,7 +235,7 @@ class Verdicts:
         passed = [p for p in root.pairs if self._went_past(p)]
         if facing or passed or not root.calls:
             return self._p2p_cycle(facing or passed or list(root.pairs), Confidence.LIKELY)
-        # Its peer waits for it in a call: it has been left alone, or the two take turns differently.
+        # Its peer waits for it in a collective that this rank never joins, or they order messages differently.
         alone = [p for p in root.pairs if any(_holds_up(c, p) for c in root.calls)]
         if alone:
             return self._p2p_cycle(alone, Confidence.POSSIBLE)

@@ -266,8 +266,8 @@ def _assign(graph: WaitGraph, row: int, sinks: dict[tuple[str, int], set[int]]) 
     """File a rank that holds others up under the call that most wait in."""
     holding = [c for c in graph.calls.values() if c.held != "queued" and row in c.held_by]
     if holding:
-        # A call that the rank sits in says more of it than one it has not reached, and the fewer ranks hold a call
-        # up, the nearer it is to the cause; so is one that none of those who wait issued behind another.
+        # Prefer calls the rank is in over calls it has not reached; among those, the one that fewest ranks hold up,
+        # then the one that fewest waiting ranks issued behind another.
         call = max(
             holding,
             key=lambda c: (c.held == "device", -len(c.held_by), -c.behind, len(c.waiting), -c.group),

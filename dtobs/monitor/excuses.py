@@ -50,7 +50,7 @@ class Excuses:
         self._delays: dict[int, int] = {}  # by process, at the last observation
 
     def awake(self) -> None:
-        """The loop runs."""
+        """The monitor's loop makes a turn."""
         now = self._clock()
         if self._due_ns is not None and now - self._due_ns > LATE_NS:
             self._spans.append(Excused(self._due_ns, now))

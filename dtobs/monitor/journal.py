@@ -106,8 +106,8 @@ class Journal:
     def lead(self, told: Iterable[Finding], now_ns: int, *, writes: bool) -> list[Entry]:
         """Begin or cease to keep the journal of the run.
 
-        Who begins continues with what this file has open, and with what the monitor before `told` where that kept
-        another. Who ceases leaves nothing open behind: the run's findings are another's from now on.
+        On becoming leader, continue this file's open findings and those that the previous leader `told`. On losing it,
+        close all: the run's findings are another's from now on.
         """
         if not writes:
             changes = self.restart(self.attempt, now_ns)

@@ -61,7 +61,7 @@ class LocalNode:
 
 
 class Cluster:
-    """This monitor's side of it. A thread of its own asks; requests of others are answered from their threads."""
+    """One monitor's view of the cluster. A background thread polls the peers; HTTP threads serve their requests."""
 
     def __init__(self, run: RunDirectory, node: int, address: str, local: LocalNode) -> None:
         self.run_dir, self.node, self.address, self._local = run, node, address, local

@@ -178,7 +178,7 @@ class GradientProbe(Probe):
     def _reader(self, index: int, fresh: bool) -> Callable[[torch.Tensor], None]:
         """The hook of one parameter.
 
-        `fresh`: what was seen before may have been reduced and taken away since; squares then add up.
+        `fresh`: an earlier gradient may have been reduced and freed since, so the squares of successive ones add up.
         """
         ddp = self._ddp
         sampled = index in self._sample

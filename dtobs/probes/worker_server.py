@@ -84,7 +84,7 @@ def answers(path: Path) -> bool:
 
 
 def _leak(server: Any) -> None:
-    """Keep it for ever: its destructor joins a thread that will not come."""
+    """Leak the server on purpose: its destructor would join a thread that never exits."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
 
 

@@ -1,4 +1,4 @@
-"""How the monitors of a job on several nodes find each other: agreed on through the store, left to them in files.
+"""How the monitors of a job on several nodes find each other: ranks exchange addresses through the store.
 
 The monitors speak no rendezvous protocol, and a rank does no network I/O once it trains. So rank 0 makes the socket
 that its monitor will listen on, and puts that address and the run's token beside the run directory that all ranks
