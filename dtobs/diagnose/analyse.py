@@ -36,7 +36,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     found, caused = without_consequences(merge(seen, before), before, view.ranks)
     ordered = rank_causes(as_it_ended(view, finding) for finding in found)
     quiet, ranks = silence(view), statuses(view)
-    spent = summarise(view) if len(view.pages) and not view.told else None
+    spent = summarise(view) if len(view.pages) and not evidence.judged else None
     notes = []
     lives = any(process.alive for process in view.processes.values())
     if quiet is not None and not quiet.exceeded and quiet.seconds > _NOTICED_SECONDS and (lives or not view.processes):
