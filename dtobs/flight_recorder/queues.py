@@ -31,7 +31,7 @@ class Queues:
     head: npt.NDArray[np.int64]
 
     def waited_in(self, row: int) -> set[int]:
-        """The entries a rank may wait for: its oldest (a batch where sends and receives follow on), and every started one."""
+        """The entries a rank may wait for: its oldest (or the batch of messages it begins), and every started one."""
         line, entries = self.lines[row], self.dumps.entries
         pairs = takewhile(lambda entry: entries["kind"][entry] != Kind.COLLECTIVE, line)
         return {line[0], *pairs, *(entry for entry in line if entries["state"][entry] == STARTED)}

@@ -147,7 +147,7 @@ class Verdicts:
         )
 
     def _stalled(self, call: Call) -> Finding:
-        """Every rank issued it and none waits in an older call: the network, or a device when no dump records starts."""
+        """Every rank issued it and none waits in an older call: the network, or a device if no dump tells starts."""
         words = self.words
         group = self.dumps.groups[call.group]
         finished = set(call.finished)
