@@ -171,4 +171,8 @@ def _since(view: RunView, rank: int, stamp: int, expected: int) -> npt.NDArray[n
     records = view.recent_steps(rank, expected + _SPARE) if stamp else view.rank_steps(rank)
     if stamp and len(records) and int(records["stamp"][0]) > stamp + 1:
         records = view.rank_steps(rank)
-    return records[records["stamp"] > stamp]
+    fresh = records[records["stamp"] > stamp]
+    # On a device the newest steps have the host's times until its own are known.
+    known = np.flatnonzero(records["device_marks"] > 0)
+    late = len(records) - 1 - int(known[-1]) if len(known) else 0
+    return fresh[: max(0, len(fresh) - late)] if 0 < late <= _SPARE else fresh

@@ -9,6 +9,7 @@ final callbacks is private torch (`_queue_callback`, tried with 2.13): without i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ class Backward(Probe):
 
     def install(self) -> None:
         self._progress, self._last_issued = self.context.progress, self.context.last_issued
-        self._running = self._waiting = False
+        self._running = self._waiting = self._elsewhere = False
         self._inside = 0
         self._queue = _queue_callback() if self.context.world_size > 1 else None
         self._graph_done = self.guard(self._wait)
@@ -64,7 +65,10 @@ class Backward(Probe):
 
     def _wait(self) -> None:
         self._waiting = True
-        self._progress.wait_begin(*self._last_issued())
+        group, seq = self._last_issued()
+        # On a device the graph is run by a thread of autograd's own, on the streams of the one that called it.
+        self._elsewhere = threading.get_ident() != self._progress.thread and self._progress.stream_waits(group)
+        self._progress.wait_begin(group, seq)
 
     def _end(self, token: tuple[int, Any]) -> None:
         depth, handle = token
@@ -77,6 +81,8 @@ class Backward(Probe):
             self._running = False
         if self._waiting:
             self._waiting = False
+            if self._elsewhere:
+                self._progress.stream_goes_on()
             self._progress.wait_end(*self._last_issued())
         self._progress.end(depth)
 

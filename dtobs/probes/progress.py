@@ -33,6 +33,9 @@ from dtobs.recording.page import INDEX
 Record: TypeAlias = npt.NDArray[np.void]
 """One record of STEP_DTYPE, 0-d."""
 
+Device: TypeAlias = tuple[Callable[[int], object], Callable[[int, int], object], Callable[[int, int, int], object]]
+"""What a device's own times need to hear: a first step begins, a part begins, a step ends (`DeviceParts`)."""
+
 DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, VALIDATION, OTHER = range(len(STEP_PARTS))
 _PART_OF: dict[int, int] = {
     Phase.DATA: DATA,
@@ -100,6 +103,7 @@ class Progress:
         self.dimensions: dict[int, int] = {}  #: of process groups, by number: index in EXPOSED_ALONG
         self.unnamed = _UNNAMED  #: the dimension of groups that do not say theirs
         self.sends = False  #: whether the last that was issued is a send or a receive
+        self._device: Device | None = None  # where the parts are those of a device
         self._announced = False  # the page says already that the next wait has begun
         self._finished: Record | None = None  # a step that is over but still takes reports
         self._begin_ns, self._cpu_ns, self._probe_ns, self._collectives0 = 0, 0, 0, 0
@@ -181,7 +185,37 @@ class Progress:
 
     def _switch(self, part: int, now: int) -> None:
         self._parts[self._part] += now - self._since
+        if self._device is not None and part != self._part and self.in_step:
+            self._device[1](part, self._wait_along if part == EXPOSED else _UNNAMED)
         self._part, self._since = part, now
+
+    def use_device(
+        self,
+        begin: Callable[[int], object],
+        change: Callable[[int, int], object],
+        close: Callable[[int, int, int], object],
+    ) -> None:
+        """From now on the parts of a step are those of a device, which `begin`, `change` and `close` mark."""
+        self._device, self.host_waits = (begin, change, close), True
+        if self.in_step:
+            begin(self._part)
+
+    def leave_device(self) -> None:
+        """The device's times are not to be had any more: its waits mean nothing on the host's clock."""
+        self._device, self.host_waits = None, False
+
+    def stream_waits(self, group: int) -> bool:
+        """Another thread than the one that trains lets the stream wait for `group`, inside a backward pass."""
+        if self._device is None or not self.in_step or self._part != BACKWARD:
+            return False
+        along = self.dimensions.get(group, _UNNAMED)
+        self._device[1](EXPOSED, self.unnamed if along == _UNNAMED else along)
+        return True
+
+    def stream_goes_on(self) -> None:
+        """What `stream_waits` told is over."""
+        if self._device is not None and self.in_step:
+            self._device[1](self._part, _UNNAMED)
 
     def claim_training_thread(self) -> None:
         """The calling thread is the one that trains, as long as none has trained yet."""
@@ -216,9 +250,10 @@ class Progress:
         now = self._events.write(Kind.WAIT_BEGIN, context.phase, context.step, group, 0, 0, 0, seq)
         self._wait_begin = now
         if self.host_waits and self.part not in (CHECKPOINT, VALIDATION):
-            self._switch(EXPOSED, now)
             along = self.dimensions.get(group, _UNNAMED)
-            self._wait_along = _PIPELINE if self.sends and along == _UNNAMED else along
+            along = _PIPELINE if self.sends and along == _UNNAMED else along
+            self._wait_along = self.unnamed if along == _UNNAMED else along
+            self._switch(EXPOSED, now)
         if self._announced:
             self._announced = False
             return
@@ -275,6 +310,8 @@ class Progress:
         context, ints = self._context, self._ints
         if not self.in_step:
             ints[_STATE] = RankState.RUNNING
+            if self._device is not None:
+                self._device[0](self._part)
             self._hindrances.begin()
         self.in_step, self._optimizer_stepped = True, False
         self._parts, self._along = [0] * len(STEP_PARTS), [0] * (_UNNAMED + 1)
@@ -306,7 +343,8 @@ class Progress:
         record["step"], record["begin_ns"], record["end_ns"] = step, self._begin_ns, now
         for name, value in zip(_PARTS_FIELDS, parts, strict=True):
             record[name] = value
-        self._fill_along(record)
+        for name, value in zip(_ALONG_FIELDS, self._along, strict=False):
+            record[name] = value
         record["cpu_ns"] = time.process_time_ns() - self._cpu_ns
         self._hindrances.fill(record)
         record["probe_ns"] = ints[_PROBE_NS] - self._probe_ns
@@ -314,9 +352,12 @@ class Progress:
         record["collectives"] = ints[_COLLECTIVES] - self._collectives0
         record["collective_bytes"] = floats[_COLLECTIVE_BYTES] - self._bytes0
         ints[_STEPS_DONE] += 1
-        ints[_STEP_NS] = now - self._begin_ns
-        ints[_EXPOSED_NS], ints[_DATA_NS] = parts[EXPOSED], parts[DATA]
-        ints[_BUSY_NS] = now - self._begin_ns - parts[EXPOSED]
+        if self._device is not None:
+            self._device[2](step, self._part, now)
+        else:
+            ints[_STEP_NS] = now - self._begin_ns
+            ints[_EXPOSED_NS], ints[_DATA_NS] = parts[EXPOSED], parts[DATA]
+            ints[_BUSY_NS] = now - self._begin_ns - parts[EXPOSED]
         ints[_MICRO] = self.micro_batches
         if record["nonfinite"] > 0:
             ints[_NONFINITE] += 1
@@ -326,13 +367,6 @@ class Progress:
                 floats[index] = value
         self._events.write(Kind.STEP_END, context.phase, step, 0, 0, 0, 0, 0, (now - self._begin_ns) / 1e9)
         self._finished = record.copy()
-
-    def _fill_along(self, record: Record) -> None:
-        along = self._along
-        if self.unnamed != _UNNAMED:
-            along[self.unnamed] += along[_UNNAMED]
-        for name, value in zip(_ALONG_FIELDS, along, strict=False):
-            record[name] = value
 
     def flush(self) -> None:
         """Append the finished step to the history; later reports belong to the next."""

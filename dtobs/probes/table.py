@@ -37,6 +37,7 @@ PROBES = (
     Entry("worker_server", "worker_server:WorkerServer", needs=(DISTRIBUTED,)),
     Entry("collectives", "collectives:Collectives", ("full", "cheap", OFF), (DISTRIBUTED,)),
     Entry("waits", "waits:Waits", needs=(DISTRIBUTED,)),
+    Entry("device times", "device_parts:DevicePartsProbe"),
     Entry("backward", "backward:Backward"),
     Entry("loader", "loader:Loader"),
     Entry("memory", "memory:Memory"),

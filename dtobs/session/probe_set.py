@@ -13,7 +13,7 @@ from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.modules import OptimizerSteps
 from dtobs.probes.progress import Progress, phase_number
-from dtobs.probes.table import DISTRIBUTED, make_probes
+from dtobs.probes.table import DISTRIBUTED, OFF, make_probes
 from dtobs.session.reports import Reports
 
 
@@ -134,14 +134,15 @@ class ProbeSet:
             self.context.take_out_failed()
 
     def _look_at_devices(self) -> None:
-        """Where tensors live on a device, a host's wait only orders streams: it is no time of communication."""
+        """Where tensors live on a device, a host's wait only orders streams: its events tell the time, or nothing."""
         model = self.context.model
         first = next(model.parameters(), None) if model is not None else None
         if first is not None and first.device.type not in ("cpu", "meta"):
             self.progress.host_waits = False
-            self.context.recorder.meta.add(
-                "probe", name="exposed", state="off", reason=f"host waits say nothing on {first.device.type}"
-            )
+            if self.context.levels.get("device times") == OFF:
+                self.context.recorder.meta.add(
+                    "probe", name="exposed", state="off", reason=f"host waits say nothing on {first.device.type}"
+                )
 
 
 def last_of(optimizer: Any) -> Any:
