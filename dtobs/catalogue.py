@@ -197,7 +197,7 @@ _ROWS: tuple[_Row, ...] = (
         Severity.CRITICAL,
         "A rank finished while its peers still train",
         "Make every rank do the same number of steps: uneven shards are the usual cause (drop_last, Join).",
-        Trait.ENDING | Trait.AFTERMATH,
+        Trait.ENDING | Trait.AFTERMATH | Trait.DEADLOCK | Trait.SEEN,
     ),
     (
         "rank-stopped",
@@ -238,7 +238,7 @@ _ROWS: tuple[_Row, ...] = (
         "The process group never comes about: ranks are missing at the rendezvous",
         "Look at the ranks named: their hosts' launchers and logs, and the line where they are instead; check that "
         "MASTER_ADDR and MASTER_PORT are reachable from them.",
-        Trait.TRANSIENT,
+        Trait.DEADLOCK | Trait.TRANSIENT,
     ),
     (
         "nccl-init-stuck",

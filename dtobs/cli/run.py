@@ -23,13 +23,12 @@ from threading import Thread
 from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DependencyMissing, TargetError, UsageError
-from dtobs.events import RankState
 from dtobs.findings import Trait
 from dtobs.integrations.launch import Command, environment
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
 from dtobs.recording.summary import summarise
-from dtobs.recording.view import load_run
+from dtobs.recording.view import living, load_run
 from dtobs.words import duration_text
 
 _LOOK_SECONDS = 2.0
@@ -91,16 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_a_live_run(root: Path) -> None:
     """Two jobs in one directory would write over each other. Raises UsageError when one trains there."""
-    try:
-        view = load_run(root)
-    except TargetError:  # there is no run yet
-        return
-    ended = (RankState.CLOSED, RankState.FAILED)
-    alive = [r for r in view.ranks if (p := view.process(r)) is not None and p.alive]
-    alive = [r for r in alive if int(view.page(r)["state"]) not in ended]
-    if alive:
-        pid = int(view.page(alive[0])["pid"])
-        raise UsageError(f"{root} belongs to a job that still runs (rank {alive[0]} is process {pid}): name another")
+    for rank, pid in living(root).items():
+        raise UsageError(f"{root} belongs to a job that still runs (rank {rank} is process {pid}): name another")
 
 
 def _check_terminal() -> None:

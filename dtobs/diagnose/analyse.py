@@ -107,7 +107,12 @@ def without_consequences(
     for entry in hangs:
         for finding in everything:
             earlier = finding.key in told and told[finding.key].t_ns < entry.t_ns
-            if finding in causes and not earlier and _follows(finding, entry.finding, world):
+            if (
+                finding in causes
+                and not earlier
+                and finding.code != entry.finding.code
+                and _follows(finding, entry.finding, world)
+            ):
                 causes.remove(finding)
     consequences = [f for f in everything if f not in causes]
     if any(Trait.ENDING in f.traits and f.confidence is not Confidence.POSSIBLE for f in causes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from dtobs.detectors.hangs.stall import last_movement_ns, silence
 from dtobs.errors import TargetError
 from dtobs.flight_recorder.names import NAMES
+from dtobs.host.process import read_process, resting
 from dtobs.recording.capture import Capture, RankCapture, load_capture
 from dtobs.recording.journal import Entry, history, open_entries, read_journal, standing_entries
 from dtobs.recording.rundir import RunDirectory
@@ -17,6 +19,8 @@ from dtobs.recording.view import RunView, load_run
 TakeCapture = Callable[[RunView, str], Capture]
 """Looks at the living ranks of this host (`dtobs.monitor.capture.capture_ranks`)."""
 _NAMES_SHOWN = 3
+_REST_SECONDS = 1.0
+"""For so long at least it is watched whether a process uses a core."""
 _STILL_SECONDS = 1.0
 """A run that moved this recently is not disturbed for stacks."""
 
@@ -97,7 +101,11 @@ def _look_afresh(view: RunView, take_capture: TakeCapture) -> None:
     quiet = silence(view)
     if quiet is None or quiet.seconds < _STILL_SECONDS or not any(p.alive for p in view.processes.values()):
         return
+    began = time.monotonic()
     fresh = take_capture(view, "dtobs diagnose")
+    time.sleep(max(0.0, _REST_SECONDS - (time.monotonic() - began)))
+    later = {rank: read_process(p.pid) for rank, p in view.processes.items() if p.alive}
+    view.resting = resting(view.processes, later, time.monotonic() - began)
     known = view.capture
     if known is not None and known.taken_ns >= quiet.since_ns:
         fresh = replace(fresh, ranks=_merge(known.ranks, fresh.ranks))

@@ -235,12 +235,10 @@ def play(cell: Cell, folder: Path, take_capture: TakeCapture) -> Judged:
         _end(cell, processes)
         diagnosis = diagnose(gather(run_dir, take_capture))
     finally:
-        for ours, theirs in pipes:
-            theirs.close()
-            ours.close()
-        starter.join(_GONE_SECONDS / 10)
-        for process in (processes or _processes(folder)).values():
+        for _, process in sorted((processes or _processes(folder)).items(), reverse=True):  # the launcher last
             process.send(signal.SIGKILL)
+        for pipe in itertools.chain(*pipes):
+            pipe.close()
         starter.join()
     return Judged(cell, diagnosis, judge(cell, diagnosis))
 

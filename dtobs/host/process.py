@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal as signals
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_RESTING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,17 @@ def read_process(pid: int, start_ticks: int = 0, proc: Path = Path("/proc")) -> 
         wchan=_read(f"{proc}/{pid}/wchan").strip("\0\n "),
         cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS,
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def resting(before: Mapping[int, ProcessState], after: Mapping[int, ProcessState], seconds: float) -> frozenset[int]:
+    """Of processes by rank, looked at twice: those that lived on and used next to no time of a core in between."""
+    return frozenset(
+        rank
+        for rank, then in before.items()
+        if (now := after.get(rank)) is not None
+        and (then.alive, now.alive, now.pid) == (True, True, then.pid)
+        and now.cpu_seconds - then.cpu_seconds <= _RESTING_SHARE * seconds
     )
 
 

@@ -16,7 +16,7 @@ from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding, Trait
-from dtobs.host.process import ProcessState, boot_id
+from dtobs.host.process import ProcessState, boot_id, resting
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.console import Console
 from dtobs.monitor.excuses import Excuses
@@ -32,6 +32,7 @@ from dtobs.recording.excused import read_excused, write_excused
 from dtobs.recording.journal import Entry
 from dtobs.recording.meta import read_meta
 from dtobs.recording.policy import Policy
+from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 
@@ -88,6 +89,9 @@ class Monitor:
         self._scraped: float | None = None
         self._said: set[str] = set()
         self._last_view: RunView | None = None
+        self._states: dict[int, ProcessState] = {}
+        self._watched_s = 0.0
+        self._rest: frozenset[int] = frozenset()
         self._starter = os.getppid()
         self._began = time.monotonic()
 
@@ -197,7 +201,8 @@ class Monitor:
             self.damaged = list(view.damaged)
             moving = self.watchdog.stalled is None and not self.ranks.any_gone()
             early, found = [f for f in found if f.early], [f for f in found if not f.early]
-            self.journal.standing(early, time.monotonic_ns())
+            if not (early and self._ending(view)):  # a rank that is being ended shows no standstill any more
+                self.journal.standing(early, time.monotonic_ns())
             changes = self.journal.update(
                 found,
                 time.monotonic_ns(),
@@ -216,6 +221,10 @@ class Monitor:
         if self.ranks.any_gone():
             pause = min(pause, 1.0)  # what follows a death follows quickly
         self._next_pass = time.monotonic() + pause
+
+    def _ending(self, view: RunView) -> bool:
+        """Whether a rank is gone or was told to end."""
+        return self.ranks.any_gone() or any(view.signals(rank) & END_SIGNALS for rank in view.ranks)
 
     def _tell(self, entry: Entry) -> None:
         """Say on the training's console what a person there has to know."""
@@ -246,11 +255,21 @@ class Monitor:
                 with_capture=False,
             )
             view.capture = self.watchdog.capture
+            view.resting = self._resting(view.processes)
             if self.cluster is not None:
                 view.contacts = self.cluster.contacts()
             self._excuse(view)
             self._last_view = view
             return view
+
+    def _resting(self, states: dict[int, ProcessState]) -> frozenset[int]:
+        """The ranks that have used no core since a while ago."""
+        now = time.monotonic()
+        seconds = now - self._watched_s
+        if seconds >= self.timing.quiet:
+            self._rest = resting(self._states, states, seconds)
+            self._states, self._watched_s = states, now
+        return self._rest
 
     def _processes(self) -> dict[int, ProcessState]:
         others = self.cluster.processes() if self.cluster is not None else {}

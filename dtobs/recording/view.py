@@ -72,6 +72,7 @@ class RunView:
     pages: npt.NDArray[np.void]
     now_ns: int
     processes: dict[int, ProcessState] = field(default_factory=dict)
+    resting: frozenset[int] = frozenset()  #: ranks whose process was seen to use no core of late
     capture: Capture | None = None
     _clock: dict[int, int] = field(default_factory=dict, repr=False)  # by rank: added to the times of its host
     _windows: dict[int, StepWindow] = field(default_factory=dict, repr=False)
@@ -407,6 +408,17 @@ def _exits(run: RunDirectory, view: RunView) -> dict[int, ProcessState]:
                 by = view._clock.get(rank, 0) if state.ended_ns else 0
                 found[rank] = replace(state, ended_ns=state.ended_ns + by)
     return found
+
+
+def living(root: Path) -> dict[int, int]:
+    """By rank, the processes of this host that train in a run directory now; {} where there is no run or none lives."""
+    try:
+        view = load_run(root, with_capture=False)
+    except TargetError:
+        return {}
+    ended = (RankState.CLOSED, RankState.FAILED)
+    open_ = [rank for rank in view.ranks if int(view.page(rank)["state"]) not in ended]
+    return {r: int(view.page(r)["pid"]) for r in open_ if (p := view.process(r)) is not None and p.alive}
 
 
 def _capture_of_attempt(run: RunDirectory, view: RunView) -> Capture | None:

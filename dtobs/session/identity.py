@@ -11,11 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dtobs.errors import TargetError
+from dtobs.errors import TargetError, UsageError
 from dtobs.host.process import boot_id
 from dtobs.recording.meta import read_meta
 from dtobs.recording.rundir import RunDirectory, new_run_path
+from dtobs.recording.view import living
 
+_REFUSED = -1
 AGREE_SECONDS = 60.0
 """How long a rank waits for rank 0 to say where the run is recorded."""
 
@@ -77,7 +79,7 @@ def agree(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tup
     The directory is `asked`, else DTOBS_RUN_DIR, else a new one that rank 0 chooses. The attempt is the first that
     has not recorded there: a restart by torchrun, or a later job in the same directory, overwrites nothing. Where
     there is no store to agree through, it is torchrun's restart count.
-    Raises OSError or RuntimeError when rank 0 says nothing in time.
+    Raises UsageError where another job trains in it, OSError or RuntimeError when rank 0 says nothing in time.
     """
     given = asked if asked is not None else os.environ.get("DTOBS_RUN_DIR")
     path = Path(given).absolute() if given else None
@@ -90,12 +92,31 @@ def agree(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tup
     if store is not None and who.rank != 0:
         store.wait([key], timedelta(seconds=AGREE_SECONDS))
         chosen, attempt = json.loads(store.get(key))
+        if attempt == _REFUSED:
+            raise UsageError(chosen)
         return path or Path(chosen), int(attempt)
     path = path or _choose(name, who)
-    attempt = _free_attempt(RunDirectory(path))
+    refusal = _another_job(path) if given is not None else ""
+    attempt = _REFUSED if refusal else _free_attempt(RunDirectory(path))
     if store is not None:
-        store.set(key, json.dumps([str(path), attempt]))
+        store.set(key, json.dumps([refusal or str(path), attempt]))
+    if refusal:
+        raise UsageError(refusal)
     return path, attempt
+
+
+def _another_job(path: Path) -> str:
+    """Why this job cannot record in `path`: another one trains there; "" where none does.
+
+    Not another one are this process, the one that it was forked from, and what the same launcher started.
+    """
+    own = (os.getpid(), os.getppid())
+    run = RunDirectory(path)
+    for rank, pid in living(path).items():
+        mine = pid in own or ("TORCHELASTIC_RUN_ID" in os.environ and _has_worked_in(run, os.getppid()))
+        if not mine:
+            return f"{path} belongs to a job that still runs (rank {rank} is process {pid}): name another run directory"
+    return ""
 
 
 def _generation(who: Identity, environment: Mapping[str, str] | None = None) -> int:

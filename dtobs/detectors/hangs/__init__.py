@@ -29,6 +29,7 @@ from dtobs.detectors.hangs import (
     uncaught_exception,
     unused_parameters,
 )
+from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Situation, Told, interpret
 from dtobs.findings import Confidence, Finding, Trait
 from dtobs.recording.view import RunView
@@ -90,8 +91,8 @@ def detect(view: RunView) -> list[Finding]:
 
 def _early(finding: Finding) -> Finding:
     """What a rule says of a standstill that is no alarm yet: never certain, and no guess at all at the network."""
-    if Trait.ENDING in finding.traits:
-        return finding
+    if Trait.ENDING in finding.traits and not any(r.get("how") == End.CLOSED.value for r in finding.evidence):
+        return finding  # a process that is gone does not come back
     sure = Trait.SEEN in finding.traits and finding.confidence is not Confidence.POSSIBLE
     return replace(finding, early=True, confidence=Confidence.LIKELY if sure else Confidence.POSSIBLE)
 

@@ -68,11 +68,12 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """The exit code it asked for or was seen to end with; 0 when unknown."""
+        """The exit code it asked for or was seen to end with; 0 when unknown, or when a signal came after its close."""
         said = (self.exception or {}).get("message", "") if self.kind is End.EXITED else ""
         if isinstance(said, str) and said.isdigit():
             return int(said)
-        return (self.process.exit_code or 0) if self.process is not None else 0
+        code = (self.process.exit_code or 0) if self.process is not None else 0
+        return max(0, code) if self.kind is End.CLOSED else code
 
     @property
     def timed(self) -> bool:

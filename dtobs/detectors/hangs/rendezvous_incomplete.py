@@ -10,8 +10,10 @@ started and is not there yet is at another line; one whose process is gone has s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dtobs.detectors.hangs.describe import Evidence
-from dtobs.detectors.hangs.stall import DEFAULT_FLOOR_SECONDS
+from dtobs.detectors.hangs.stall import DEFAULT_FLOOR_SECONDS, EARLY_LONG, EARLY_SHARE
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.arrivals import Arrival, lives, read_arrivals, seconds_on_the_way, seconds_waited
 from dtobs.recording.view import RunView
@@ -34,9 +36,11 @@ def find(view: RunView) -> list[Finding]:
         return []
     longest = max(waiting.values())
     patience = max(arrivals[rank].patience for rank in waiting) or DEFAULT_FLOOR_SECONDS
-    if longest <= PATIENCE_FACTOR * patience:
-        return []
-    return [_finding(arrivals, waiting, missing, longest)]
+    if longest > PATIENCE_FACTOR * patience:
+        return [_finding(arrivals, waiting, missing, longest)]
+    if view.asked and longest > EARLY_LONG * EARLY_SHARE * patience:  # they may still come: no alarm, and possible only
+        return [replace(_finding(arrivals, waiting, missing, longest), early=True, confidence=Confidence.POSSIBLE)]
+    return []
 
 
 def _of_now(arrivals: dict[int, Arrival], rank: int) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dtobs.detectors.hangs.calls import Blocked, Calls
 from dtobs.detectors.hangs.desync import Desync, desyncs
-from dtobs.detectors.hangs.endings import End, Ending, causes, endings
+from dtobs.detectors.hangs.endings import End, Ending, all_told, causes, endings
 from dtobs.detectors.hangs.messages import settle
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
 from dtobs.detectors.hangs.stall import Stall, stall
@@ -151,15 +151,20 @@ def interpret(view: RunView) -> Situation:
 
 def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Stall | None) -> dict[int, Blocked]:
     found: dict[int, Blocked] = {}
+    standing = set(stalled.ranks) if stalled is not None else set()  # of a run that was ended, as it was seen last
+    if stalled is not None and all_told(ended):
+        standing |= {rank for rank in view.ranks if ended[rank].told}
     for rank in view.ranks:
         page = view.page(rank)
         last = Blocked(int(page["collective_group"]), int(page["collective_seq"]))
         if ended[rank].kind in _GAVE_UP:
             found[rank] = last
-        elif not ended[rank].over and int(page["wait_since_ns"]):
+        elif ended[rank].over and rank not in standing:
+            continue
+        elif int(page["wait_since_ns"]):
             opened = calls.open_waits.get(rank)
             found[rank] = opened if opened is not None and opened.group else last
-        elif not ended[rank].over and _in_communication(view.rank(rank).stack):
+        elif _in_communication(view.rank(rank).stack):
             found[rank] = last
     if stalled is not None and not any(rank in found for rank in stalled.ranks):
         found |= _blocked_on_device(view, calls, stalled)

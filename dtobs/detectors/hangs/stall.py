@@ -14,9 +14,11 @@ beyond the largest of
 Time in which nothing could move does not count (`RunView.excused`), and while its owner keeps a file ``paused`` in
 the run directory, as long as a process lives, nothing is a stall.
 
-Who asks (`RunView.asked`) need not wait for that: a run that has stood still for an eighth of it, for ten of its own
-slow steps and for twice its longest recent pause between steps stands still early, which is said as a possibility and
-never alarms. What the kernel says needs no more either: a suspended rank among others that are not is a stall as early.
+Who asks (`RunView.asked`) need not wait for that: a run that has stood still for an eighth of the floor, for ten of its
+own slow steps and for twice its longest recent pause between steps stands still early, which is said as a possibility
+and never alarms. At the start, in a checkpoint and in a validation it takes a little longer, and only processes that
+use no core count. What the kernel says needs no more either: a suspended rank among others that are not is a stall
+as early.
 
 A slow run is not stalled, and neither is one whose ranks have all ended.
 """
@@ -68,6 +70,8 @@ _COMPILER = (
 """Files that are on a stack while something is compiled, and not while it runs."""
 EARLY_SHARE = 1 / 8
 EARLY_SECONDS = 4.0
+EARLY_LONG = 1.5
+"""How much longer it is where the threshold is that of a long phase; a compilation takes its whole share."""
 _EARLY_STEPS = 10.0
 _EARLY_PAUSES = 2.0
 _STEPS = 128
@@ -153,15 +157,26 @@ def moved_on(view: RunView, since_ns: int) -> bool:
 
 def _early(view: RunView, pages: npt.NDArray[np.void], threshold: float) -> float:
     """From how many seconds on a silence is a standstill, for those who ask; never within what was declared."""
-    if threshold == float("inf") or (pages["steps_done"] == 0).all():
+    if threshold == float("inf"):
         return threshold
+    if not _may_be_stuck(view, pages):
+        return threshold
+    share = EARLY_SHARE * min(threshold, EARLY_LONG * _floor(pages)[0])
     slow, pause = 0.0, 0.0
     for steps in _histories(view, [int(rank) for rank in pages["rank"]]):
         slow = max(slow, float((steps["end_ns"] - steps["begin_ns"])[1:].max(initial=0)) / 1e9)
         pause = max(pause, float((steps["begin_ns"][1:] - steps["end_ns"][:-1]).max(initial=0)) / 1e9)
     declared = int(pages["phase_allowance_ns"].max()) / 1e9
-    early = max(EARLY_SECONDS, EARLY_SHARE * threshold, _EARLY_STEPS * slow, _EARLY_PAUSES * pause, declared)
+    early = max(EARLY_SECONDS, share, _EARLY_STEPS * slow, _EARLY_PAUSES * pause, declared)
     return min(threshold, early)
+
+
+def _may_be_stuck(view: RunView, pages: npt.NDArray[np.void]) -> bool:
+    """Whether no rank is at long work: who starts, saves or validates, and does not wait, was seen to use no core."""
+    if (pages["phase"] == Phase.COMPILE).any():
+        return False
+    long = np.isin(pages["phase"], (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION)) | (pages["steps_done"] == 0)
+    return set(pages["rank"][long & (pages["wait_since_ns"] == 0)].tolist()) <= view.resting
 
 
 def _one_suspended(view: RunView, pages: npt.NDArray[np.void]) -> bool:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dtobs.detectors.hangs import detect
 from dtobs.diagnose import diagnose, gather
 from dtobs.recording.arrivals import Arrival, arrive, become, read_arrivals, write_arrival
 from dtobs.recording.rundir import RunDirectory
@@ -100,6 +101,17 @@ def test_what_is_no_finding(run, arrivals):
     for arrival in arrivals():
         write_arrival(run, arrival)
     assert found(load_run(run.root)) == {}
+
+
+def test_who_asks_is_told_who_is_missing_before_the_alarm(run):
+    write_arrival(run, waits(0, 15))
+    write_arrival(run, on_its_way(1, 15))
+    view = load_run(run.root)
+    assert detect(view) == []
+    view.asked = True
+    (finding,) = detect(view)
+    assert (finding.code, finding.early, finding.confidence) == ("rendezvous-incomplete", True, "possible")
+    assert set(finding.ranks) == set(range(1, WORLD))
 
 
 def test_a_run_that_trains_is_not_looked_at_again(training):

@@ -10,6 +10,7 @@ import pytest
 
 from dtobs.codec import decode
 from dtobs.detectors.hangs import detect
+from dtobs.detectors.hangs.situation import interpret
 from dtobs.diagnose import diagnose, gather
 from dtobs.diagnose.analyse import merge, rank_causes
 from dtobs.diagnose.gather import Evidence
@@ -201,6 +202,51 @@ def test_who_asks_in_a_phase_that_takes_long_is_told_a_fact_and_no_finding(hung,
     diagnosis = diagnose(Evidence("x", view))
     assert diagnosis.findings == ()
     assert "for rank 1, which is in " + phase in diagnosis.notes[0]
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "validation"])
+def test_who_asks_is_answered_in_such_a_phase_where_the_process_does_nothing(hung, phase):
+    hung.rank(1).phase(phase)
+    view = hung.view(later=15)
+    view.asked, view.resting = True, frozenset({0, 1, 2})
+    (finding,) = diagnose(Evidence("x", view)).findings
+    code = "stuck-in-checkpoint" if phase == "checkpoint" else "rank-not-joined"
+    assert (finding.code, finding.ranks, finding.confidence) == (code, (1,), "possible")
+
+
+def test_a_rank_that_left_stays_the_cause_when_the_one_that_waited_is_killed(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(5)
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).close()
+    (left,) = detect(run.view(later=70))
+    assert (left.code, left.ranks, left.early) == ("rank-exited-early", (1,), False)
+    killed = ProcessState(run.pid_of(0), alive=False, exit_code=-9, ended_ns=run.view(later=80).now_ns)
+    diagnosis = diagnose(Evidence("x", run.view(later=90, processes={0: killed}), (entry(left),)))
+    assert [(f.code, f.ranks) for f in diagnosis.findings] == [("rank-exited-early", (1,))]
+    assert "what came after it: rank 0 is dead" in diagnosis.notes[0]
+
+
+def test_that_a_rank_closed_its_session_is_no_alarm_before_the_threshold(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(5)
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).close()
+    view = run.view(later=15)
+    view.asked = True
+    (left,) = detect(view)
+    assert (left.code, left.early, left.confidence, left.severity) == ("rank-exited-early", True, "likely", "warning")
+
+
+def test_ranks_that_were_told_to_end_while_they_waited_did_wait(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(5)
+    for rank in run.ranks:
+        rank.collective(wait=True)
+    view = run.view(later=70)
+    living = interpret(view).blocked
+    assert set(living) == {0, 1}
+    view.capture = Capture(view.now_ns, "", "", {0: RankCapture(0, ProcessState(run.pid_of(0), alive=True))})
+    ended = {r: ProcessState(run.pid_of(r), alive=False, exit_code=-15, ended_ns=view.now_ns + 1) for r in (0, 1)}
+    view.processes = ended
+    assert interpret(view).blocked == living
 
 
 def test_who_asks_of_a_run_that_takes_such_pauses_is_told_of_no_finding(tmp_path):

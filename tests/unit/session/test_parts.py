@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import time
 import weakref
@@ -15,6 +16,7 @@ import torch
 from torch.distributed import HashStore
 
 import dtobs
+from dtobs.errors import UsageError
 from dtobs.probes import backward as backward_module
 from dtobs.probes import patches
 from dtobs.probes.c10d_ops import canonical_name, discover
@@ -265,6 +267,29 @@ def test_ranks_under_agents_that_count_restarts_differently_find_each_other(
     monkeypatch.setattr(identity, "_agreed", {})
     monkeypatch.setattr(identity, "AGREE_SECONDS", 1.0)
     assert agree(tmp_path, "run", late) == (tmp_path, 0)
+
+
+def test_every_rank_of_a_second_live_job_is_refused_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = HashStore()
+    monkeypatch.setattr(identity, "_store", lambda: store)
+    monkeypatch.setattr(identity, "living", lambda path: {0: 4711})
+    said = r"belongs to a job that still runs \(rank 0 is process 4711\): name another run directory"
+    for rank in (0, 1):
+        monkeypatch.setattr(identity, "_agreed", {})
+        with pytest.raises(UsageError, match=said):
+            agree(tmp_path, "run", Identity(rank, world_size=2, local_rank=rank, node=0, attempt=0))
+    for mine in (os.getpid(), os.getppid()):
+        monkeypatch.setattr(identity, "living", lambda path, mine=mine: {0: mine})
+        assert agree(tmp_path, "run", Identity(0, 1, 0, 0, 0)) == (tmp_path, 0)
+
+
+def test_a_second_live_job_trains_on_unrecorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(identity, "living", lambda path: {0: 4711})
+    assert type(dtobs.attach(run_dir=tmp_path, monitor=False)) is Session
+    assert "dtobs: not recording this run: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_restart_says_what_it_has_cost(tmp_path: Path):
