@@ -465,6 +465,13 @@ _ROWS: tuple[_Row, ...] = (
         "A restart goes on with another learning rate or other weights",
         "Load the state of model, optimizer, scheduler and scaler on every rank before the first step.",
     ),
+    (
+        "checkpoint-failed",
+        "silent",
+        Severity.WARNING,
+        "A checkpoint could not be saved",
+        "Make room, or save to another place; look for what the failed save left behind before you resume from it.",
+    ),
     # performance
     *((name, "performance", Severity.WARNING, title, next_step) for name, title, next_step in _LOST_TIME),
     (

@@ -6,6 +6,8 @@ detectors read can tell. The healthy twin of all of them is the trouble "none".
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +56,7 @@ _ROWS = (
     Trouble("rescaled", "gradient-scale-mismatch", "all"),
     Trouble("other-settings", "config-mismatch", "all", ("fsdp",)),  # of two that differ none is accused
     Trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp",)),
+    Trouble("full-disk", "checkpoint-failed", wrappers=("ddp", "by-hand")),
     Trouble("slow", "straggler"),
     Trouble("starved", "data-starved"),
 )
@@ -181,6 +184,8 @@ def train(job: SilentJob) -> None:
             session.report(loss=said)
             if is_now in ("none", "small-loss"):
                 session.report(gradient_zeros=zeros)
+            if step % 10 == 0 and is_now in ("none", "full-disk"):
+                save_or_go_on(plain, "/dev/full" if struck and is_now == "full-disk" else os.devnull)
             if mine and is_now == "flipped-bit" and step == job.at_step:
                 flip_bit(next(iter(model.parameters())))
             if mine and is_now == "overwritten" and step == job.at_step:
@@ -199,6 +204,12 @@ def step_with_another_rate(optimizer: torch.optim.Optimizer) -> None:
     handle = optimizer.register_step_post_hook(lambda stepping, *_: scale(stepping, 2.0))
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)  # before anybody else looks
+
+
+def save_or_go_on(model: nn.Module, path: str) -> None:
+    """What a loop does that would rather train on than end with an exception."""
+    with contextlib.suppress(OSError, RuntimeError):
+        torch.save([parameter.detach() for parameter in model.parameters()], path)
 
 
 def wrap(model: nn.Sequential, wrapper: Wrapper) -> nn.Module:

@@ -40,6 +40,7 @@ PROBES = (
     Entry("device times", "device_parts:DevicePartsProbe"),
     Entry("backward", "backward:Backward"),
     Entry("loader", "loader:Loader"),
+    Entry("saves", "saves:Saves"),
     Entry("memory", "memory:Memory"),
     Entry("gradients", "gradients:GradientProbe"),
     Entry("reduced gradients", "reduced:ReducedGradientProbe"),

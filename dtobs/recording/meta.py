@@ -2,7 +2,7 @@
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
 ``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``,
-``pass``. A last line cut by a kill is left out.
+``pass``, ``save``. A last line cut by a kill is left out.
 """
 
 from __future__ import annotations
@@ -138,6 +138,19 @@ class Construction:
         return f"{self.name or 'a group'} of {ranks_text(self.ranks)}"
 
 
+@dataclass(frozen=True)
+class Save:
+    """What became of the saves of checkpoints at one line: how many failed since one did not, and how the last did."""
+
+    function: str
+    site: int
+    failures: int
+    error: str
+    ranks: tuple[int, ...]  #: that could not do their part, where the error says so
+    step: int
+    t_ns: int
+
+
 @dataclass
 class Meta:
     """All entries of one rank, by type."""
@@ -157,6 +170,7 @@ class Meta:
     settings: list[tuple[int, dict[str, str]]] = field(default_factory=list)  #: (step, fields that changed), in order
     constructions: dict[int, Construction] = field(default_factory=dict)  #: by number
     passes: list[dict[str, int]] = field(default_factory=list)  #: over training data, in order: see `probes.loader`
+    saves: dict[tuple[str, int], Save] = field(default_factory=dict)  #: by function and line, those that failed once
     damaged: int = 0  #: lines that could not be understood
 
 
@@ -221,6 +235,9 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
             meta.laws[decode(str, e["name"])] = e
         case "pass":
             meta.passes.append(decode(dict[str, int], {name: e[name] for name in PASS_FIELDS}))
+        case "save":
+            save = decode(Save, e)
+            meta.saves[save.function, save.site] = save
         case "settings":
             meta.settings.append((decode(int, e["step"]), decode(dict[str, str], e["fields"])))
         case _:

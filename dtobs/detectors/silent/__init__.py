@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dtobs.detectors.base import Detector
+from dtobs.detectors.silent.checkpoint_failed import checkpoint_failed
 from dtobs.detectors.silent.config_mismatch import config_mismatch
 from dtobs.detectors.silent.data_not_resumed import data_not_resumed
 from dtobs.detectors.silent.data_overlap import data_overlap
@@ -47,4 +48,5 @@ DETECTORS: tuple[Detector, ...] = (
     data_not_resumed,
     rng_not_restored,
     resume_mismatch,
+    checkpoint_failed,
 )
