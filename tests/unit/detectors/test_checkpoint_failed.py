@@ -79,6 +79,7 @@ def test_a_strangers_loop_on_a_full_disk(tmp_path: Path, goes_on: bool):
     assert load_run(tmp_path / "run").page(0)["probe_failures"] == 0
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_failed_distributed_save_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_args, **_named):
         raise OSError(errno.ENOSPC, "No space left on device")
