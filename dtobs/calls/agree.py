@@ -6,10 +6,17 @@ over. With no such majority (two ranks, three ways among four) the disagreement 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
+
+from dtobs.calls.table import CallTable
 from dtobs.findings import Confidence
+
+Agreement = tuple[tuple[str, Hashable], ...]
+"""What a call must agree on with its peers', by the code of a disagreement; None: not on this."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,42 @@ class Parties:
     def confidence(self) -> Confidence:
         """How sure it is that one of `odd` is at fault; of two ranks, that their calls cannot both be right."""
         return Confidence.CERTAIN if self.majority else Confidence.LIKELY
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A call that ranks made in several ways. `shown`: for each party the row of its first rank in the table."""
+
+    code: str
+    group: int
+    seq: int
+    parties: Parties
+    shown: tuple[int, ...]
+
+
+def disagreements(
+    table: CallTable,
+    column: npt.NDArray[Any],
+    agreements: Callable[[slice], Mapping[int, Agreement]],
+    size_of: Callable[[int], int],
+    settled: Container[int],
+) -> Iterator[Disagreement]:
+    """The calls on which ranks do not agree, in order, each by the first code that tells them apart.
+
+    `column` is equal for calls that fit together; `agreements(rows)` are those of one call by rank, none where they are
+    not known; groups in `settled`, to which the caller may add meanwhile, are left out.
+    """
+    for rows in table.differing(column):
+        group, seq = int(table.group[rows.start]), int(table.seq[rows.start])
+        by_rank = {} if group in settled else agreements(rows)
+        places = dict(zip(table.rank[rows].tolist(), range(rows.start, rows.stop), strict=True))
+        for alike in zip(*by_rank.values(), strict=True):
+            ways = {rank: way for rank, (_, way) in zip(by_rank, alike, strict=True)}
+            found = judge(ways, size_of(group)) if None not in ways.values() else None
+            if found is not None:
+                shown = tuple(places[ranks[0]] for ranks in found.parties)
+                yield Disagreement(alike[0][0], group, seq, found, shown)
+                break
 
 
 def judge(ways: Mapping[int, Hashable], size: int) -> Parties | None:

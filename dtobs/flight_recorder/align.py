@@ -12,30 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.table import CallTable, begins
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.operations import Kind
 
 
 @dataclass(frozen=True)
-class Aligned:
-    """Collective entries of all ranks, ordered so that one call of all ranks is one segment.
+class Aligned(CallTable):
+    """Collective entries of all ranks; the parts of a coalesced call are calls of their own.
 
-    `entry`: i64[n], index into `dumps.entries`; `group`, `seq`, `row`: of each; `start`: i64[segments], where each
-    call begins. `by_rank`: i64[n], the same entries by (group, row, record).
+    `entry`: i64[n], index into `dumps.entries`; `row`: i32[n], the rank's. `by_rank`: i64[n], the same entries by
+    (group, row, record).
     """
 
     entry: npt.NDArray[np.int64]
-    group: npt.NDArray[np.int32]
-    seq: npt.NDArray[np.int64]
     row: npt.NDArray[np.int32]
-    start: npt.NDArray[np.int64]
     by_rank: npt.NDArray[np.int64]
     notes: tuple[str, ...] = ()
-
-    @property
-    def end(self) -> npt.NDArray[np.int64]:
-        """i64[segments], where each call ends."""
-        return np.append(self.start[1:], len(self.entry))
 
 
 def align(dumps: Dumps) -> Aligned:
@@ -59,13 +52,21 @@ def align(dumps: Dumps) -> Aligned:
         by_rank = position[by_rank[keep[by_rank]]]
         chosen, group, row, seq = chosen[keep], group[keep], row[keep], seq[keep]
     order = np.lexsort((entries["sub"][chosen], seq, group))
-    sub = entries["sub"][chosen][order]
-    g, s = group[order], seq[order]
-    new = np.ones(len(order), bool)
-    new[1:] = (g[1:] != g[:-1]) | (s[1:] != s[:-1]) | (sub[1:] != sub[:-1])
     back = np.empty(len(order), np.int64)
     back[order] = np.arange(len(order))
-    return Aligned(chosen[order], g, s, row[order], np.flatnonzero(new), back[by_rank], tuple(notes))
+    chosen, group, seq, row = chosen[order], group[order], seq[order], row[order]
+    return Aligned(
+        group,
+        seq,
+        dumps.rank_numbers[row],
+        entries["signature"][chosen],
+        entries["site"][chosen],
+        begins(group, seq, entries["sub"][chosen]),
+        chosen,
+        row,
+        back[by_rank],
+        tuple(notes),
+    )
 
 
 def _drifting(dumps: Dumps, chosen: npt.NDArray[np.int64]) -> list[int]:

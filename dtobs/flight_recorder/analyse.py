@@ -8,9 +8,8 @@ from typing import Any
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.flight_recorder.align import Aligned, align
 from dtobs.flight_recorder.callsites import RECENT, Desync, find_desyncs
-from dtobs.flight_recorder.disagreements import desync_finding, mismatch_findings
+from dtobs.flight_recorder.disagreements import desync_finding, find_mismatches, mismatch_findings
 from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier, frontiers
-from dtobs.flight_recorder.mismatch import find_mismatches
 from dtobs.flight_recorder.model import DumpProblem, Dumps
 from dtobs.flight_recorder.p2p import PendingPair, pending_pairs
 from dtobs.flight_recorder.queues import queues_of
@@ -75,7 +74,7 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
     """Match the dumps' collectives and pairs and say what is wrong. Raises nothing for any `Dumps`."""
     aligned = align(dumps)
     desyncs = find_desyncs(dumps, aligned)
-    findings, explained = mismatch_findings(dumps, find_mismatches(dumps, aligned), desyncs)
+    findings, explained = mismatch_findings(dumps, aligned, find_mismatches(dumps, aligned), desyncs)
     states = frontiers(dumps, aligned)
     pairs = pending_pairs(dumps)
     notes = [*dumps.notes, *aligned.notes]

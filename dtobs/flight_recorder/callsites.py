@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.flight_recorder.align import Aligned
-from dtobs.flight_recorder.mismatch import majority_by_segment
 from dtobs.flight_recorder.model import Dumps
 
 MAX_SHIFT = 4
@@ -48,13 +47,13 @@ def find_desyncs(dumps: Dumps, aligned: Aligned) -> list[Desync]:
     """Every rank whose call sites run ahead of or behind its peers', proved or not. Pure."""
     if not len(aligned.entry):
         return []
-    site = dumps.entries["site"][aligned.entry]
+    site = aligned.site
     low = np.minimum.reduceat(site, aligned.start)
     high = np.maximum.reduceat(site, aligned.start)
     suspicious = np.unique(aligned.group[aligned.start[(low != high) & (low >= 0)]])
     if not len(suspicious):
         return []
-    usual = majority_by_segment(site, aligned)
+    usual = aligned.usual(site)
     lengths = np.diff(np.append(aligned.start, len(aligned.entry)))
     differs = (site != np.repeat(usual, lengths)) & np.isin(aligned.group, suspicious)
     segment_of = np.repeat(np.arange(len(aligned.start)), lengths)
@@ -98,7 +97,7 @@ def _shift(
         position = int(mine[first])
         segment = int(segments[first])
         start, end = int(aligned.start[segment]), int(aligned.end[segment])
-        peers = dumps.entries["site"][aligned.entry[start:end]] == wanted[0]
+        peers = aligned.site[start:end] == wanted[0]
         return Desync(
             group=group,
             row=int(aligned.row[position]),

@@ -6,19 +6,40 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dtobs.calls.agree import Disagreement, disagreements
 from dtobs.findings import Confidence, Finding
+from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.callsites import RECENT, Desync
-from dtobs.flight_recorder.mismatch import Mismatch
 from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.wording import Words
+from dtobs.flight_recorder.wording import Words, named
 from dtobs.words import ranks_text
 
-_CODES = {"operation": "collective-mismatch", "dtype": "dtype-mismatch", "shape": "shape-mismatch"}
-_THING = {"operation": "another collective", "dtype": "another element type", "shape": "another shape"}
+_THING = {
+    "collective-mismatch": "another collective",
+    "dtype-mismatch": "another element type",
+    "shape-mismatch": "another shape",
+}
+
+
+def find_mismatches(dumps: Dumps, aligned: Aligned) -> list[Disagreement]:
+    """The first call of each group on which its ranks do not agree: everything after it is shifted. Pure."""
+    numbers: dict[object, int] = {}
+    agreements = [operation.agreement for operation in dumps.operations]
+    fits = np.array([numbers.setdefault(one, len(numbers)) for one in agreements], np.int32)
+    found: dict[int, Disagreement] = {}
+    for one in disagreements(
+        aligned,
+        fits[aligned.op] if len(aligned.op) else aligned.op,
+        lambda rows: {r: agreements[o] for r, o in zip(aligned.rank[rows].tolist(), aligned.op[rows], strict=True)},
+        lambda group: dumps.groups[group].size,
+        found,
+    ):
+        found[one.group] = one
+    return list(found.values())
 
 
 def mismatch_findings(
-    dumps: Dumps, mismatches: Sequence[Mismatch], desyncs: Sequence[Desync]
+    dumps: Dumps, aligned: Aligned, mismatches: Sequence[Disagreement], desyncs: Sequence[Desync]
 ) -> tuple[list[Finding], dict[int, int]]:
     """The findings, and for each group concerned the sequence number from which they explain what follows.
 
@@ -27,7 +48,7 @@ def mismatch_findings(
     explained: dict[int, int] = {}
     findings = []
     for desync in desyncs:
-        if not desync.proved and not any(_follows(m, desync) for m in mismatches):
+        if not desync.proved and not any(_follows(dumps, m, desync) for m in mismatches):
             continue
         explained[desync.group] = min(explained.get(desync.group, desync.seq), desync.seq)
         findings.append(desync_finding(Words(dumps), desync))
@@ -35,56 +56,57 @@ def mismatch_findings(
         if explained.get(mismatch.group, mismatch.seq + 1) <= mismatch.seq:
             continue
         explained[mismatch.group] = mismatch.seq
-        findings.append(_mismatch(Words(dumps), mismatch))
+        findings.append(_mismatch(Words(dumps), mismatch, [int(aligned.entry[row]) for row in mismatch.shown]))
     return findings, explained
 
 
-def _follows(mismatch: Mismatch, desync: Desync) -> bool:
+def _follows(dumps: Dumps, mismatch: Disagreement, desync: Desync) -> bool:
     """Whether a mismatch of the same rank comes so soon after its odd call that the call explains it."""
     return (
         mismatch.group == desync.group
-        and desync.row in mismatch.odd_rows
+        and mismatch.parties.majority
+        and dumps.ranks[desync.row].rank in mismatch.parties.odd
         and desync.seq <= mismatch.seq <= desync.seq + RECENT
     )
 
 
-def _mismatch(words: Words, mismatch: Mismatch) -> Finding:
+def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Finding:
+    """The finding; `shown`: for each party an entry that shows how it called."""
     group = words.dumps.groups[mismatch.group]
-    usual, usual_rows = mismatch.parties[0]
-    thing = _THING[mismatch.what]
-    if mismatch.odd_rows:
-        odd = next(entry for entry, rows in mismatch.parties[1:] if rows[0] in mismatch.odd_rows)
-        ranks = words.ranks(mismatch.odd_rows)
+    parties, ranks = mismatch.parties.parties, mismatch.parties.odd
+    if mismatch.parties.majority:
+        usual, odd = shown[:2]
         verb = "call" if len(ranks) > 1 else "calls"
         summary = (
-            f"{ranks_text(ranks)} {verb} {words.operation(odd)}{words.site(odd)} where {len(usual_rows)} of"
+            f"{ranks_text(ranks)} {verb} {words.operation(odd)}{words.site(odd)} where {len(parties[0])} of"
             f" {group.size} ranks of group {group.label} call {words.operation(usual)}{words.site(usual)}"
             f" (#{mismatch.seq})"
         )
         confidence = Confidence.CERTAIN
     else:
         sides = "; ".join(
-            f"{words.named(rows)}: {words.operation(e)}{words.site(e)}" for e, rows in mismatch.parties[:4]
+            f"{named(party)}: {words.operation(e)}{words.site(e)}"
+            for e, party in zip(shown[:4], parties[:4], strict=True)
         )
         summary = f"Ranks of group {group.label} disagree on call #{mismatch.seq}: {sides}"
         # Two ranks, both here: one of them is wrong, and both must be looked at. Else dumps are missing.
         missing = group.size - int(np.isin(group.members, words.dumps.rank_numbers).sum())
         complete = not missing
-        ranks = words.ranks(r for _, rows in mismatch.parties for r in rows) if complete else ()
+        ranks = ranks if complete else ()
         confidence = Confidence.LIKELY if complete else Confidence.POSSIBLE
         if not complete:
             summary += f" ({missing} dumps are missing, so no side has a majority)"
     return Finding(
-        _CODES[mismatch.what],
+        mismatch.code,
         summary,
         ranks=ranks,
         confidence=confidence,
         group=group.label,
         evidence=(
             words.evidence(
-                f"{thing} under one sequence number",
-                [entry for entry, _ in mismatch.parties],
-                parties=[len(rows) for _, rows in mismatch.parties],
+                f"{_THING[mismatch.code]} under one sequence number",
+                shown,
+                parties=[len(party) for party in parties],
             ),
         ),
     )

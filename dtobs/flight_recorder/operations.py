@@ -140,6 +140,15 @@ class Operation:
         return tuple(sorted({*(self.input_dtypes if inputs else ()), *(self.output_dtypes if outputs else ())}))
 
     @property
+    def agreement(self) -> tuple[tuple[str, object], ...]:
+        """What the calls of all ranks must agree on, by the code of a disagreement."""
+        return (
+            ("collective-mismatch", self.family),
+            ("dtype-mismatch", self.dtype_key),
+            ("shape-mismatch", self.shape_key),
+        )
+
+    @property
     def group_size(self) -> int | None:
         """The group's size as an all-gather or a reduce-scatter betrays it, None when it does not."""
         count_in, count_out = self.elements

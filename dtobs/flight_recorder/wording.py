@@ -12,6 +12,12 @@ MAX_LISTED = 16
 _STATE = ("scheduled", "started", "completed", "unknown")
 
 
+def named(ranks: Sequence[int]) -> str:
+    """``ranks 1, 4-7``, or only how many where that would be long."""
+    text = ranks_text(ranks)
+    return text if len(text) <= 40 else count(len(ranks), "rank")
+
+
 class Words:
     """Texts about the entries of one `Dumps`."""
 
@@ -24,9 +30,7 @@ class Words:
 
     def named(self, rows: Iterable[int]) -> str:
         """``ranks 1, 4-7`` of rows, or only how many where that would be long."""
-        ranks = self.ranks(rows)
-        text = ranks_text(ranks)
-        return text if len(text) <= 40 else count(len(ranks), "rank")
+        return named(self.ranks(rows))
 
     def call(self, entry: int) -> str:
         """``all_reduce [4, 3] Float #12 of group 0 (default_pg)``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.calls.order import History
+from dtobs.calls.table import CallTable, begins
 from dtobs.events import Kind
 from dtobs.recording.meta import Group, Op, Site
 from dtobs.recording.view import RunView
@@ -47,7 +47,7 @@ class Blocked:
 class Calls:
     """All calls that are still in the rings (and the last one of each page).
 
-    `rows` is CALL_DTYPE[N] in order of group, sequence number and rank.
+    `rows` is CALL_DTYPE[N] in order of group, sequence number and rank, and `table` its columns.
     """
 
     def __init__(self, view: RunView) -> None:
@@ -65,11 +65,13 @@ class Calls:
         parts = [self._of_rank(rank) for rank in view.ranks]
         rows = np.concatenate(parts) if parts else np.zeros(0, CALL_DTYPE)
         rows = rows[~np.isin(rows["group"], list(self._half_restarted()))]
-        self.rows = rows[np.lexsort((rows["rank"], rows["seq"], rows["group"]))]
+        self.rows = rows = rows[np.lexsort((rows["rank"], rows["seq"], rows["group"]))]
+        start = begins(rows["group"], rows["seq"])
+        self.table = CallTable(rows["group"], rows["seq"], rows["rank"], rows["op"], rows["site"], start)
 
     def issued(self, rank: int, group: int) -> int:
         """The last sequence number that `rank` issued in `group`; 0 when none is known."""
-        return self._frontier.get((group, rank), 0)
+        return self.table.issued.get((group, rank), 0)
 
     def behind(self, group: int, seq: int) -> list[int]:
         """Members of `group` that recorded and have not issued `seq`, as far as their recording can be trusted."""
@@ -108,16 +110,9 @@ class Calls:
 
     def call(self, rank: int, group: int, seq: int) -> np.void | None:
         """One call as CALL_DTYPE; None when `rank` never made it or no longer holds it."""
-        at = self._first(group, seq)
-        while at < len(self.rows) and (self.rows["group"][at], self.rows["seq"][at]) == (group, seq):
-            if self.rows["rank"][at] == rank:
-                return self.rows[at]  # type: ignore[no-any-return]
-            at += 1
-        return None
-
-    def of(self, group: int, seq: int) -> npt.NDArray[np.void]:
-        """All ranks' calls of one collective, CALL_DTYPE[n]."""
-        return self.rows[self._first(group, seq) : self._first(group, seq + 1)]
+        made = self.rows[self.table.rows(group, seq, seq)]
+        at = int(np.searchsorted(made["rank"], rank))
+        return made[at] if at < len(made) and made["rank"][at] == rank else None
 
     def history(self, rank: int, group: int, seq: int) -> History:
         """The collectives that `rank` issued up to one of them, in the order of their times."""
@@ -140,18 +135,6 @@ class Calls:
                 return site
         return None
 
-    def differing(self) -> Iterator[npt.NDArray[np.void]]:
-        """Collectives whose ranks recorded different operations, in order of group and sequence number."""
-        rows = self.rows
-        if not len(rows):
-            return
-        same = (rows["group"][1:] == rows["group"][:-1]) & (rows["seq"][1:] == rows["seq"][:-1])
-        starts = np.flatnonzero(np.concatenate(([True], ~same)))
-        ends = np.append(starts[1:], len(rows))
-        unlike = np.concatenate(([False], same & (rows["op"][1:] != rows["op"][:-1])))
-        for place in np.flatnonzero(np.add.reduceat(unlike.astype(np.int64), starts)):
-            yield rows[starts[place] : ends[place]]
-
     @cached_property
     def groups(self) -> dict[int, Group]:
         """Process groups by number, as any rank described them."""
@@ -162,7 +145,7 @@ class Calls:
         known = self.groups.get(group)
         if known is not None and known.ranks:
             return known.ranks
-        return tuple(sorted({rank for number, rank in self._frontier if number == group}))
+        return tuple(sorted({rank for number, rank in self.table.issued if number == group}))
 
     def op(self, rank: int, op: int) -> Op:
         """What an operation number stands for."""
@@ -175,28 +158,6 @@ class Calls:
     def site(self, rank: int, site: int) -> Site | None:
         """The line that a site number stands for; None when it was not recorded."""
         return self._view.meta(rank).sites.get(site)
-
-    def _first(self, group: int, seq: int) -> int:
-        low, high = np.searchsorted(self.rows["group"], [group, group + 1])
-        return int(low + np.searchsorted(self.rows["seq"][low:high], seq))
-
-    @cached_property
-    def _frontier(self) -> dict[tuple[int, int], int]:
-        found: dict[tuple[int, int], int] = {}
-        for row in self._last_rows():
-            key = (int(row["group"]), int(row["rank"]))
-            found[key] = max(found.get(key, 0), int(row["seq"]))
-        return found
-
-    def _last_rows(self) -> npt.NDArray[np.void]:
-        """The last row of each (group, rank); `rows` is in order of seq within them."""
-        order = np.lexsort((self.rows["seq"], self.rows["rank"], self.rows["group"]))
-        ordered = self.rows[order]
-        if not len(ordered):
-            return ordered
-        changes = (ordered["group"][1:] != ordered["group"][:-1]) | (ordered["rank"][1:] != ordered["rank"][:-1])
-        last: npt.NDArray[np.void] = ordered[np.append(changes, True)]
-        return last
 
     def _of_rank(self, rank: int) -> npt.NDArray[np.void]:
         events = self._view.events(rank)

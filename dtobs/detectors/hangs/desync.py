@@ -52,23 +52,14 @@ def desyncs(calls: Calls, mismatches: Sequence[Mismatch]) -> list[Desync]:
 
 def _differing(calls: Calls) -> Iterator[npt.NDArray[np.void]]:
     """Calls that met and came from different lines, but are of one kind; in order of group and number."""
-    rows = calls.rows
-    if not len(rows):
-        return
-    same = (rows["group"][1:] == rows["group"][:-1]) & (rows["seq"][1:] == rows["seq"][:-1])
-    starts = np.flatnonzero(np.concatenate(([True], ~same)))
-    ends = np.append(starts[1:], len(rows))
-    other_site = np.concatenate(([False], same & (rows["site"][1:] != rows["site"][:-1])))
-    other_op = np.concatenate(([False], same & (rows["op"][1:] != rows["op"][:-1])))
-    places = np.flatnonzero(
-        np.add.reduceat(other_site.astype(np.int64), starts) * (np.add.reduceat(other_op.astype(np.int64), starts) == 0)
-    )
     tries: Counter[int] = Counter()
-    for place in places:
-        group = int(rows["group"][starts[place]])
-        tries[group] += 1
-        if tries[group] <= _MAX_TRIES:
-            yield rows[starts[place] : ends[place]]
+    for part in calls.table.differing(calls.table.site):
+        rows = calls.rows[part]
+        group = int(rows["group"][0])
+        if (rows["op"] == rows["op"][0]).all():
+            tries[group] += 1
+            if tries[group] <= _MAX_TRIES:
+                yield rows
 
 
 def _desync(calls: Calls, rows: npt.NDArray[np.void], mismatches: Sequence[Mismatch]) -> Desync | None:

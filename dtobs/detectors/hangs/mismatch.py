@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.calls.agree import Parties, judge
+from dtobs.calls.agree import Agreement, Disagreement, Parties, disagreements
 from dtobs.detectors.hangs.calls import Calls
 from dtobs.recording.meta import Op
 
@@ -45,59 +46,57 @@ def mismatches(calls: Calls, *, moving: bool) -> list[Mismatch]:
 
     `moving`: the run goes on, so that ranks which are behind are still to be heard.
     """
-    found: list[Mismatch] = []
-    seen: set[tuple[int, str]] = set()
-    for rows in calls.differing():
-        group = int(rows["group"][0])
-        if (group, "collective-mismatch") in seen:
+    found: dict[tuple[int, str], Mismatch] = {}
+    settled: set[int] = set()
+    for one in disagreements(
+        calls.table, calls.table.op, partial(_agreements, calls), lambda group: len(calls.members(group)), settled
+    ):
+        if moving and not one.parties.majority and calls.behind(one.group, one.seq):
             continue
-        one = _compare(calls, rows)
-        if one is None or (moving and not one.parties.majority and calls.behind(group, one.seq)):
-            continue
-        if (group, one.code) not in seen:
-            seen.add((group, one.code))
-            found.append(one)
-    return found
+        found.setdefault((one.group, one.code), _mismatch(calls, one))
+        if one.code == "collective-mismatch":
+            settled.add(one.group)
+    return list(found.values())
 
 
-def _compare(calls: Calls, rows: npt.NDArray[np.void]) -> Mismatch | None:
+def _agreements(calls: Calls, part: slice) -> dict[int, Agreement]:
+    rows = calls.rows[part]
     if not all(calls.knows(int(row["rank"]), int(row["op"])) for row in rows):
-        return None
+        return {}
+    stopped = _stopped(calls, rows)
     ops = {int(row["rank"]): calls.op(int(row["rank"]), int(row["op"])) for row in rows}
-    group, seq = int(rows["group"][0]), int(rows["seq"][0])
-    stopped = any(calls.issued(rank, group) == seq for rank in ops)
-    for code, version, applies in _CHECKS:
-        if not all(applies(op, stopped) for op in ops.values()):
-            continue
-        found = judge({rank: version(op) for rank, op in ops.items()}, len(calls.members(group)))
-        if found is not None:
-            return _mismatch(code, rows, ops, found, stopped)
-    return None
+    return {rank: tuple((code, way(op, stopped)) for code, way in _WAYS) for rank, op in ops.items()}
 
 
-def _mismatch(code: str, rows: npt.NDArray[np.void], ops: dict[int, Op], found: Parties, stopped: bool) -> Mismatch:
+def _stopped(calls: Calls, rows: npt.NDArray[np.void]) -> bool:
+    return any(calls.issued(int(row["rank"]), int(row["group"])) == int(row["seq"]) for row in rows)
+
+
+def _mismatch(calls: Calls, found: Disagreement) -> Mismatch:
+    rows = calls.rows[calls.table.rows(found.group, found.seq, found.seq)]
+    shown = [calls.rows[place] for place in found.shown]
+    versions = [str(calls.op(int(row["rank"]), int(row["op"]))) for row in shown]
     return Mismatch(
-        code,
-        int(rows["group"][0]),
-        int(rows["seq"][0]),
-        tuple((str(ops[ranks[0]]), ranks) for ranks in found.parties),
-        found,
+        found.code,
+        found.group,
+        found.seq,
+        tuple(zip(versions, found.parties.parties, strict=True)),
+        found.parties,
         int(rows["step"].max()),
         int(rows["t_ns"].min()),
-        stopped,
+        _stopped(calls, rows),
     )
 
 
-def _has_shape(op: Op, stopped: bool) -> bool:
-    if op.op.startswith(_PERHAPS_UNEVEN):
-        return stopped and bool(op.shapes)
-    return not op.op.startswith(_SHAPELESS) and bool(op.shapes)
+def _sizes(op: Op, stopped: bool) -> Hashable:
+    uneven = op.op.startswith(_SHAPELESS) or (op.op.startswith(_PERHAPS_UNEVEN) and not stopped)
+    return None if uneven or not op.shapes else tuple(prod(shape) for shape in op.shapes)
 
 
-_CHECKS: tuple[tuple[str, Callable[[Op], Hashable], Callable[[Op, bool], bool]], ...] = (
-    ("collective-mismatch", lambda op: (op.op, op.root), lambda op, stopped: True),
-    ("dtype-mismatch", lambda op: tuple(sorted(set(op.dtypes))), lambda op, stopped: bool(op.dtypes)),
-    ("reduce-op-mismatch", lambda op: op.reduce_op, lambda op, stopped: bool(op.reduce_op)),
-    ("shape-mismatch", lambda op: tuple(prod(shape) for shape in op.shapes), _has_shape),
+_WAYS: tuple[tuple[str, Callable[[Op, bool], Hashable]], ...] = (
+    ("collective-mismatch", lambda op, stopped: (op.op, op.root)),
+    ("dtype-mismatch", lambda op, stopped: tuple(sorted(set(op.dtypes))) or None),
+    ("reduce-op-mismatch", lambda op, stopped: op.reduce_op or None),
+    ("shape-mismatch", _sizes),
 )
-"""Code, what ranks must agree on, and where that applies; the first that differs is the matter."""
+"""Code, and what ranks must agree on, None where they need not; the first that differs is the matter."""
