@@ -164,6 +164,7 @@ STEP_DTYPE = np.dtype(
         ("device_idle_marks", "<i8"),  # those at which it had none: the host is too slow for it
         ("probe_ns", "<i8"),  # of the CPU time, spent by dtobs itself
         ("micro_batches", "<i8"),
+        ("optimizers", "<u8"),  # bit n: the n-th optimizer stepped in it (bit 63: any from there on); 0 when not known
         ("tokens", "<f8"),  # this rank, this step; NaN when nobody said
         ("loss", "<f8"),
         ("losses", "<i8"),  # how often a loss was reported in this step: tells a loss of NaN from no report

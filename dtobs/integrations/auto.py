@@ -74,13 +74,14 @@ class Finder:
             self._over = True
             for handle in self._handles:
                 handle.remove()
-            _attach(module, mine)
+            _attach(module, [*mine, *(o for o in living if o not in mine)])
 
     def _step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         """Before the first step: from here on steps are seen, also where the parameters are of no module we saw."""
         self._over = True
         self._handles[0].remove()  # this hook itself stays: torch is iterating over its kind
-        _attach(self._outermost() if self._outermost is not None else None, [optimizer])
+        living = [other for seen in self._optimizers if (other := seen()) is not None and other is not optimizer]
+        _attach(self._outermost() if self._outermost is not None else None, [optimizer, *living])
 
 
 _finder: Finder | None = None

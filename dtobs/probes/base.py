@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Context:
     rank: int
     world_size: int
     model: torch.nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
     mesh: DeviceMesh | None = None
     replicas: Any = "auto"  #: "auto", None, or a ProcessGroup whose ranks hold equal plain parameters
     levels: dict[str, str] = field(default_factory=dict)  #: by name of the probe, where it is not its first level
@@ -58,8 +59,18 @@ class Context:
     """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
     loss_scale: float | torch.Tensor | None = None
     """What this step's loss was multiplied with; a 0-d tensor where only a device knows it."""
+    stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it
     progress: Progress = field(init=False)
     _failed: list[Probe] = field(default_factory=list)
+
+    def watched_optimizers(self) -> dict[int, torch.optim.Optimizer]:
+        """Those that live, by their number in the order in which they were given."""
+        return {n: optimizer for n, known in enumerate(self.optimizers) if (optimizer := known()) is not None}
+
+    def trained_by(self, optimizer: torch.optim.Optimizer | None = None) -> set[int]:
+        """The ids of the parameters of one optimizer, or of all that are watched."""
+        asked = self.watched_optimizers().values() if optimizer is None else [optimizer]
+        return {id(p) for each in asked for group in each.param_groups for p in group["params"]}
 
     def guard(self, probe: Probe, hook: Callable[P, R]) -> Callable[P, R | None]:
         """Wrap a hook of `probe`: an exception switches the probe off and is recorded; its time is counted.
@@ -120,6 +131,7 @@ class Probe:
 
     name = "probe"
     about_model = True  #: installed anew when another model is watched
+    about_optimizer = False  #: installed anew when one more optimizer is
     context: Context
 
     def __init__(self) -> None:

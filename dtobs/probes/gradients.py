@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.events import BAD_PARAMETERS_MARK, NONFINITE_MARK, UNUSED_MARK, Kind
 from dtobs.probes.base import Context, Probe
@@ -57,7 +58,9 @@ class GradientProbe(Probe):
         self._rest_handles: list[RemovableHandle] = []
         self._tensors: list[Named] = []
         self._every, self._whole, self._alarm = 1, True, 0
-        self._done = False
+        self._ddp: list[DistributedDataParallel] = []
+        self._inside: dict[int, DistributedDataParallel] = {}  # by id of the parameter
+        self._changed = False  # squares have been added since they were last put together
         self._readers: dict[int, Callable[[torch.Tensor], None]] = {}  # by id of the parameter that autograd sees
         self._unseen = False  # gradients of this step came past the hooks and have been reduced since
 
@@ -70,6 +73,7 @@ class GradientProbe(Probe):
         self._tensors = model_tensors(model, context.replicas)
         self._every = period([t.tensor for t in self._tensors], WHOLE_BYTES_A_STEP)
         self._ddp = wrappers(model)
+        self._inside = {id(p): ddp for ddp in reversed(self._ddp) for p in ddp.parameters()}
         self._rows: list[int] = []  # that a synchronised backward must reach: DDP waits for each of them
         count = len(self._tensors)
         # By table row: the squares of the whole gradient and of its sampled part; None as long as there is none.
@@ -103,12 +107,12 @@ class GradientProbe(Probe):
         self._unhook_rest()
         self._rest = []
         self._tensors = []
-        self._readers = {}
+        self._readers, self._inside, self._ddp = {}, {}, []
         super().remove()
 
     def step_begin(self) -> None:
         """Forget the last step's gradients; decide how much of this step's to read."""
-        self._done = self._unseen = False
+        self._changed = self._unseen = False
         self._squares = [None] * len(self._tensors)
         self._sampled = [None] * len(self._tensors)
         self._alarm = max(0, self._alarm - 1)
@@ -141,7 +145,7 @@ class GradientProbe(Probe):
     def _hook(self, index: int, parameter: nn.Parameter, *, fresh: bool) -> None:
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._hooked:
             self._hooked.add(id(parameter))
-            read = self.guard(self._reader(index, fresh))
+            read = self.guard(self._reader(index, fresh, self._inside.get(id(parameter))))
             self._readers[id(parameter)] = read
             if self._every == 1 or index in self._sample:
                 self.undo.callback(_listen(parameter, read).remove)
@@ -175,12 +179,11 @@ class GradientProbe(Probe):
             elif sharded in rows:
                 self._hook(rows[sharded], parameter, fresh=True)
 
-    def _reader(self, index: int, fresh: bool) -> Callable[[torch.Tensor], None]:
+    def _reader(self, index: int, fresh: bool, ddp: DistributedDataParallel | None) -> Callable[[torch.Tensor], None]:
         """The hook of one parameter.
 
         `fresh`: an earlier gradient may have been reduced and freed since, so the squares of successive ones add up.
         """
-        ddp = self._ddp
         sampled = index in self._sample
         always = self._every == 1
         seen: weakref.ref[torch.Tensor] | None = None
@@ -190,7 +193,7 @@ class GradientProbe(Probe):
             if not (sampled or self._whole):
                 return
             gradient = parameter.grad
-            if gradient is None or (ddp and not ddp[0].require_backward_grad_sync):
+            if gradient is None or (ddp is not None and not ddp.require_backward_grad_sync):
                 return  # to be accumulated further: the last micro-batch will be looked at
             adds = False
             if fresh:
@@ -221,6 +224,7 @@ class GradientProbe(Probe):
     ) -> None:
         """Remember the squared norm of `values`, or of their `first` elements."""
         square: Square
+        self._changed = True
         if values.is_cpu:
             square = host_square(values, first)
             if not math.isfinite(square):
@@ -246,9 +250,9 @@ class GradientProbe(Probe):
 
     def _finish(self) -> None:
         context = self.context
-        if self._done or not self._tensors:
+        if not self._changed or not self._tensors:
             return
-        self._done = True
+        self._changed = False
         # A step that an alarm made whole half-way through has not been read whole.
         whole = context.step % self._every == 0 or (self._whole and self._alarm < ALARM_STEPS)
         found = (*_found(self._squares), *_found(self._sampled))

@@ -69,6 +69,10 @@ class Named:
         return 1.0 / int(self.row.replica.split(":")[1]) if self.row.replica else float("nan")
 
 
+class Together(nn.ModuleList):
+    """Several models that one session watches; the first keeps its names."""
+
+
 def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
     """Parameters, then the integer buffers of batch norms, each once, with the key of what they must be equal to.
 
@@ -222,7 +226,11 @@ def _walk(module: nn.Module, prefix: str, *, buffers: bool) -> Iterator[tuple[st
         wrapped = name in _WRAPPERS or (
             name == "module" and isinstance(module, (DistributedDataParallel, nn.DataParallel))
         )
-        yield from _walk(child, prefix if wrapped else f"{prefix}{name}.", buffers=buffers)
+        if isinstance(module, Together):
+            below = prefix if name == "0" else f"{prefix}model {int(name) + 1}."
+        else:
+            below = prefix if wrapped else f"{prefix}{name}."
+        yield from _walk(child, below, buffers=buffers)
 
 
 def _digest(ranks: Iterable[int]) -> str:

@@ -67,6 +67,7 @@ class LedgerProbe(Probe):
     """Writes the ring LEDGER and the ``law`` entry that explains its rows."""
 
     name = "ledger"
+    about_optimizer = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class LedgerProbe(Probe):
         context = self.context
         if context.model is None:
             return
-        if context.optimizer is None:
+        if not context.watched_optimizers():
             self._off("no optimizer was given, so nothing says what becomes of a gradient")
             return
         self._rows, unknown = find_rows(context)
@@ -155,7 +156,10 @@ class LedgerProbe(Probe):
         if not self._now:
             return
         begin = time.perf_counter_ns()
-        now, self._now = self._now, {}  # a second optimizer step in the same step is not looked at
+        mine = self.context.trained_by(self.context.stepping)
+        now = {n: look for n, look in self._now.items() if id(self._rows[n].parameter()) in mine}
+        for number in now:
+            del self._now[number]  # a second step of the same optimizer in the same step is not looked at
         written: list[tuple[int, Side, int, int, int, torch.Tensor]] = []
         for number, look in now.items():
             final = self._final(self._rows[number], look)
@@ -235,10 +239,8 @@ class LedgerProbe(Probe):
 
 def find_rows(context: Context) -> tuple[list[Row], list[str]]:
     """The rows of a ledger, and the names of trained parameters of which nothing says who shares their gradient."""
-    model, optimizer = context.model, context.optimizer
+    model, trained = context.model, context.trained_by()
     assert model is not None
-    assert optimizer is not None
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     shards = fsdp_shards(model)
     inside = {id(p): ddp for ddp in reversed(wrappers(model)) for p in ddp.parameters()}
     rows: list[Row] = []

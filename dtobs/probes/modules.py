@@ -6,6 +6,7 @@ dictionary, so they would be copied with ``deepcopy(model)``, break its pickling
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 
 from dtobs.events import Phase
 from dtobs.probes.base import Probe
+
+MOST_NAMED = 16
+"""Optimizers whose names are kept: some loops have one for each parameter."""
 
 
 class Forward(Probe):
@@ -45,7 +49,9 @@ class Forward(Probe):
 
 def roots(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that the loop calls: `model`, or each of a ModuleList, such as a rank's stages of a pipeline."""
-    return list(model) if isinstance(model, torch.nn.ModuleList) and len(model) else [model]
+    if isinstance(model, torch.nn.ModuleList) and len(model):
+        return [root for part in model for root in roots(part)]
+    return [model]
 
 
 def trains(root: torch.nn.Module) -> bool:
@@ -65,45 +71,65 @@ def around_call(probe: Probe, module: torch.nn.Module, begin: Callable[..., Any]
 
 
 class OptimizerSteps(Probe):
-    """The optimizer's step is a phase; when it has stepped, the step ends unless the user says where steps end.
+    """An optimizer's step is a phase; when it has stepped, the step ends unless the user says where steps end.
 
-    `before` and `after` are what other probes do around it.
+    Of several optimizers each one's step counts: those that step one after another, with nothing between, share a step,
+    and so do those that step inside one backward. Of optimizers that wrap others only the outermost is seen.
+
+    `before` and `after` are what other probes do around it; ``context.stepping`` is the optimizer.
     """
 
     name = "optimizer"
+    about_optimizer = True
 
     def __init__(self) -> None:
         super().__init__()
         self._depth: int | None = -1
+        self._inside = 0
         self.before: list[Callable[[], object]] = []
         self.after: list[Callable[[], object]] = []
 
     def install(self) -> None:
-        optimizer = self.context.optimizer
-        if optimizer is None:
-            return
+        self._inside = 0
+        optimizers = self.context.watched_optimizers()
+        others = len(self.context.optimizers) > 1
+        for number, optimizer in optimizers.items():
+            self._follow(number, optimizer, others=others)
+        if others:
+            names = [type(optimizer).__name__ for optimizer in optimizers.values()]
+            self.context.recorder.meta.add("process", optimizers=names[:MOST_NAMED], optimizer_count=len(names))
+
+    def _follow(self, number: int, optimizer: torch.optim.Optimizer, *, others: bool) -> None:
         begin, end = self.guard(self._begin), self.guard(self._end)
-        ended = self.guard(self.context.progress.optimizer_stepped)
+        stepped = self.guard(self.context.progress.optimizer_stepped)
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            self.context.stepping = optimizer
             for hook in self.before:
                 hook()
-            begin()
+            begin(optimizer)
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._inside -= 1
+            if self._inside:
+                return
             end()
             for hook in self.after:
                 hook()
-            ended()
+            self.context.stepping = None
+            stepped(number, others=others)
 
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             self.undo.callback(optimizer.register_step_pre_hook(before).remove)
             self.undo.callback(optimizer.register_step_post_hook(after).remove)
             return
 
-        def begin_call(*_args: Any, **_named: Any) -> bool:
-            before(None, None, None)
-            return True
+        def begin_call(called: Any, *_args: Any, **_named: Any) -> Any:
+            before(called, None, None)
+            return called
 
         # One that wraps another without a hook of its own. Its class, not itself: schedulers want a method there.
         mine = weakref.ref(optimizer)
@@ -111,22 +137,19 @@ class OptimizerSteps(Probe):
             type(optimizer),
             "step",
             begin_call,
-            lambda _began: after(None, None, None),
+            lambda called: after(called, None, None),
             lambda called, *_args: mine() is called,
         )
 
-    def _begin(self) -> None:
+    def _begin(self, optimizer: Any) -> None:
         context = self.context
         self._depth = context.progress.begin(Phase.OPTIMIZER)
-        if context.optimizer is not None:
-            rate = context.optimizer.param_groups[0].get("lr")
-            if isinstance(rate, torch.Tensor) and not rate.is_cpu:
-                step = context.step
-                self.late.put(
-                    rate.reshape(()), lambda value: context.recorder.amend_step(step, learning_rate=value.item())
-                )
-            elif rate is not None:
-                context.record["learning_rate"] = float(rate)
+        rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        if isinstance(rate, torch.Tensor) and not rate.is_cpu:
+            step = context.step
+            self.late.put(rate.reshape(()), lambda value: context.recorder.amend_step(step, learning_rate=value.item()))
+        elif rate is not None and math.isnan(float(context.record["learning_rate"])):  # of several, the first says it
+            context.record["learning_rate"] = float(rate)
 
     def _end(self) -> None:
         if self._depth is not None:

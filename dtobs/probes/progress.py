@@ -110,6 +110,7 @@ class Progress:
         self._hindrances = Hindrances()
         self._bytes0 = 0.0
         self._optimizer_stepped = False
+        self._pending = False  # an optimizer has stepped, and others may before the step is over
         self.steps_seen = 0  #: of the optimizer, those that a scaler skipped among them
         self.allowances: dict[int, int] = {}
         self._paused = 0
@@ -135,6 +136,8 @@ class Progress:
             return -1
         if phase != Phase.OPTIMIZER:  # inside the optimizer's hooks torch iterates over them
             self._context.take_out_failed()
+        if self._pending and phase != Phase.OPTIMIZER and not self._in_backward():
+            self._next_step()
         depth = len(self._stack)
         top, by_user = (self._stack[-1][1], self._stack[-1][2]) if depth else (0, False)
         shown = top if top in _OUTER or (by_user and not explicit) else phase
@@ -294,15 +297,28 @@ class Progress:
         self.flush()
         self.start_step(int(self._ints[_STEP]) + (not phantom) if step is None else step)
 
-    def optimizer_stepped(self) -> None:
-        """The optimizer has stepped: the step ends here unless the user says where steps end."""
+    def optimizer_stepped(self, number: int = 0, *, others: bool = False) -> None:
+        """The optimizer of that number has stepped: the step ends here unless the user says where steps end.
+
+        Where there are `others`, those that step next to it belong to the same step: it ends when anything else begins.
+        """
         if threading.get_ident() != self.thread or not self.active:
             return
         self._optimizer_stepped = True
         self.steps_seen += 1
+        self._context.record["optimizers"] |= np.uint64(1 << min(number, 63))
         if self.in_step and not self.explicit_steps:
-            self.finish_step()
-            self.start_step(int(self._ints[_STEP]) + 1)
+            if others or self._in_backward():
+                self._pending = True
+            else:
+                self._next_step()
+
+    def _next_step(self) -> None:
+        self.finish_step()
+        self.start_step(int(self._ints[_STEP]) + 1)
+
+    def _in_backward(self) -> bool:
+        return any(shown == Phase.BACKWARD for _, shown, _ in self._stack)
 
     def start_step(self, step: int) -> None:
         """A step begins, at the moment the one before ended when that was just now."""
@@ -313,7 +329,7 @@ class Progress:
             if self._device is not None:
                 self._device[0](self._part)
             self._hindrances.begin()
-        self.in_step, self._optimizer_stepped = True, False
+        self.in_step, self._optimizer_stepped, self._pending = True, False, False
         self._parts, self._along = [0] * len(STEP_PARTS), [0] * (_UNNAMED + 1)
         self._since = self._begin_ns = now
         self._cpu_ns, self._probe_ns = time.process_time_ns(), ints[_PROBE_NS]
@@ -376,7 +392,7 @@ class Progress:
 
     def finish(self) -> None:
         """No more steps. One in progress counts when its optimizer had stepped."""
-        if self.in_step and self.explicit_steps and self._optimizer_stepped:
+        if self.in_step and (self.explicit_steps or self._pending) and self._optimizer_stepped:
             self.finish_step()
         self.flush()
         self.in_step = False

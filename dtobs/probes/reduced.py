@@ -44,6 +44,7 @@ class ReducedGradientProbe(Probe):
         self._every = LEAST_REDUCED_PERIOD
         self._own_norm = math.nan
         self._whole = False
+        self._found: list[tuple[float | torch.Tensor, float]] = []  # squares of this step and this rank's shares
 
     def install(self) -> None:
         """Remember whose gradients to read."""
@@ -59,7 +60,7 @@ class ReducedGradientProbe(Probe):
 
     def remove(self) -> None:
         """Let go of the model."""
-        self._tensors = []
+        self._tensors, self._found = [], []
         super().remove()
 
     def before_optimizer(self) -> None:
@@ -67,17 +68,26 @@ class ReducedGradientProbe(Probe):
         if not self._tensors:
             return
         step = self.context.step
+        tensors = self._given()
         if step % self._every == 0 and not self._reported():
-            self._read()
+            self._read(tensors)
         if self._whole_every > 1 and step % self._whole_every and not self._bad:
-            self._check()
+            self._check(tensors)
 
-    def _check(self) -> None:
+    def _given(self) -> list[Named]:
+        """The tensors of the optimizer that steps; all of them where there is one optimizer."""
+        context = self.context
+        if len(context.optimizers) < 2:
+            return self._tensors
+        mine = context.trained_by(context.stepping)
+        return [named for named in self._tensors if id(named.tensor) in mine]
+
+    def _check(self, tensors: list[Named]) -> None:
         """One square of a row and one of a column: not finite where an element is not (or where they overflow)."""
         rows: list[int] = []
         squares: list[torch.Tensor] = []
         step = self.context.step
-        for row, named in enumerate(self._tensors):
+        for row, named in enumerate(tensors):
             mine, copies = named.copy
             if copies > 1 and (row + step) % copies != mine:
                 continue
@@ -97,7 +107,7 @@ class ReducedGradientProbe(Probe):
             def arrived(found: npt.NDArray[Any]) -> None:
                 bad = np.flatnonzero(~np.isfinite(found))
                 if len(bad) and not self._bad:
-                    self._note_bad(step, self._tensors[rows[int(bad[0])]])
+                    self._note_bad(step, tensors[rows[int(bad[0])]])
 
             self.late.put(stacked, arrived)
 
@@ -113,11 +123,9 @@ class ReducedGradientProbe(Probe):
         of_this_step = not math.isnan(float(self.context.record["reduced_norm"]))
         return of_this_step or not (math.isnan(said) or said == self._own_norm)
 
-    def _read(self) -> None:
-        context = self.context
-        found: list[float | torch.Tensor] = []  # squares; of a device, a tensor that nobody has waited for
-        shares: list[float] = []
-        for named in self._tensors:
+    def _read(self, tensors: list[Named]) -> None:
+        found: list[tuple[float | torch.Tensor, float]] = []
+        for named in tensors:
             gradient = named.tensor.grad
             if gradient is None:
                 continue
@@ -125,10 +133,20 @@ class ReducedGradientProbe(Probe):
                 return  # not reduced yet as far as this tensor goes: the sum over ranks would be wrong
             values = local_tensor(gradient)
             values = values.coalesce().values() if values.is_sparse else values
-            found.append(host_square(values) if values.is_cpu else device_square(values))
-            shares.append(named.share)
-        if not found:
+            found.append((host_square(values) if values.is_cpu else device_square(values), named.share))
+        self._found += found
+
+    def step_begin(self) -> None:
+        """Nothing has been given to an optimizer yet."""
+        self._found = []
+
+    def step_end(self) -> None:
+        """Put together what the step's optimizers were given."""
+        if not self._found:
             return
+        found, shares = zip(*self._found, strict=True)
+        self._found = []
+        context = self.context
         step, whole = context.step, self._whole
 
         def summary(squares: npt.NDArray[Any]) -> dict[str, float]:

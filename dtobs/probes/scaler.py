@@ -74,5 +74,7 @@ class Scaler(Probe):
     def _after_step(self, token: Any) -> None:
         optimizer, before = token
         progress = self.context.progress
-        if optimizer is self.context.optimizer and progress.steps_seen == before:
-            progress.optimizer_stepped()  # it was skipped
+        watched = self.context.watched_optimizers()
+        number = next((n for n, known in watched.items() if known is optimizer), None)
+        if number is not None and progress.steps_seen == before:
+            progress.optimizer_stepped(number, others=len(self.context.optimizers) > 1)  # it was skipped

@@ -25,6 +25,7 @@ PERIOD = 16
 FIRST_STEPS = 4
 MOST_CHANGES = 200
 MOST_GROUPS = 16
+MOST_OPTIMIZERS = 4
 _ENVIRONMENT = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
 _BY_MODE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _MOST_SOURCE_BYTES = 4 << 20
@@ -40,12 +41,12 @@ class Settings(Probe):
         self._known: dict[str, str] = {}
         self._changes = 0
         self._looked = 0
-        self._groups: tuple[Any, ...] = ()
+        self._groups: dict[int, tuple[Any, ...]] = {}  # by the optimizer's number
         self._modules: list[weakref.ref[nn.Module]] = []
 
     def install(self) -> None:
         """Remember the modules whose behaviour depends on their mode."""
-        self._looked, self._groups = 0, ()
+        self._looked, self._groups = 0, {}
         model = self.context.model
         self._modules = (
             [weakref.ref(m) for m in model.modules() if isinstance(m, _BY_MODE)] if model is not None else []
@@ -54,16 +55,21 @@ class Settings(Probe):
     def before_optimizer(self) -> None:
         """Compare with what was written last; a few µs where nothing changed."""
         context = self.context
-        groups = _scalars(context.optimizer)
-        often = self._looked < FIRST_STEPS or context.step % PERIOD == 0
-        if groups == self._groups and not often:
+        watched, stepping = context.optimizers[:MOST_OPTIMIZERS], context.stepping
+        number = next((n for n, known in enumerate(watched) if known() is stepping), None)
+        if stepping is None or number is None:
             return
-        fields = _hyperparameters(context.optimizer, groups, context.model)
+        groups = _scalars(stepping)
+        often = self._looked < FIRST_STEPS * len(watched) or context.step % PERIOD == 0
+        if groups == self._groups.get(number) and not often:
+            return
+        fields = _hyperparameters(stepping, number, groups)
+        fields["optimizer shares"] = "" if _trained(context.model) <= context.trained_by() else "a part"
         if often:
             fields |= _model(context.model, self._modules) | _arithmetic()
         if not self._looked:
             fields |= _process()
-        self._groups = groups
+        self._groups[number] = groups
         self._looked += 1
         changed = {name: value for name, value in fields.items() if self._known.get(name) != value}
         if changed and self._changes < MOST_CHANGES:
@@ -72,10 +78,8 @@ class Settings(Probe):
             context.recorder.meta.add("settings", step=context.step, fields=changed)
 
 
-def _scalars(optimizer: torch.optim.Optimizer | None) -> tuple[Any, ...]:
+def _scalars(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """What the groups hold beside parameters and the learning rate, as far as it lies on the host."""
-    if optimizer is None:
-        return ()
     return tuple(
         tuple((name, value) for name, value in group.items() if _plain(value) and name not in ("lr", "initial_lr"))
         for group in optimizer.param_groups[:MOST_GROUPS]
@@ -88,23 +92,23 @@ def _plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 
-def _hyperparameters(
-    optimizer: torch.optim.Optimizer | None, groups: tuple[Any, ...], model: nn.Module | None
-) -> dict[str, str]:
-    if optimizer is None:
-        return {}
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
-    fields = {"optimizer": type(optimizer).__name__, "optimizer shares": "" if trained <= held else "a part"}
-    for number, group in enumerate(groups):
+def _trained(model: nn.Module | None) -> set[int]:
+    return {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer, number: int, groups: tuple[Any, ...]) -> dict[str, str]:
+    name_of_it = f"optimizer {number + 1}" if number else "optimizer"
+    of_it = f" of {name_of_it}" if number else ""
+    fields = {name_of_it: type(optimizer).__name__}
+    for place, group in enumerate(groups):
         for name, value in group:
-            fields[f"optimizer.{name}" + (f" of group {number}" if number else "")] = repr(value)
+            fields[f"{name_of_it}.{name}" + (f" of group {place}" if place else "")] = repr(value)
     rates = [group.get("lr") for group in optimizer.param_groups[:MOST_GROUPS]]
     first = rates[0] if rates else None
     if isinstance(first, float) and first > 0:
-        for number, rate in enumerate(rates[1:], 1):
+        for place, rate in enumerate(rates[1:], 1):
             if isinstance(rate, float):
-                fields[f"learning rate of group {number} to that of group 0"] = f"{rate / first:.4g}"
+                fields[f"learning rate of group {place}{of_it} to that of group 0"] = f"{rate / first:.4g}"
     return fields
 
 

@@ -52,6 +52,7 @@ PROBES = (
     Entry("settings", "settings:Settings"),
     Entry("scaler", "scaler:Scaler"),
     Entry("loss weights", "loss_weights:LossWeightProbe"),
+    Entry("following", "following:Following"),
     Entry("forward", "modules:Forward"),
     Entry("optimizer", "modules:OptimizerSteps"),
 )

@@ -2,7 +2,7 @@
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
 ``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``,
-``pass``, ``save``. A last line cut by a kill is left out.
+``pass``, ``save``, ``unobserved``. A last line cut by a kill is left out.
 """
 
 from __future__ import annotations
@@ -171,6 +171,7 @@ class Meta:
     constructions: dict[int, Construction] = field(default_factory=dict)  #: by number
     passes: list[dict[str, int]] = field(default_factory=list)  #: over training data, in order: see `probes.loader`
     saves: dict[tuple[str, int], Save] = field(default_factory=dict)  #: by function and line, those that failed once
+    unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
     damaged: int = 0  #: lines that could not be understood
 
 
@@ -238,6 +239,9 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "save":
             save = decode(Save, e)
             meta.saves[save.function, save.site] = save
+        case "unobserved":
+            said = {name: decode(str, e[name]) for name in ("what", "why")}
+            meta.unobserved.append({**said, "step": decode(int, e["step"])})
         case "settings":
             meta.settings.append((decode(int, e["step"]), decode(dict[str, str], e["fields"])))
         case _:

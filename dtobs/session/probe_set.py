@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from dtobs.events import Kind, Phase
 from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
+from dtobs.probes.following import Following
+from dtobs.probes.layout import Together
 from dtobs.probes.modules import OptimizerSteps
 from dtobs.probes.progress import Progress, phase_number
 from dtobs.probes.table import DISTRIBUTED, OFF, make_probes
@@ -78,13 +81,25 @@ class ProbeSet:
         for probe in reversed(mine):
             self.context.take_out(probe)
         if model is not None:
-            self.context.model = model
+            self.context.model = together(model)
         if optimizer is not None:
-            self.context.optimizer = last_of(optimizer)
+            self.context.optimizers = references(optimizer)
         self._look_at_devices()
         for probe in mine:
             if probe.active:
                 self._install(probe)
+
+    def _follow(self, place: int, optimizer: Any, model: Any) -> None:
+        """Observe one more optimizer, at that place among the others, or one more model."""
+        context = self.context
+        if optimizer is not None:
+            context.optimizers[place : place + 1] = [weakref.ref(optimizer)]
+        if model is not None:
+            self._watch(model if context.model is None else [*_parts(context.model), model], None)
+            return
+        for probe in [p for p in context.probes if p.about_optimizer and p.active]:
+            context.take_out(probe)
+            self._install(probe)
 
     def _begin_phase(self, name: str) -> int:
         number = phase_number(name)
@@ -122,6 +137,8 @@ class ProbeSet:
         for probe in self.context.probes:
             if isinstance(probe, OptimizerSteps):
                 probe.before, probe.after = bound("before_optimizer"), bound("after_optimizer")
+            if isinstance(probe, Following):
+                probe.follow = self._follow
             if isinstance(probe, Backward):
                 probe.before, probe.after = bound("backward_begin"), bound("backward_end")
         self._batched = bound("batch")
@@ -145,8 +162,18 @@ class ProbeSet:
                 )
 
 
-def last_of(optimizer: Any) -> Any:
-    """Of several optimizers, the one whose step ends the training step: the last."""
-    if isinstance(optimizer, Sequence):
-        return optimizer[-1] if optimizer else None
-    return optimizer
+def together(model: Any) -> Any:
+    """One model, or several as one."""
+    if not isinstance(model, Sequence):
+        return model
+    return Together(model) if len(model) > 1 else model[0] if model else None
+
+
+def _parts(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, Together) else [model]
+
+
+def references(optimizer: Any) -> list[weakref.ref[Any]]:
+    """One optimizer, several or none, as `Context.optimizers` holds them."""
+    several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    return [weakref.ref(each) for each in several if each is not None]

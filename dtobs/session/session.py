@@ -37,10 +37,10 @@ class Session:
 
     def watch(
         self,
-        model: torch.nn.Module | None,
+        model: torch.nn.Module | Sequence[torch.nn.Module] | None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
-        """Observe `model` and `optimizer` (of several optimizers, the last ends the step), in place of earlier ones."""
+        """Observe `model` and `optimizer`, in place of earlier ones; of each there may be several."""
         self._call("watch", model, optimizer)
 
     def step(self, step: int | None = None) -> None:

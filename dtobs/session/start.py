@@ -34,7 +34,7 @@ _EXPECTED = {"same-data": "same", "own-data": "own"}
 
 
 def attach(
-    model: torch.nn.Module | None = None,
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     run_dir: str | os.PathLike[str] | None = None,
@@ -49,6 +49,9 @@ def attach(
     config: Mapping[str, Any] | None = None,
 ) -> Session:
     """Start observing this rank; never raises for a reason of its own.
+
+    Of several models and optimizers all are followed: a step of the job is a step of any of them, and optimizers that
+    step one after another, with nothing between, do one step together.
 
     `run_dir`: where to record, the same for all ranks (default: DTOBS_RUN_DIR, else ``runs/<UTC time>-<name>``).
     `replicas`: which ranks hold equal plain parameters: "auto", None, or a process group.
@@ -126,7 +129,7 @@ def _start(
     config: Mapping[str, Any] | None,
 ) -> LiveSession:
     from dtobs.probes.base import Context
-    from dtobs.session.probe_set import last_of
+    from dtobs.session.probe_set import references, together
 
     who = Identity.find()
     root, attempt = agree(run_dir, name, who)
@@ -134,7 +137,9 @@ def _start(
     run = RunDirectory(root)
     run.create()
     recorder = Recorder(run, who.rank, who.world_size, local_rank=who.local_rank, node=who.node, attempt=who.attempt)
-    context = Context(recorder, who.rank, who.world_size, model, last_of(optimizer), mesh, replicas, levels)
+    context = Context(
+        recorder, who.rank, who.world_size, together(model), references(optimizer), mesh, replicas, levels
+    )
     recorder.page.set(hang_timeout_ns=int((hang_timeout or 0) * 1e9))
     if who.rank == 0 or (who.local_rank == 0 and not run.run_json.exists()):  # a disk that rank 0 does not see
         said = describe_run(name, who, mesh, config)

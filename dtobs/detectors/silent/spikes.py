@@ -3,7 +3,8 @@
 What it does: compares each step's loss (the mean over the ranks that have one) and gradient norm with the median of the
 `BEFORE` steps before it, in units of their own scatter. Only a leap from which the number comes back within `AFTER`
 steps counts: what rises and stays is a new stage of a curriculum, a new learning rate, or a run that diverges. The
-first steps of an attempt, and steps around a jump of the learning rate, say nothing.
+first steps of an attempt, and steps around a jump of the learning rate, say nothing. Where optimizers step in turn (a
+GAN) each is compared with its own steps.
 
 Why it hurts: a spike costs what was learnt in the steps before, and many of them end in a loss that does not come back.
 
@@ -55,11 +56,21 @@ def spikes(view: RunView) -> list[Finding]:
     if np.isfinite(norm).sum() < BEFORE:
         norm = _mean(window.field("sample_norm"))
     found = []
+    in_turn = list(_in_turn(window.field("optimizers")))
     for quantity, values in ((_LOSS, _mean(window.field("loss"))), (_NORM, norm)):
-        at = list(_leaps(values, quantity.times, _jumps(rate)))
-        if at:
-            found.append(_finding(view, quantity, values, window.steps, at))
+        for some in in_turn:
+            at = list(_leaps(values[some], quantity.times, _jumps(rate[some])))
+            if at:
+                found.append(_finding(view, quantity, values[some], window.steps[some], at))
+                break
     return found
+
+
+def _in_turn(optimizers: Floats) -> Iterator[npt.NDArray[np.intp]]:
+    """The places of the steps that the same optimizers made."""
+    which = np.nan_to_num(optimizers).max(axis=0)
+    for some in np.unique(which):
+        yield np.flatnonzero(which == some)
 
 
 def _mean(values: Floats) -> Floats:

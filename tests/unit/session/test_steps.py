@@ -127,7 +127,7 @@ class Wrapping(torch.optim.Optimizer):
 
 def test_an_optimizer_that_wraps_one_is_seen_and_left_as_it_was(attach: Attach):
     model = make_model()
-    optimizer, twin = (Wrapping(torch.optim.SGD(model.parameters(), 0.1)) for _ in range(2))
+    optimizer, twin = (Wrapping(torch.optim.SGD(each.parameters(), 0.1)) for each in (model, make_model()))
     before = vars(Wrapping)["step"]
     with attach(model, optimizer) as session:
         train(model, optimizer, 3)

@@ -1,0 +1,171 @@
+"""Several optimizers and models: which steps count, whose numbers are read, and what is followed later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dtobs.recording.view import RunView, load_run
+from dtobs.session import Session
+from tests.unit.session.conftest import make_model, train
+
+Attach = Callable[..., Session]
+TURNS = 20
+
+
+def look(session: Session) -> RunView:
+    return load_run(session.run_dir)
+
+
+def steps_of(session: Session) -> np.ndarray:
+    return look(session).rank_steps(0)
+
+
+class Gan:
+    """A generator, and a critic that steps twice as often."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.generator, self.critic = nn.Linear(4, 6), nn.Linear(6, 1)
+        self.optimizers = [torch.optim.Adam(m.parameters(), 1e-3) for m in (self.generator, self.critic)]
+
+    def train(self, session: Session | None = None) -> None:
+        softplus = nn.functional.softplus
+        for turn in range(TURNS):
+            if session is not None:
+                session.step(turn)
+            fake = self.generator(torch.randn(8, 4))
+            self.optimizers[1].zero_grad()
+            real = self.critic(torch.randn(8, 6))
+            (softplus(-real).mean() + softplus(self.critic(fake.detach())).mean()).backward()
+            self.optimizers[1].step()
+            if turn % 2:
+                self.optimizers[0].zero_grad()
+                softplus(-self.critic(fake)).mean().backward()
+                self.optimizers[0].step()
+
+
+@pytest.mark.parametrize("models", ["one", "both"])
+def test_the_steps_of_every_optimizer_count(attach: Attach, models: str):
+    """A GAN with twice as many steps of the critic: 30 of 30, where 10 of 30 were counted."""
+    gan = Gan()
+    with attach(gan.generator if models == "one" else [gan.generator, gan.critic], gan.optimizers) as session:
+        gan.train()
+    view, steps = look(session), steps_of(session)
+    assert len(steps) == 30
+    assert steps["optimizers"].tolist() == [2, 2, 1] * 10
+    # The critic's parameters are digested and its gradients measured though the session was given the generator only.
+    assert [p.name for p in view.meta(0).params] == ["weight", "bias", "model 2.weight", "model 2.bias"]
+    assert np.isfinite(steps["local_norm"]).all()
+    digests = view.digests(0)["digest"]
+    moved = digests[1:] != digests[:-1]  # the first row is what the models began with
+    assert moved[:, :2].all(axis=1).tolist() == [False, False, True] * 9 + [False, False]
+    assert moved[:, 2:].all(axis=1).tolist() == [True, True, False] * 9 + [True, True]
+    assert view.meta(0).process["optimizers"] == ["Adam", "Adam"]
+
+
+def test_steps_that_the_loop_names_hold_all_that_steps_in_them(attach: Attach):
+    gan = Gan()
+    with attach([gan.generator, gan.critic], gan.optimizers) as session:
+        gan.train(session)
+    steps = steps_of(session)
+    assert steps["step"].tolist() == list(range(TURNS))
+    assert steps["optimizers"].tolist() == [2, 3] * 10
+
+
+def test_optimizers_that_step_one_after_another_do_one_step(attach: Attach):
+    model = make_model()
+    first, second = [list(model.parameters())[:2], list(model.parameters())[2:]]
+    optimizers = [torch.optim.SGD(first, 0.1), torch.optim.Adam(second, 1e-3)]
+    with attach(model, optimizers) as session:
+        for _ in range(12):
+            model(torch.ones(4, 8)).square().mean().backward()
+            squares = sum(float(p.grad.square().sum()) for p in model.parameters())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            session.report(tokens=4)
+    steps = steps_of(session)
+    assert steps["step"].tolist() == list(range(1, 13))
+    assert steps["optimizers"].tolist() == [3] * 12
+    assert steps["tokens"].tolist() == [4.0] * 12
+    assert np.isfinite(steps["reduced_norm"][9])
+    assert steps["reduced_norm"][9] == pytest.approx(steps["local_norm"][9])  # both optimizers' parameters
+    assert steps["local_norm"][-1] == pytest.approx(squares**0.5)
+
+
+def test_an_optimizer_made_anew_is_followed_in_its_place(attach: Attach):
+    model = make_model()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer) as session:
+        train(model, optimizer, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        train(model, optimizer, 3)
+    steps = steps_of(session)
+    assert len(steps) == 6
+    assert steps["optimizers"].tolist() == [1] * 6
+    assert steps["learning_rate"].tolist() == pytest.approx([0.1] * 3 + [1e-3] * 3)
+    assert look(session).page(0)["probe_failures"] == 0
+
+
+def test_an_optimizer_for_more_of_the_model_is_followed_beside_the_first(attach: Attach):
+    model = make_model()
+    head, rest = list(model[3].parameters()), list(model[0].parameters())
+    for parameter in rest:
+        parameter.requires_grad_(False)
+    first = torch.optim.SGD(head, 0.1)
+    with attach(model, first) as session:
+        train(model, first, 3)
+        for parameter in rest:
+            parameter.requires_grad_(True)
+        second = torch.optim.SGD(rest, 0.01)
+        for _ in range(3):
+            model(torch.ones(4, 8)).square().mean().backward()
+            first.step()
+            second.step()
+    # That another one follows is not known before it does: the first time it makes a step of its own.
+    assert steps_of(session)["optimizers"].tolist() == [1, 1, 1, 1, 2, 3, 3]
+
+
+def test_a_second_training_in_the_same_process_is_followed(attach: Attach):
+    first, second = make_model(), nn.Linear(8, 1)
+    one, two = torch.optim.SGD(first.parameters(), 0.1), torch.optim.SGD(second.parameters(), 0.1)
+    with attach(first, one) as session:
+        train(first, one, 4)
+        train(second, two, 20)
+    # Eight steps pass before it is clear that the first training is over.
+    assert look(session).page(0)["steps_done"] == 4 + 20 - 7
+    assert "model 2.weight" in [p.name for p in look(session).meta(0).params]
+
+
+def test_an_optimizer_beside_the_training_is_said_to_step_unobserved(attach: Attach):
+    model, other = make_model(), nn.Linear(8, 1)
+    optimizer, beside = torch.optim.SGD(model.parameters(), 0.1), torch.optim.LBFGS(other.parameters())
+    with attach(model, optimizer) as session:
+        for _ in range(10):
+            train(model, optimizer, 1)
+            beside.step(lambda: other(torch.ones(1, 8)).sum())
+    assert steps_of(session)["optimizers"].tolist() == [1] * 10
+    said = look(session).meta(0).unobserved
+    assert [(each["what"], each["step"]) for each in said] == [("LBFGS of 2 parameters", 9)]
+
+
+def test_nothing_is_left_behind(attach: Attach):
+    from torch.nn.modules import module
+    from torch.optim import optimizer as optimizers
+
+    def hooks() -> list[Any]:
+        dictionaries = (optimizers._global_optimizer_pre_hooks, module._global_forward_pre_hooks)
+        return [dict(each) for each in dictionaries]
+
+    before = hooks()
+    gan = Gan()
+    with attach(gan.generator, gan.optimizers):
+        gan.optimizers[0].step()
+        assert hooks() != before
+    assert hooks() == before
