@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from dtobs.detectors import run_detectors
+from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.describe import waiters, where
 from dtobs.detectors.hangs.endings import all_told, endings
 from dtobs.detectors.hangs.situation import interpret
@@ -45,6 +46,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
         notes.append(ended)
     notes += spent.lines() if spent is not None and spent.settled else []
+    notes += [off.text for off in comparisons_off(view)] if len(view.pages) else []
     notes += [*dict.fromkeys(view.damaged), *map(_past, evidence.past[-_MAX_PAST:])]
     return Diagnosis(
         target=evidence.target,

@@ -286,6 +286,14 @@ TABLE: tuple[Metric, ...] = (
         "detectors",
         s.finding_ranks,
     ),
+    Metric(
+        "comparison_off",
+        "gauge",
+        "1 for each check that cannot be made in this run, and why",
+        ("check", "reason"),
+        "meta",
+        s.comparison_off,
+    ),
     # dtobs itself
     _rank("probe_seconds", "counter", "Time spent by dtobs inside the training process", "probe_ns"),
     _rank("probe_failures", "counter", "Probes that failed and switched themselves off", "probe_failures"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dtobs.detectors.comparisons import comparisons_off
 from dtobs.events import FP8_ROLES, STEP_PARTS, RankState
 from dtobs.exporters.look import Look
 from dtobs.findings import CATALOGUE
@@ -247,6 +248,12 @@ def finding_ranks(look: Look) -> Iterator[Sample]:
     if look.leads:
         for code, rank in sorted({(f.code, r) for f in look.findings for r in f.ranks}):
             yield (code, str(rank)), 1.0
+
+
+def comparison_off(look: Look) -> Iterator[Sample]:
+    if look.leads:
+        for off in comparisons_off(look.view):
+            yield (off.check, off.reason), 1.0
 
 
 def mismatched_replicas(look: Look) -> Iterator[Sample]:

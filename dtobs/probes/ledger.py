@@ -75,7 +75,7 @@ class LedgerProbe(Probe):
         self._rotation = Rotation(0)
         self._now: dict[int, _Look] = {}
         self._handles: list[Any] = []
-        self._step = 0
+        self._step, self._compiled_said = 0, False
         self._record = np.zeros((), LEDGER.dtype)
 
     def install(self) -> None:
@@ -84,7 +84,7 @@ class LedgerProbe(Probe):
         if context.model is None:
             return
         if not context.watched_optimizers():
-            self._off("no optimizer was given, so nothing says what becomes of a gradient")
+            self._off("no optimizer was given, so nothing says what becomes of a gradient", "no optimizer")
             return
         self._rows, unknown = find_rows(context)
         if unknown:
@@ -124,7 +124,7 @@ class LedgerProbe(Probe):
     def _weights_made_apart(self, _: nn.Module) -> None:
         """A pipeline makes weight gradients apart, past AccumulateGrad: what a rank adds cannot be seen."""
         if self._rows:
-            self._off("the pipeline's schedule adds weight gradients past autograd")
+            self._off("the pipeline's schedule adds weight gradients past autograd", "split backward")
             self._rows, self._now, self._rotation = [], {}, Rotation(0)
 
     def backward_begin(self, tensors: Any) -> None:
@@ -138,6 +138,9 @@ class LedgerProbe(Probe):
             parameter = row.gathered.find() if row.gathered is not None else row.parameter()
             ddp = row.ddp() if row.ddp is not None else None
             look.held_back = ddp is not None and not ddp.require_backward_grad_sync
+            if compiled and not self._compiled_said:
+                self._compiled_said = True
+                self._off("the backward is compiled, and hooks in it would be traced", "compiled backward")
             if compiled or parameter is None or not parameter.requires_grad or not parameter.is_leaf:
                 look.bad = True
                 continue
@@ -233,8 +236,8 @@ class LedgerProbe(Probe):
         else:
             self.late.put(torch.stack([values.to(device) for *_, values in written]), arrived)
 
-    def _off(self, reason: str) -> None:
-        self.context.recorder.meta.add("probe", name=self.name, state="off", reason=reason)
+    def _off(self, reason: str, short: str = "") -> None:
+        self.context.recorder.meta.add("probe", name=self.name, state="off", reason=reason, short=short)
 
 
 def find_rows(context: Context) -> tuple[list[Row], list[str]]:

@@ -148,10 +148,11 @@ class ReducedGradientProbe(Probe):
         self._found = []
         context = self.context
         step, whole = context.step, self._whole
+        said = not math.isnan(float(context.record["reduced_norm"]))  # by the loop, after the optimizer's step
 
         def summary(squares: npt.NDArray[Any]) -> dict[str, float]:
             fields = {"reduced_square": float((squares * np.array(shares)).sum())}
-            if whole:
+            if whole and not said:
                 fields["reduced_norm"] = self._own_norm = math.sqrt(float(squares.sum()))
             return fields
 

@@ -56,6 +56,16 @@ class Identity:
         )
 
 
+_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def launched_as(world_size: int, environment: Mapping[str, str] | None = None) -> str:
+    """What says that this process of a world of one was started as one of several; "" when nothing does."""
+    values = os.environ if environment is None else environment
+    said = next((name for name in _SIZES if _number(values, name, 1) > 1), "")
+    return f"{said}={values[said]}" if said and world_size == 1 else ""
+
+
 def _number(values: Mapping[str, str], name: str, default: int) -> int:
     text = values.get(name, "")
     return int(text) if text.isdecimal() else default

@@ -15,7 +15,7 @@ from dtobs.events import RankState
 from dtobs.host.process import boot_id, pid_namespace, start_ticks
 from dtobs.probes.base import Context, Probe
 from dtobs.recording.recorder import Recorder
-from dtobs.session.identity import Identity, host
+from dtobs.session.identity import Identity, host, launched_as
 from dtobs.session.monitor_process import MonitorProcess
 from dtobs.session.nodes import arrange
 from dtobs.session.run_info import hide_arguments
@@ -211,6 +211,7 @@ class LiveSession(Session):
             "pid_namespace": pid_namespace(),
             "start_ticks": start_ticks(self._pid),
             "rank": self._who.rank,
+            "launched_as": launched_as(self._who.world_size),
             "attach_ns": self._recorder.page.get("attach_ns"),
             "clock_offset_ns": self._recorder.page.get("clock_offset_ns"),
             "python": platform.python_version(),

@@ -61,6 +61,8 @@ def chips(frame: Frame) -> Text:
             style = Style(color="#101318", bgcolor=palette.SEVERITY[severity.value], bold=True)
             line.append(" ")
             line.append(f" {count(number, word, word if word == 'critical' else '')} ", style)
+    if frame.unseen:
+        line.append(f" {count(len(frame.unseen), 'check')} off ", _LABEL)
     if not frame.findings and frame.rows:
         line.append(" no findings ", Style(color=palette.GREEN))
     return line

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.stall import Stall, silence
 from dtobs.events import phase_name
 from dtobs.findings import Finding, Severity
@@ -97,6 +98,7 @@ class Frame:
     history: tuple[
         FindingRow, ...
     ] = ()  #: found and cleared again, oldest first; `age_seconds` is how long they lasted
+    unseen: tuple[str, ...] = ()  #: what is not looked at in this run, and why
     damaged: tuple[str, ...] = ()
 
     @property
@@ -166,6 +168,7 @@ def build_frame(view: RunView, entries: Iterable[Entry] = (), cleared: Iterable[
         missing_ranks=tuple(view.missing_ranks) if rows else (),
         findings=tuple(_finding(entry, end) for entry in opened),
         history=tuple(_finding(entry, end) for entry in cleared),
+        unseen=tuple(off.text for off in comparisons_off(view)) if rows else (),
         damaged=tuple(view.damaged),
     )
 

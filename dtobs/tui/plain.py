@@ -20,6 +20,8 @@ def render(frame: Frame, width: int = 100, order: Order | None = None, limit: in
     if frame.missing_ranks:
         lines.append(f"no recording from {ranks_text(frame.missing_ranks)}")
     lines += ["", *_findings(frame, width)] if frame.rows else []
+    for text in frame.unseen:
+        lines += textwrap.wrap(f"note: {text}", width, subsequent_indent="  ")
     lines += [f"damaged: {line}" for line in frame.damaged]
     return "\n".join(words.shorten(line.rstrip(), width) for line in lines) + "\n"
 

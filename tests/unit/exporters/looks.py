@@ -38,6 +38,7 @@ def full_run(root: Path, world: int = 2) -> FakeRun:
             pipeline = pipeline_step(rank, rank.clock_ns)
             rank.step(local_norm=2.0, reduced_norm=1.5, sync_ns=sync, sync_seq=step + 1, checkpoint=0.01, **pipeline)
     plan = Plan("ScheduleGPipe", 1, (0,), world, tuple(range(world)))
+    run.rank(0).meta("unobserved", what="LBFGS of 2 parameters", step=9, why="its parameters are in no model")
     for rank in run.ranks:
         rank.meta("pipeline", **vars(plan))
         rank.page(

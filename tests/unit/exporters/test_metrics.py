@@ -42,7 +42,7 @@ def test_rows_follow_the_naming_rules(metric):
     assert not metric.help.endswith(".")
     assert "run" not in metric.labels
     assert metric.name == "rank_info" or set(metric.labels) <= {
-        "rank", "code", "dimension", "severity", "phase", "reason", "role", "state", "part", "world_size",
+        "rank", "code", "dimension", "severity", "phase", "reason", "role", "state", "part", "check", "world_size",
         "torch", "dtobs",
     }  # fmt: skip
     assert (metric.source is None) == (metric.kind == "histogram")

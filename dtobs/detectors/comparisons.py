@@ -1,0 +1,141 @@
+"""What is not looked at in a run, and why: comparisons between ranks that cannot be made, and what is not followed.
+
+Every comparison between ranks rests on what the job says of its layout. Where the job says nothing, or says that each
+rank is alone, nothing is found, and that must not look like "nothing is wrong". What has nothing to compare by its
+nature, such as the copies of a fully sharded model or the peers of a single process, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dtobs.detectors.peers import data_groups
+from dtobs.recording.view import RunView
+from dtobs.words import ranks_text
+
+MOST = 16
+
+
+@dataclass(frozen=True)
+class Off:
+    """`check` is what is not done, `reason` why, in a word or two; `text` says both, and how to change it."""
+
+    check: str
+    reason: str
+    text: str
+
+
+def comparisons_off(view: RunView) -> list[Off]:
+    """Everything that is off, each once."""
+    found = [*_launched_as_many(view), *_unobserved(view), *_failed(view)]
+    if view.world_size > 1 and len(view.ranks) > 1:
+        known = [rank for rank in view.ranks if view.meta(rank).layout]
+        if not known:
+            found += _no_model(view)
+        elif not data_groups(view):
+            found.append(_peers(view, known))
+        found += _replicas(view, known)
+        found += _ledger(view)
+    return list({(off.check, off.reason): off for off in found}.values())[:MOST]
+
+
+def _launched_as_many(view: RunView) -> Iterator[Off]:
+    for rank in view.ranks:
+        many = view.meta(rank).process.get("launched_as")
+        if isinstance(many, str) and many and view.world_size == 1:
+            yield Off(
+                "ranks",
+                "a world of one",
+                f"this process trains in a world of one, though it was started as one of several ({many}): either it"
+                " made no process group, or the launcher's RANK and WORLD_SIZE did not reach it; each process then"
+                " trains a model of its own, and nothing is compared between them",
+            )
+
+
+def _unobserved(view: RunView) -> Iterator[Off]:
+    for rank in view.ranks:
+        for each in view.meta(rank).unobserved:
+            yield Off(
+                "optimizer",
+                "not followed",
+                f"not followed: {each['what']} on {ranks_text([rank])}, since step {each['step']}; {each['why']}",
+            )
+
+
+def _failed(view: RunView) -> Iterator[Off]:
+    """Probes that gave up."""
+    failed: dict[str, list[int]] = {}
+    for rank in view.ranks:
+        for name, said in view.meta(rank).probes.items():
+            if said.get("state") == "failed":
+                failed.setdefault(name, []).append(rank)
+    for name, ranks in sorted(failed.items()):
+        why = view.meta(ranks[0]).probes[name].get("reason")
+        yield Off(name, "failed", f"the probe {name} failed on {ranks_text(ranks)} and was switched off: {why}")
+
+
+def _no_model(view: RunView) -> Iterator[Off]:
+    if any(int(view.page(rank)["steps_done"]) for rank in view.ranks):
+        yield Off(
+            "parameters",
+            "no model",
+            "parameters, gradients and inputs are not compared between ranks: no model is watched; give it to"
+            " dtobs.attach(model, optimizer)",
+        )
+
+
+def _peers(view: RunView, known: list[int]) -> Off:
+    """Why no ranks are known to do the same work on different samples."""
+    layouts = {rank: view.meta(rank).layout for rank in known}
+    what = "inputs, seeds, settings and gradient norms are not compared between ranks"
+    if all(layout["data_ranks"] == [rank] for rank, layout in layouts.items()):
+        if all(layout.get("kind") == "ddp" and not layout["coordinates"] for layout in layouts.values()):
+            return Off(
+                "data peers",
+                "groups of one",
+                f"{what}: each of {ranks_text(known)} is wrapped in DDP over a process group of one, so no gradient"
+                " travels between them",
+            )
+        return Off("data peers", "one data rank", f"{what}: the mesh has one data rank, so none reads other samples")
+    if all(layout["data_ranks"] for layout in layouts.values()):
+        return Off("data peers", "peers not recorded", f"{what}: of the ranks that read other samples one records")
+    if any(layout["coordinates"] for layout in layouts.values()):
+        names = ", ".join(next(iter(layouts.values()))["coordinates"])
+        return Off(
+            "data peers",
+            "unknown dimension",
+            f"{what}: the names of the mesh ({names}) do not say which dimension is for data; call them data, dp,"
+            " replicate, tensor, …",
+        )
+    return Off(
+        "data peers",
+        "no mesh",
+        f"{what}: nothing says which ranks read different samples; give attach(mesh=…) or declare the copies with"
+        " attach(replicas=GROUP)",
+    )
+
+
+def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
+    """Parameters of which nothing says whether other ranks have copies."""
+    unknown = {rank: sum(not p.replica for p in view.meta(rank).params) for rank in known}
+    if any(unknown.values()):
+        rank = max(unknown, key=lambda r: unknown[r])
+        yield Off(
+            "copies of the model",
+            "copies unknown",
+            f"{unknown[rank]} of {len(view.meta(rank).params)} parameters are not compared between ranks: nothing says"
+            " which ranks hold copies of them; declare it with attach(replicas=GROUP)",
+        )
+
+
+def _ledger(view: RunView) -> Iterator[Off]:
+    for rank in view.ranks:
+        said = view.meta(rank).probes.get("ledger")
+        if said is not None and said.get("state") == "off":
+            yield Off(
+                "gradients",
+                str(said.get("short") or "group unknown"),
+                f"what becomes of each rank's gradient is not followed on {ranks_text([rank])}: {said.get('reason')}",
+            )
+            return

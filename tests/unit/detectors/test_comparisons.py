@@ -1,0 +1,97 @@
+"""What is not compared is said, with its reason; what has nothing to compare is not mentioned (laws.md: W11)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtobs.detectors.comparisons import comparisons_off
+from dtobs.diagnose.analyse import diagnose
+from dtobs.diagnose.gather import Evidence
+from dtobs.exporters.look import Look
+from dtobs.exporters.prometheus import exposition
+from dtobs.exporters.totals import StepTotals
+from dtobs.recording.meta import Parameter
+from dtobs.session.identity import launched_as
+from dtobs.testing.fake_run import FakeRun
+from dtobs.tui.model import build_frame
+from dtobs.tui.plain import render
+
+
+def run_of(tmp_path: Path, layouts: list[dict[str, Any] | None], replica: str = "copies:2:x") -> FakeRun:
+    run = FakeRun(tmp_path / "run", len(layouts), layout=None)
+    for rank, layout in zip(run.ranks, layouts, strict=True):
+        if layout is not None:
+            rank.meta("layout", **layout)
+            rank.parameters(Parameter("weight", (2, 2), "float32", replica))
+        rank.step()
+    return run
+
+
+def layout(rank: int, data: list[int] | None = None, **fields: Any) -> dict[str, Any]:
+    return {"kind": "plain", "data_ranks": data or [], "coordinates": {}, **fields}
+
+
+def reasons(run: FakeRun) -> list[tuple[str, str]]:
+    return [(off.check, off.reason) for off in comparisons_off(run.view())]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "expected"),
+    [
+        ([layout(0, [0], kind="ddp"), layout(1, [1], kind="ddp")], "groups of one"),
+        ([layout(r, [r], coordinates={"data": 0, "tensor": r}) for r in (0, 1)], "one data rank"),
+        ([layout(r, coordinates={"x": r}) for r in (0, 1)], "unknown dimension"),
+        ([layout(0), layout(1)], "no mesh"),
+        ([layout(0, [0, 7]), layout(1, [1, 8])], "peers not recorded"),
+    ],
+)
+def test_why_no_rank_has_peers(tmp_path: Path, layouts: list[dict[str, Any]], expected: str):
+    assert ("data peers", expected) in reasons(run_of(tmp_path, layouts))
+
+
+def test_nothing_is_off_where_all_is_known(tmp_path: Path):
+    assert reasons(run_of(tmp_path, [layout(r, [0, 1], kind="ddp") for r in (0, 1)])) == []
+
+
+def test_one_process_has_nobody_to_be_compared_with(tmp_path: Path):
+    assert reasons(run_of(tmp_path, [layout(0)], replica="own:1:")) == []
+
+
+def test_what_else_is_off(tmp_path: Path):
+    run = run_of(tmp_path, [layout(r, [0, 1]) for r in (0, 1)], replica="")
+    assert reasons(run) == [("copies of the model", "copies unknown")]
+    run.rank(1).meta("probe", name="ledger", state="off", reason="the backward is compiled", short="compiled backward")
+    run.rank(0).meta("probe", name="inputs", state="failed", reason="ValueError: no")
+    run.rank(0).meta("unobserved", what="LBFGS of 2 parameters", step=9, why="name both to session.watch")
+    assert set(reasons(run)) == {
+        ("copies of the model", "copies unknown"),
+        ("gradients", "compiled backward"),
+        ("inputs", "failed"),
+        ("optimizer", "not followed"),
+    }
+
+
+def test_no_model_is_said_once_there_are_steps(tmp_path: Path):
+    assert reasons(run_of(tmp_path, [None, None])) == [("parameters", "no model")]
+
+
+def test_it_is_told_wherever_people_look(tmp_path: Path):
+    run = run_of(tmp_path, [layout(0), layout(1)])
+    view = run.view()
+    assert any("no mesh" in off.reason for off in comparisons_off(view))
+    assert any("give attach(mesh=…)" in note for note in diagnose(Evidence("x", view)).notes)
+    assert "note: inputs, seeds, settings and gradient norms are not compared" in render(build_frame(view))
+    text = exposition(Look(view, totals=StepTotals())).decode()
+    assert 'dtobs_comparison_off{check="data peers",reason="no mesh",run="run"} 1.0' in text
+
+
+def test_a_world_of_one_that_was_started_as_many(tmp_path: Path):
+    assert launched_as(1, {"SLURM_STEP_NUM_TASKS": "4"}) == "SLURM_STEP_NUM_TASKS=4"
+    assert launched_as(1, {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "1"}) == ""
+    assert launched_as(4, {"WORLD_SIZE": "4"}) == ""
+    run = run_of(tmp_path, [layout(0)], replica="own:1:")
+    run.rank(0).meta("process", launched_as="SLURM_STEP_NUM_TASKS=4")
+    assert reasons(run) == [("ranks", "a world of one")]
