@@ -28,7 +28,7 @@ class Off:
 
 def comparisons_off(view: RunView) -> list[Off]:
     """Everything that is off, each once."""
-    found = [*_launched_as_many(view), *_unobserved(view), *_failed(view)]
+    found = [*_launched_as_many(view), *_unobserved(view), *_audit(view), *_failed(view)]
     if view.world_size > 1 and len(view.ranks) > 1:
         known = [rank for rank in view.ranks if view.meta(rank).layout]
         if not known:
@@ -61,6 +61,19 @@ def _unobserved(view: RunView) -> Iterator[Off]:
                 "not followed",
                 f"not followed: {each['what']} on {ranks_text([rank])}, since step {each['step']}; {each['why']}",
             )
+
+
+def _audit(view: RunView) -> Iterator[Off]:
+    """Of several optimizers one is audited."""
+    for rank in view.ranks:
+        count = view.meta(rank).process.get("optimizer_count")
+        if isinstance(count, int) and count > 1:
+            yield Off(
+                "updates",
+                "one of several optimizers",
+                f"of the {count} optimizers only the last one's updates are computed again",
+            )
+            return
 
 
 def _failed(view: RunView) -> Iterator[Off]:

@@ -55,9 +55,11 @@ class UpdateProbe(Probe):
     """Writes the ring UPDATES and the ``law`` entry that explains its rows."""
 
     name = "updates"
+    about_optimizer = True
 
     def __init__(self) -> None:
         super().__init__()
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._rows: list[_Row] = []
         self._rotation = Rotation(0)
         self._kind = ""
@@ -68,14 +70,18 @@ class UpdateProbe(Probe):
     def install(self) -> None:
         """List what the optimizer trains."""
         context = self.context
-        optimizer = context.optimizer
+        self._optimizer = context.optimizers[-1] if context.optimizers else None
+        optimizer = self._audited()
         if optimizer is None:
             return
+        others = [other for other in context.watched_optimizers().values() if other is not optimizer]
+        elsewhere = set().union(*(context.trained_by(other) for other in others))
         named = model_tensors(context.model, context.replicas) if context.model is not None else []
         names = {id(each.tensor): each.name for each in named}
         for number, group in enumerate(optimizer.param_groups):
             for place_, parameter in enumerate(group["params"]):
-                if parameter.dtype in _FLOATS and len(self._rows) < _MOST_ROWS:
+                mine = parameter.dtype in _FLOATS and id(parameter) not in elsewhere
+                if mine and len(self._rows) < _MOST_ROWS:
                     name = names.get(id(parameter), f"parameter {place_} of group {number}")
                     self._rows.append(_Row(name, weakref.ref(parameter), number))
         if not self._rows:
@@ -94,6 +100,10 @@ class UpdateProbe(Probe):
             dtypes=dtypes,
         )
 
+    def _audited(self) -> torch.optim.Optimizer | None:
+        """Of several optimizers, the last; a parameter that others train as well is left out."""
+        return self._optimizer() if self._optimizer is not None else None
+
     def remove(self) -> None:
         """Let go of everything; what the last step left is not read again."""
         self._rows, self._now, self._step = [], [], None
@@ -102,7 +112,7 @@ class UpdateProbe(Probe):
     def before_optimizer(self) -> None:
         """See what became of the last step's windows, and open those of this one."""
         step = self.context.step
-        if not self._rows or step == self._step:
+        if not self._rows or step == self._step or self.context.stepping is not self._audited():
             return  # another step of the optimizer within the same step
         begin = time.perf_counter_ns()
         for look in self._now:
@@ -117,7 +127,7 @@ class UpdateProbe(Probe):
 
     def after_optimizer(self) -> None:
         """What the optimizer made of it."""
-        if not self._now or self._now[0].after is not None:
+        if not self._now or self._now[0].after is not None or self.context.stepping is not self._audited():
             return
         begin = time.perf_counter_ns()
         for look in self._now:
@@ -127,7 +137,7 @@ class UpdateProbe(Probe):
         self._rotation.spent(time.perf_counter_ns() - begin)
 
     def _open(self, number: int, step: int) -> _Look | None:
-        optimizer, row = self.context.optimizer, self._rows[number]
+        optimizer, row = self._audited(), self._rows[number]
         parameter = row.parameter()
         if optimizer is None or parameter is None or parameter.grad is None or row.group >= len(optimizer.param_groups):
             return None
@@ -143,8 +153,7 @@ class UpdateProbe(Probe):
     def _numbers(self, group: dict[str, Any], parameter: torch.Tensor) -> list[float | torch.Tensor]:
         """Learning rate, weight decay, betas, eps, and the steps done: floats, or copies of what a device holds."""
         betas = group.get("betas", (group.get("momentum", math.nan), group.get("dampening", math.nan)))
-        assert self.context.optimizer is not None
-        state = self.context.optimizer.state.get(parameter, {})
+        state = self._state(parameter)
         found: list[float | torch.Tensor] = []
         values = (
             group.get("lr"),
@@ -160,15 +169,19 @@ class UpdateProbe(Probe):
                 found.append(float(value) if value is not None else math.nan)
         return found
 
+    def _state(self, parameter: torch.Tensor) -> Any:
+        optimizer = self._audited()
+        return optimizer.state.get(parameter, {}) if optimizer is not None else {}
+
     def _copy(self, number: int, first: int, count: int, *, gradient: bool) -> torch.Tensor | None:
         """The window in the parameter, its gradient and its moments, one after the other; None where it has none."""
         parameter = self._rows[number].parameter()
-        if parameter is None or self.context.optimizer is None:
+        if parameter is None or self._audited() is None:
             return None
         held = local_tensor(parameter)
         if first + count > held.numel() or not _dense(held):
             return None
-        state = self.context.optimizer.state.get(parameter, {})
+        state = self._state(parameter)
         moments = [state.get(name) for name in _MOMENTS[self._kind]]
         tensors = [held, parameter.grad, *moments] if gradient else [held, *moments]
         pieces: list[torch.Tensor] = []
@@ -186,7 +199,8 @@ class UpdateProbe(Probe):
 
     def _forget_if_changed(self, look: _Look) -> None:
         """A learning rate that another hook of the step has set: which one was used is not known."""
-        groups = self.context.optimizer.param_groups if self.context.optimizer is not None else []
+        optimizer = self._audited()
+        groups = optimizer.param_groups if optimizer is not None else []
         group = self._rows[look.row].group
         now, then = groups[group].get("lr") if group < len(groups) else None, look.numbers[0]
         if isinstance(then, float) and (not isinstance(now, (int, float)) or now != then):

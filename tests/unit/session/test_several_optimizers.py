@@ -110,7 +110,7 @@ def test_an_optimizer_made_anew_is_followed_in_its_place(attach: Attach):
     assert len(steps) == 6
     assert steps["optimizers"].tolist() == [1] * 6
     assert steps["learning_rate"].tolist() == pytest.approx([0.1] * 3 + [1e-3] * 3)
-    assert look(session).page(0)["probe_failures"] == 0
+    assert [p for p in look(session).meta(0).probes.values() if p["state"] == "failed"] == []
 
 
 def test_an_optimizer_for_more_of_the_model_is_followed_beside_the_first(attach: Attach):
