@@ -29,24 +29,11 @@ from json import dumps as dump_json
 from pathlib import Path
 
 from dtobs.cli import Exit, exit_code
-from dtobs.diagnose import (
-    Diagnosis,
-    diagnose,
-    diagnose_dumps,
-    diagnose_folder,
-    diagnose_logs,
-    diagnose_ras,
-    gather,
-    gather_monitors,
-    holds_dumps,
-    holds_evidence,
-    holds_logs,
-)
+from dtobs.diagnose import Diagnosis, diagnose_ras, diagnose_target
 from dtobs.diagnose.advice import advise
 from dtobs.diagnose.gather import TakeCapture
-from dtobs.errors import UsageError, opening
+from dtobs.errors import UsageError
 from dtobs.monitor.capture import capture_ranks
-from dtobs.nodes.remote import is_address
 from dtobs.reports import html, json, text
 from dtobs.reports.clean import printable
 from dtobs.tui.source import newest_run
@@ -123,21 +110,5 @@ def _advise(diagnosis: Diagnosis, earlier: list[Diagnosis], *, as_json: bool) ->
 
 
 def _diagnose(targets: list[str], take_capture: TakeCapture | None) -> Diagnosis:
-    """Look at what was named. Raises DtobsError when that is nothing to look at."""
-    if targets and all(map(is_address, targets)):
-        return diagnose(gather_monitors(targets))
-    if targets and "-" in targets:
-        return diagnose_logs(targets)
-    if len(targets) > 1:
-        if not all(holds_logs(target) or holds_evidence(Path(target)) for target in targets):
-            raise UsageError(
-                "several targets can only be logs, or the addresses of one run's monitors (http://HOST:PORT)"
-            )
-        return diagnose_folder(*map(Path, targets))
-    target = Path(targets[0]) if targets else newest_run(Path.cwd())
-    with opening(target):
-        if holds_evidence(target) or holds_logs(str(target)):
-            return diagnose_folder(target)
-        if holds_dumps(target):
-            return diagnose_dumps(target)
-        return diagnose(gather(target, take_capture))
+    """Look at what was named, or at the newest run. Raises DtobsError when that is nothing to look at."""
+    return diagnose_target(targets or [str(newest_run(Path.cwd()))], take_capture)

@@ -17,6 +17,7 @@ from dtobs.diagnose.logs import diagnose_logs, holds_logs
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.diagnose.monitors import gather_monitors
 from dtobs.diagnose.ras import diagnose_ras
+from dtobs.diagnose.target import diagnose_target
 
 __all__ = [
     "Diagnosis",
@@ -27,6 +28,7 @@ __all__ = [
     "diagnose_folder",
     "diagnose_logs",
     "diagnose_ras",
+    "diagnose_target",
     "gather",
     "gather_monitors",
     "holds_dumps",

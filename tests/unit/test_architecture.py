@@ -53,7 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": VOCABULARY | {"session"},
     "drills": EVERYTHING_READ | {"session", "integrations"},
     "preflight": VOCABULARY | {"host"},
-    "cli": EVERYTHING_READ | {"compare", "reports", "tui", "monitor", "drills", "preflight", "integrations", "session"},
+    "cli": EVERYTHING_READ
+    | {"compare", "reports", "tui", "monitor", "drills", "preflight", "integrations", "session"}
+    | {"mcp"},
+    "mcp": EVERYTHING_READ | {"reports"},
     "__main__": {"cli"},
 }
 TORCH_ALLOWED = {"probes", "session", "drills", "preflight", "integrations"}
@@ -64,6 +67,7 @@ OPTIONAL = {
     "prometheus_client": {"exporters"},
     "opentelemetry": {"exporters"},
     "grafana_api": {"exporters"},
+    "mcp": {"mcp"},
 }
 NEVER_IN_DTOBS = {"runtime", "tests"}
 RUNTIME_FILE_THAT_KNOWS_DTOBS = Path("runtime/train.py")

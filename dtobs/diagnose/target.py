@@ -1,0 +1,38 @@
+"""Whatever a target is, its diagnosis: a run, a capture, monitors, or what a job left that never heard of dtobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtobs.diagnose.analyse import diagnose
+from dtobs.diagnose.dumps import diagnose_dumps, holds_dumps
+from dtobs.diagnose.folder import diagnose_folder, holds_evidence
+from dtobs.diagnose.gather import TakeCapture, gather
+from dtobs.diagnose.logs import diagnose_logs, holds_logs
+from dtobs.diagnose.model import Diagnosis
+from dtobs.diagnose.monitors import gather_monitors
+from dtobs.errors import UsageError, opening
+from dtobs.nodes.remote import is_address
+
+
+def diagnose_target(targets: Sequence[str], take_capture: TakeCapture | None = None) -> Diagnosis:
+    """Look at what was named. Raises DtobsError when that is nothing to look at."""
+    named = list(targets)
+    if all(map(is_address, named)):
+        return diagnose(gather_monitors(named))
+    if "-" in named:
+        return diagnose_logs(named)
+    if len(named) > 1:
+        if not all(holds_logs(target) or holds_evidence(Path(target)) for target in named):
+            raise UsageError(
+                "several targets can only be logs, or the addresses of one run's monitors (http://HOST:PORT)"
+            )
+        return diagnose_folder(*map(Path, named))
+    target = Path(named[0])
+    with opening(target):
+        if holds_evidence(target) or holds_logs(str(target)):
+            return diagnose_folder(target)
+        if holds_dumps(target):
+            return diagnose_dumps(target)
+        return diagnose(gather(target, take_capture))
