@@ -445,6 +445,20 @@ _ROWS: tuple[_Row, ...] = (
         "Call sampler.set_epoch(epoch) at the beginning of every epoch.",
     ),
     (
+        "data-uneven",
+        "silent",
+        Severity.WARNING,
+        "Ranks train on batches of different size",
+        "Give every rank the same batch size, or weigh each loss by its share of all samples.",
+    ),
+    (
+        "data-mismatch",
+        "silent",
+        Severity.CRITICAL,
+        "Ranks of one model replica read different data",
+        "Seed and shard the data by the data-parallel place only, or broadcast each batch within the group.",
+    ),
+    (
         "data-not-resumed",
         "silent",
         Severity.WARNING,

@@ -47,6 +47,7 @@ _ROWS = (
     Trouble("loud", "local-gradient-outlier"),
     Trouble("flipped-bit", "replica-divergence", wrappers=("ddp", "hsdp", "by-hand")),
     Trouble("same-data", "data-overlap", "all"),
+    Trouble("uneven", "data-uneven", "all"),  # of two that differ none is accused
     Trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
     Trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
     Trouble("stale", "optimizer-stale", "all"),
@@ -145,7 +146,7 @@ def train(job: SilentJob) -> None:
         replicas=group,
         mesh=data_mesh(job.wrapper),
         monitor=job.monitor,
-        probes={"updates": "all"} if is_now in ("none", *_AUDITED) else None,
+        probes={"updates": "all", "samples": "all"} if is_now in ("none", "uneven", *_AUDITED) else None,
     ) as session:
         if is_now == "ignored-rate":
             step_with_another_rate(optimizer)
@@ -157,6 +158,8 @@ def train(job: SilentJob) -> None:
             for micro in range(micros):
                 with session.phase("data"):
                     inputs, wanted = (each.to(next(plain.parameters()).dtype) for each in next(samples))
+                if mine and is_now == "uneven":
+                    inputs, wanted = inputs[: _BATCH // 2], wanted[: _BATCH // 2]
                 synchronise(model, job.wrapper, now=micro == micros - 1)
                 spoiled = nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
                 with torch.autocast("cpu", torch.float16, enabled=is_now == "small-loss"):

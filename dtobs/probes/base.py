@@ -57,6 +57,8 @@ class Context:
     """Group and sequence number of the collective that the calling thread issued last; zeros for none."""
     on_split_backward: list[Callable[[Any], object]] = field(default_factory=list)
     """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
+    on_inputs: list[Callable[[Any], object]] = field(default_factory=list)
+    """Given the tensors of each micro-batch that is trained on."""
     loss_scale: float | torch.Tensor | None = None
     """What this step's loss was multiplied with; a 0-d tensor where only a device knows it."""
     stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it

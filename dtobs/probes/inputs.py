@@ -84,6 +84,8 @@ class InputProbe(Probe):
     def _add(self, tensors: list[torch.Tensor]) -> None:
         if self.context.phase == Phase.VALIDATION:
             return
+        for listen in self.context.on_inputs:
+            listen(tensors)
         self._elements += max((t.numel() for t in tensors), default=0)
         for tensor in tensors:
             held = _sample(local_tensor(tensor))

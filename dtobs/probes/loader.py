@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch.utils.data import DistributedSampler, dataloader
+from torch.utils.data import DistributedSampler, RandomSampler, dataloader
 
 from dtobs.events import Phase
 from dtobs.probes.base import Probe
@@ -16,8 +16,9 @@ MOST_PASSES = 400
 class Loader(Probe):
     """Names the data phase without a word from the user; a loader of another kind needs ``session.phase("data")``.
 
-    Where a loader that is trained with has a DistributedSampler, each pass over it becomes a ``pass`` entry: the order
-    in which it will read. A pass belongs to training when the optimizer steps on what it gave.
+    Where a loader that is trained with has a DistributedSampler or a RandomSampler, each pass over it becomes a
+    ``pass`` entry: the order in which it will read. A pass belongs to training when the optimizer steps on what it
+    gave.
     """
 
     name = "loader"
@@ -44,20 +45,24 @@ class Loader(Probe):
             return  # the pass goes on; an iterator that is kept between passes counts from 0 again
         sampler = getattr(iterator, "_index_sampler", None)
         sampler = getattr(sampler, "sampler", sampler)
-        if isinstance(sampler, DistributedSampler) and self._passes < MOST_PASSES:
-            self._passes += 1
-            self.context.recorder.meta.add(
-                "pass",
-                step=self.context.step,
-                sampler=self._samplers.setdefault(sampler, len(self._samplers)),
-                shuffles=bool(sampler.shuffle),
-                seed=int(sampler.seed),
-                epoch=int(sampler.epoch),
-                replicas=int(sampler.num_replicas),
-                samples=len(sampler),
-            )
+        if self._passes < MOST_PASSES:
+            order = _order(sampler)
+            if order is not None:
+                self._passes += 1
+                number = self._samplers.setdefault(sampler, len(self._samplers))
+                self.context.recorder.meta.add("pass", step=self.context.step, sampler=number, **order)
 
     def _begin(self, iterator: Any) -> int:
         if self._newest is None or self._newest() is not iterator:
             self._newest = weakref.ref(iterator)
         return self.context.progress.begin(Phase.DATA)
+
+
+def _order(sampler: Any) -> dict[str, int] | None:
+    """What the order of a pass follows from; a RandomSampler has neither seed nor epoch (-1)."""
+    if isinstance(sampler, DistributedSampler):
+        said = {"shuffles": bool(sampler.shuffle), "seed": int(sampler.seed), "epoch": int(sampler.epoch)}
+        return {**said, "replicas": int(sampler.num_replicas), "samples": len(sampler)}
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        return {"shuffles": True, "seed": -1, "epoch": -1, "replicas": 1, "samples": len(sampler)}
+    return None

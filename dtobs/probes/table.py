@@ -47,6 +47,7 @@ PROBES = (
     Entry("parameters", "parameters:ParameterProbe"),
     Entry("generators", "generators:GeneratorProbe"),
     Entry("inputs", "inputs:InputProbe"),
+    Entry("samples", "samples:SampleProbe", ("rotating", "all", OFF)),
     Entry("ledger", "ledger:LedgerProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
     Entry("updates", "updates:UpdateProbe", ("rotating", "all", OFF)),
     Entry("settings", "settings:Settings"),

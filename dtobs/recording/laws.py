@@ -16,6 +16,8 @@ SKETCHES = 8
 """Numbers of one sketch: a look at a tensor is cut into that many pieces, and each is an equation."""
 WINDOW = 32
 """Elements of one tensor that the update audit copies."""
+SAMPLES_EACH = 32
+"""Samples in one record of the data ledger."""
 
 
 @dataclass(frozen=True)
@@ -99,5 +101,16 @@ UPDATES = Law(
     ),
     1 << 8,
 )
-LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES)}
+SAMPLES = Law(
+    "samples",
+    _record(
+        ("micro", "<u4"),  # which micro-batch of the step
+        ("rows", "<u4"),  # that it has
+        ("first", "<u4"),  # of them in this record
+        ("count", "<u4"),
+        ("digest", "<u8", (SAMPLES_EACH,)),  # 0: a row that says nothing
+    ),
+    1 << 12,
+)
+LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES, SAMPLES)}
 """Every law by name."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dtobs.detectors.base import Detector
 from dtobs.detectors.silent.checkpoint_failed import checkpoint_failed
 from dtobs.detectors.silent.config_mismatch import config_mismatch
+from dtobs.detectors.silent.data_mismatch import data_mismatch
 from dtobs.detectors.silent.data_not_resumed import data_not_resumed
 from dtobs.detectors.silent.data_overlap import data_overlap
 from dtobs.detectors.silent.data_repeat import data_repeat
+from dtobs.detectors.silent.data_uneven import data_uneven
 from dtobs.detectors.silent.fp8_saturation import fp8_saturation
 from dtobs.detectors.silent.fp16_underflow import fp16_underflow
 from dtobs.detectors.silent.gradient_ledger import gradient_ledger
@@ -31,6 +33,8 @@ DETECTORS: tuple[Detector, ...] = (
     replica_divergence,
     seed_policy,
     data_overlap,
+    data_uneven,
+    data_mismatch,
     local_gradient_outlier,
     gradient_nonfinite,
     loss_nonfinite,

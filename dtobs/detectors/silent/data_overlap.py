@@ -6,6 +6,10 @@ input never changes (a benchmark's constant batch) proves nothing. Equal inputs 
 same prompts): ranks whose gradients differ all the same, without dropout, are not named, unless
 ``session.policy(data="differ")`` says that the data must differ; ``session.policy(data="same")`` says that it need not.
 
+Samples that ranks share in any order are counted from the digests of single ones (`sample_ledger`), of the time before
+a rank reads anything for the second time, when its epoch may have ended. It is only said as possible: each rank may
+draw from all data on purpose.
+
 Why it hurts: the ranks compute the same gradient: twice the price for the progress of one.
 
 What to do next: give the sampler the data-parallel rank and size.
@@ -17,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.peers import data_groups, rows_of
+from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
@@ -24,6 +29,9 @@ from dtobs.words import ranks_text
 WINDOW = 64
 LEAST_STEPS = 3
 LEAST_SHARE = 0.5
+LEAST_SAMPLES = 64
+LEAST_SHARED = 0.25
+"""Of a rank's samples that others read as well."""
 
 
 def data_overlap(view: RunView) -> list[Finding]:
@@ -64,7 +72,37 @@ def data_overlap(view: RunView) -> list[Finding]:
                     since_ns=int(window.records["end_ns"][rows[members[0]]][equal][0]),
                 )
             )
+        if rule != {"same"} and not any(set(f.ranks) <= set(group) for f in found):
+            found += _in_any_order(view, group)
     return found
+
+
+def _in_any_order(view: RunView, group: list[int]) -> list[Finding]:
+    """One finding for the ranks of `group` that share samples before any of them begins anew."""
+    each = streams(view, group)
+    ends = [end for stream in each if (end := stream.first_repeat()) is not None]
+    read = {s.rank: np.unique(s.digests[s.steps < min(ends)] if ends else s.digests) for s in each}
+    if len(read) < 2 or min(len(samples) for samples in read.values()) < LEAST_SAMPLES:
+        return []
+    together, times = np.unique(np.concatenate(list(read.values())), return_counts=True)
+    twice = together[times > 1]
+    shares = {rank: float(np.isin(samples, twice).mean()) for rank, samples in read.items()}
+    ranks = [rank for rank, share in shares.items() if share >= LEAST_SHARED]
+    if len(ranks) < 2:
+        return []
+    most = max(shares.values())
+    return [
+        Finding(
+            "data-overlap",
+            f"{ranks_text(ranks)} read the same samples in other steps: up to {most:.0%} of what one read before"
+            ' it read anything again; if each is to draw from all data, declare session.policy(data="same")',
+            tuple(ranks),
+            Confidence.POSSIBLE,
+            step=int(min(s.steps.min() for s in each)),
+            group="any order",
+            evidence=({"what": "digests of samples", "shared": {str(r): v for r, v in list(shares.items())[:64]}},),
+        )
+    ]
 
 
 def _learns_more(norms: npt.NDArray[np.float64]) -> bool:

@@ -2,25 +2,71 @@
 
 What it does: a DistributedSampler shuffles by its seed and its epoch. Each pass that training made over its data is on
 record with both; a sampler that was to shuffle and had the same ones in two passes gave the same order twice. Passes
-of loaders that nothing is trained with, and samplers that were not to shuffle, say nothing.
+of loaders that nothing is trained with, and samplers that were not to shuffle, say nothing. A loader that shuffles by
+itself (``shuffle=True``) has no epoch: there the inputs of the first steps of two passes are compared.
 
 Why it hurts: batches are the same ones in every epoch, on every rank: less random than the job was meant to be, and
 the loss over an epoch shows the pattern of the order.
 
-What to do next: call ``sampler.set_epoch(epoch)`` at the beginning of every epoch.
+What to do next: call ``sampler.set_epoch(epoch)`` at the beginning of every epoch; seed generators once, before the
+first.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
+LEAST_STEPS = 4
+LEAST_PASSES = 3
+"""Passes that begin alike: one may be done again on purpose, from a checkpoint."""
+
 
 def data_repeat(view: RunView) -> list[Finding]:
     """One finding for all ranks whose sampler repeats its order."""
+    return [*_by_epoch(view), *_by_inputs(view)]
+
+
+def _by_inputs(view: RunView) -> list[Finding]:
+    """Loaders that shuffle by a generator which begins anew with every pass."""
+    repeats: dict[int, tuple[int, int]] = {}  # by rank: passes that began alike, the step of the third
+    for rank in view.ranks:
+        passes = [p for p in view.meta(rank).passes if p["shuffles"] and p["replicas"] == 1]
+        history = view.rank_steps(rank)
+        begins: Counter[tuple[int, ...]] = Counter()
+        ends = [*(float(p["step"]) for p in passes[1:]), math.inf]
+        for each, end in zip(passes, ends[: len(passes)], strict=True):
+            inside = (history["step"] >= each["step"]) & (history["step"] < end)
+            inputs = tuple(history["input_digest"][inside][:LEAST_STEPS].tolist())
+            if len(set(inputs)) == LEAST_STEPS and 0 not in inputs:
+                begins[each["sampler"], *inputs] += 1
+                if begins[each["sampler"], *inputs] == LEAST_PASSES:
+                    repeats.setdefault(rank, (0, each["step"]))
+        if rank in repeats:
+            repeats[rank] = (max(begins.values()), repeats[rank][1])
+    if not repeats:
+        return []
+    times, step = repeats[min(repeats)]
+    whose = "every rank reads its" if len(repeats) == len(view.ranks) else f"{ranks_text(repeats)} read their"
+    return [
+        Finding(
+            "data-repeat",
+            f"{whose} shuffled data in the same order in {times} passes: the generator that shuffles is seeded anew"
+            " before each",
+            tuple(repeats),
+            Confidence.LIKELY,
+            step=step,
+            group="seeded anew",
+            evidence=({"what": "input digests at the begin of passes", "passes": view.meta(min(repeats)).passes[:16]},),
+        )
+    ]
+
+
+def _by_epoch(view: RunView) -> list[Finding]:
     repeats: dict[int, tuple[int, int, int]] = {}  # by rank: passes alike, their epoch, the step of the second
     for rank in view.ranks:
         shuffled = [p for p in view.meta(rank).passes if p["shuffles"] and p["replicas"] > 1]

@@ -1,0 +1,55 @@
+"""data-uneven: data-parallel ranks train on batches of different size, in every step alike.
+
+What it does: counts the samples of each step (rows of the batch, all micro-batches together; `sample_ledger`). Where
+every rank of a data-parallel group has the same count in all its steps, and not all have the same one, the average of
+gradients weighs their samples unequally. Batches that vary from step to step (packing, padding, last batches) are
+left alone, and so is what ``session.policy(data="uneven")`` declares.
+
+Why it hurts: samples of the ranks with smaller batches count more than the others', and the larger ones are waited for.
+
+What to do next: give every rank the same batch size, or weigh each loss by its share of all samples.
+"""
+
+from __future__ import annotations
+
+from dtobs.detectors.peers import data_groups, odd_ones
+from dtobs.detectors.silent.sample_ledger import streams
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
+from dtobs.words import count, ranks_do
+
+LEAST_STEPS = 8
+
+
+def data_uneven(view: RunView) -> list[Finding]:
+    """One finding for each data-parallel group."""
+    found = []
+    for group in data_groups(view):
+        if {view.meta(rank).policy.get("data") for rank in group} & {"uneven", "same"}:
+            continue
+        sizes: dict[int, int] = {}
+        first = 0
+        for stream in streams(view, group):
+            rows = stream.batches[:-1, 1]  # the newest step may still be written
+            if len(rows) >= LEAST_STEPS and (rows == rows[0]).all():
+                sizes[stream.rank], first = int(rows[0]), int(stream.batches[0, 0])
+        if len(sizes) < len(group) or len(set(sizes.values())) == 1:
+            continue
+        odd, majority = odd_ones(sizes)
+        others = sorted(set(group) - set(odd)) or odd[1:]
+        said = (
+            f"{ranks_do(odd, 'train')} on {count(sizes[odd[0]], 'sample')} a step, the others on {sizes[others[0]]:,}"
+            if majority
+            else ", ".join(f"rank {rank} trains on {count(sizes[rank], 'sample')} a step" for rank in odd[:4])
+        )
+        found.append(
+            Finding(
+                "data-uneven",
+                f"{said}: averaged gradients weigh them unequally",
+                tuple(odd),
+                Confidence.LIKELY,
+                step=first,
+                evidence=({"what": "samples a step", "by_rank": {str(r): n for r, n in sorted(sizes.items())[:64]}},),
+            )
+        )
+    return found

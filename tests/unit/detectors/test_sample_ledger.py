@@ -1,0 +1,190 @@
+"""What ranks read, sample by sample: shared, uneven, and different where it must be one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import dtobs
+from dtobs.detectors.silent.data_mismatch import data_mismatch
+from dtobs.detectors.silent.data_overlap import data_overlap
+from dtobs.detectors.silent.data_repeat import data_repeat
+from dtobs.detectors.silent.data_uneven import data_uneven
+from dtobs.detectors.silent.sample_ledger import streams
+from dtobs.findings import Confidence, Finding
+from dtobs.probes.samples import device_rows, host_rows
+from dtobs.recording.laws import SAMPLES, SAMPLES_EACH
+from dtobs.recording.view import RunView, load_run
+from dtobs.testing.fake_run import FakeRun
+
+Reads = Callable[[int, int], np.ndarray]
+"""(rank, step) → numbers of the samples that the rank reads."""
+BATCH = 8
+
+
+def read(root: Path, reads: Reads, world: int = 2, steps: int = 20, **policy: str) -> list[Finding]:
+    """A run whose ranks wrote down what `reads` says."""
+    run = FakeRun(root, world)
+    for rank in run.ranks:
+        if policy:
+            rank.meta("policy", **policy)
+        ring = rank.recorder.law(SAMPLES)
+        for step in range(steps):
+            record = np.zeros((), SAMPLES.dtype)
+            samples = reads(rank.number, step)
+            record["step"], record["rows"], record["count"] = step, len(samples), len(samples)
+            record["digest"][: len(samples)] = (samples + 1) * 0x9E3779B97F4A7C15 % (1 << 63)
+            ring.append(record)
+    run.steps(steps)
+    return [*data_overlap(run.view()), *data_uneven(run.view())]
+
+
+def permuted(seed: int, length: int = 160) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(length).astype(object)
+
+
+def own_part(rank: int, step: int) -> np.ndarray:
+    return permuted(0)[rank::2][step * BATCH : step * BATCH + BATCH]
+
+
+def all_of_it(rank: int, step: int) -> np.ndarray:
+    return permuted(rank)[step * BATCH : step * BATCH + BATCH]
+
+
+def own_part_each_epoch(rank: int, step: int) -> np.ndarray:
+    """Another permutation in each of the epochs of 10 steps: what the other rank had before comes as well."""
+    return permuted(step // 10)[rank::2][step % 10 * BATCH : step % 10 * BATCH + BATCH]
+
+
+def half_a_chunk_off(rank: int, step: int) -> np.ndarray:
+    first = 80 * rank + step * BATCH
+    return np.arange(first, first + BATCH).astype(object)
+
+
+def one_batch(rank: int, step: int) -> np.ndarray:
+    return np.arange(BATCH).astype(object)
+
+
+def with_replacement(rank: int, step: int) -> np.ndarray:
+    return np.random.default_rng(1000 * rank + step).integers(0, 400, BATCH).astype(object)
+
+
+def stream(rank: int, step: int) -> np.ndarray:
+    return np.arange(BATCH).astype(object) + BATCH * (2 * step + rank)
+
+
+def test_ranks_that_read_all_data_are_named_as_possible(tmp_path: Path):
+    (one,) = read(tmp_path, all_of_it)
+    assert (one.code, one.ranks, one.confidence) == ("data-overlap", (0, 1), Confidence.POSSIBLE)
+    assert "up to 100% of what one read" in one.summary
+
+
+def test_overlapping_chunks_are_found(tmp_path: Path):
+    (one,) = read(tmp_path, half_a_chunk_off)
+    assert one.evidence[0]["shared"] == {"0": 0.5, "1": 0.5}
+
+
+def test_declared_reading_is_quiet(tmp_path: Path):
+    assert read(tmp_path, all_of_it, data="same") == []
+
+
+@pytest.mark.parametrize("reads", [own_part, own_part_each_epoch, one_batch, with_replacement, stream])
+def test_healthy_reading_is_quiet(tmp_path: Path, reads: Reads):
+    assert read(tmp_path, reads) == []
+
+
+def test_uneven_batches_are_found(tmp_path: Path):
+    def reads(rank: int, step: int) -> np.ndarray:
+        return np.arange(16 if rank == 2 else 8).astype(object) + 1000 * rank + 16 * step
+
+    (one,) = read(tmp_path / "a", reads, 3)
+    assert (one.code, one.ranks) == ("data-uneven", (2,))
+    assert one.summary == (
+        "rank 2 trains on 16 samples a step, the others on 8: averaged gradients weigh them unequally"
+    )
+    assert read(tmp_path / "b", reads, 3, data="uneven") == []
+
+
+def test_batches_that_vary_are_quiet(tmp_path: Path):
+    def reads(rank: int, step: int) -> np.ndarray:
+        return np.arange(4 + (3 * step + 4 * rank) % 11).astype(object) + 1000 * rank + 16 * step
+
+    assert read(tmp_path, reads) == []
+
+
+def replicas(root: Path, digest: Callable[[int, int], int], names: tuple[str, str]) -> list[Finding]:
+    """Two by two ranks: rank = 2 * data + tensor."""
+    run = FakeRun(root, 4, layout=None)
+    for rank in run.ranks:
+        rank.meta("layout", kind="dtensor", coordinates={names[0]: rank.number // 2, names[1]: rank.number % 2})
+        for step in range(12):
+            rank.step(None, input_digest=digest(rank.number, step))
+    return data_mismatch(run.view())
+
+
+def test_tensor_parallel_ranks_must_read_alike(tmp_path: Path):
+    (one,) = replicas(tmp_path / "a", lambda rank, step: 1 + step + 100 * (rank if rank < 2 else 2), ("data", "tp"))
+    assert (one.code, one.ranks) == ("data-mismatch", (0, 1))
+    alike: Any = lambda rank, step: 1 + step + 100 * (rank // 2)  # noqa: E731
+    assert replicas(tmp_path / "b", alike, ("replicate", "tensor")) == []
+    assert replicas(tmp_path / "c", lambda rank, step: 1 + rank + 100 * step, ("shard", "context")) == []
+
+
+def train(root: Path, loader: Any, seed: int | None, level: str = "all", epochs: int = 4) -> RunView:
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    with dtobs.attach(model, optimizer, run_dir=root, monitor=False, probes={"samples": level}):
+        for _ in range(epochs):
+            if seed is not None:
+                torch.manual_seed(seed)
+            for (batch,) in loader:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    view = load_run(root)
+    assert view.pages["probe_failures"].tolist() == [0]
+    return view
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_a_generator_that_begins_anew_is_found(tmp_path: Path, seed: int | None):
+    data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)))
+    view = train(tmp_path, DataLoader(data, 8, shuffle=True), seed)
+    (one,) = streams(view, [0])
+    assert len(one.digests) == 160
+    assert one.first_repeat() == 6  # each of the 40 once in the first epoch, of steps 1 to 5
+    found = data_repeat(view)
+    assert [(f.code, f.ranks, f.confidence) for f in found] == [("data-repeat", (0,), Confidence.LIKELY)] * (seed == 3)
+
+
+def test_data_that_is_not_shuffled_may_repeat(tmp_path: Path):
+    data = TensorDataset(torch.randn(40, 6))
+    assert data_repeat(train(tmp_path, DataLoader(data, 8), 3)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_rows_are_told_apart(dtype: torch.dtype):
+    tensor = (torch.rand(3 * SAMPLES_EACH, 500) * 200).to(dtype)
+    if dtype == torch.bool:
+        tensor = torch.rand(96, 500) > 0.5
+    tensor[5] = tensor[90]
+    tensor[7] = 1
+    digests = host_rows([tensor])
+    assert len(np.unique(digests)) == 95
+    assert digests[5] == digests[90]
+    assert digests[7] == 0
+    assert len(np.unique(device_rows([tensor]).numpy())) == 95
+
+
+def test_a_mask_beside_the_tokens_changes_nothing():
+    tokens, mask = torch.randint(0, 100, (8, 32)), torch.ones(8, 32, dtype=torch.int64)
+    digests = host_rows([mask, tokens])
+    assert len(np.unique(digests)) == 8
+    assert (digests != 0).all()
+    assert (host_rows([mask]) == 0).all()
