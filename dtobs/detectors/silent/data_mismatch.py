@@ -1,8 +1,10 @@
 """data-mismatch: tensor-parallel ranks of one replica read different data.
 
 What it does: compares the digests of the inputs of each step between ranks that differ in their place along tensor
-dimensions of the mesh only. Their layers are parts of one model, so they must be given one batch. Ranks that split a
-sequence between them (context and sequence dimensions) are left out, and so are steps that are not known on all.
+dimensions of the mesh only. Their layers are parts of one model, so they must be given one batch, unless they split
+each sequence between them before the model sees it. So there must be a reason to know better: the inputs were equal
+before, or the ranks read each other's samples in other steps, or a DistributedSampler deals to more ranks than
+there are replicas of the model.
 
 Why it hurts: each computes its part of every product for another sample; the sums mean nothing, and nothing raises.
 
@@ -15,14 +17,17 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
+import numpy.typing as npt
 
 from dtobs.detectors.peers import odd_ones, rows_of
+from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_text
+from dtobs.words import count, ranks_text
 
 WINDOW = 64
 LEAST_STEPS = 4
+LEAST_SAMPLES, LEAST_SHARED = 64, 0.25
 _TENSOR = frozenset({"tensor", "tp", "tensor_parallel", "tensor-parallel"})
 
 
@@ -37,6 +42,9 @@ def data_mismatch(view: RunView) -> list[Finding]:
         unequal = known & (digests != digests[:1]).any(axis=0)
         if unequal.sum() < LEAST_STEPS or unequal.sum() < 0.5 * known.sum():
             continue
+        reason = _reason(view, ranks, known & ~unequal)
+        if not reason:
+            continue
         last = int(np.flatnonzero(unequal)[-1])
         odd, majority = odd_ones({r: int(d) for r, d in zip(ranks, digests[:, last], strict=True)})
         whom = (
@@ -47,7 +55,7 @@ def data_mismatch(view: RunView) -> list[Finding]:
             Finding(
                 "data-mismatch",
                 f"{whom} the tensor-parallel group of {ranks_text(ranks)}, in {int(unequal.sum())} of"
-                f" {int(known.sum())} steps",
+                f" {int(known.sum())} steps: {reason}",
                 tuple(odd),
                 Confidence.LIKELY,
                 step=step,
@@ -55,6 +63,24 @@ def data_mismatch(view: RunView) -> list[Finding]:
             )
         )
     return found
+
+
+def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> str:
+    """Why different inputs of these ranks cannot be parts of one batch; "" where they can."""
+    if equal.sum() >= LEAST_STEPS:
+        return f"in {int(equal.sum())} others it was the same"
+    for rank in ranks:
+        meta = view.meta(rank)
+        dealt = max((each["replicas"] for each in meta.passes), default=0)
+        replicas = len(meta.layout.get("data_ranks") or ())
+        if dealt > max(1, replicas) and replicas:
+            return f"the sampler deals to {dealt} ranks, and there are {count(replicas, 'replica')} of the model"
+    read = [np.unique(stream.digests) for stream in streams(view, ranks)]
+    if len(read) > 1 and min(len(samples) for samples in read) >= LEAST_SAMPLES:
+        shared = np.isin(read[0], np.concatenate(read[1:])).mean()
+        if shared >= LEAST_SHARED:
+            return f"{shared:.0%} of the samples of rank {ranks[0]} are read by the others in other steps"
+    return ""
 
 
 def _replicas(view: RunView) -> list[list[int]]:

@@ -118,22 +118,45 @@ def test_batches_that_vary_are_quiet(tmp_path: Path):
     assert read(tmp_path, reads) == []
 
 
-def replicas(root: Path, digest: Callable[[int, int], int], names: tuple[str, str]) -> list[Finding]:
-    """Two by two ranks: rank = 2 * data + tensor."""
+def replicas(
+    root: Path, digest: Callable[[int, int], int], names: tuple[str, str] = ("data", "tp"), dealt: int = 2
+) -> list[Finding]:
+    """Two by two ranks: rank = 2 * data + tensor; a sampler deals to `dealt` ranks."""
     run = FakeRun(root, 4, layout=None)
     for rank in run.ranks:
-        rank.meta("layout", kind="dtensor", coordinates={names[0]: rank.number // 2, names[1]: rank.number % 2})
+        place = {names[0]: rank.number // 2, names[1]: rank.number % 2}
+        rank.meta("layout", kind="dtensor", coordinates=place, data_ranks=[rank.number % 2, rank.number % 2 + 2])
+        rank.meta("pass", step=0, sampler=0, shuffles=True, seed=0, epoch=0, replicas=dealt, samples=80)
         for step in range(12):
             rank.step(None, input_digest=digest(rank.number, step))
     return data_mismatch(run.view())
 
 
-def test_tensor_parallel_ranks_must_read_alike(tmp_path: Path):
-    (one,) = replicas(tmp_path / "a", lambda rank, step: 1 + step + 100 * (rank if rank < 2 else 2), ("data", "tp"))
-    assert (one.code, one.ranks) == ("data-mismatch", (0, 1))
-    alike: Any = lambda rank, step: 1 + step + 100 * (rank // 2)  # noqa: E731
-    assert replicas(tmp_path / "b", alike, ("replicate", "tensor")) == []
-    assert replicas(tmp_path / "c", lambda rank, step: 1 + rank + 100 * step, ("shard", "context")) == []
+def own(rank: int, step: int) -> int:
+    return 1 + rank + 100 * step
+
+
+def alike(rank: int, step: int) -> int:
+    return 1 + rank // 2 + 100 * step
+
+
+def no_longer_alike(rank: int, step: int) -> int:
+    return own(rank, step) if rank < 2 and step > 5 else alike(rank, step)
+
+
+def test_tensor_parallel_ranks_that_read_apart_are_found(tmp_path: Path):
+    (one,) = replicas(tmp_path / "a", no_longer_alike)
+    assert (one.code, one.ranks, one.step) == ("data-mismatch", (0, 1), 6)
+    assert one.summary.endswith("in 6 of 12 steps: in 6 others it was the same")
+    two = replicas(tmp_path / "b", own, dealt=4)
+    assert [f.ranks for f in two] == [(0, 1), (2, 3)]
+    assert two[0].summary.endswith("the sampler deals to 4 ranks, and there are 2 replicas of the model")
+
+
+def test_what_may_be_a_batch_split_by_hand_is_quiet(tmp_path: Path):
+    assert replicas(tmp_path / "a", alike, ("replicate", "tensor")) == []
+    assert replicas(tmp_path / "b", own) == []  # each its part of the sequence, before the model sees it
+    assert replicas(tmp_path / "c", own, ("shard", "context"), dealt=4) == []
 
 
 def train(root: Path, loader: Any, seed: int | None, level: str = "all", epochs: int = 4) -> RunView:
