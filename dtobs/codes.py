@@ -44,3 +44,7 @@ class Code:
     next_step: str
     traits: Trait = Trait.NONE
     order: int = 0
+
+
+Row = tuple[str, Family, Severity, str, str] | tuple[str, Family, Severity, str, str, Trait]
+"""How a code is written down: the fields of Code, in their order."""

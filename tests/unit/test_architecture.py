@@ -18,7 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LINES = 500
 
-VOCABULARY = {"errors", "events", "codes", "catalogue", "codec", "findings", "words"}
+VOCABULARY = {"errors", "events", "codes", "silent_codes", "catalogue", "codec", "findings", "words"}
 ANALYSIS = VOCABULARY | {"calls", "host", "recording", "flight_recorder", "timeline", "detectors"}
 EVERYTHING_READ = ANALYSIS | {"nodes", "diagnose", "exporters"}
 
@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": {"errors"},
     "codes": set(),
-    "catalogue": {"codes"},
+    "silent_codes": {"codes"},
+    "catalogue": {"codes", "silent_codes"},
     "findings": {"catalogue", "errors", "events"},
     "words": set(),
     "codec": set(),
