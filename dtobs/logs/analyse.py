@@ -12,11 +12,12 @@ from dtobs.logs.endings import Ending, endings
 from dtobs.logs.evidence import Evidence, Sign, Track, Writer, sign_of
 from dtobs.logs.frontier import GroupFrontier, frontiers, rank_of
 from dtobs.logs.hangs import Heard, hangs
+from dtobs.logs.pace import paces, spikes
 from dtobs.logs.places import places
 from dtobs.logs.ranks import RankMap, resolve, world_size
 from dtobs.logs.reader import LogFile
 from dtobs.logs.templates import ANCHORS, Role
-from dtobs.words import ranks_text
+from dtobs.words import count, ranks_text
 
 _STEPS_AFTER = 3
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal")
@@ -54,6 +55,7 @@ def analyse_logs(files: Sequence[LogFile]) -> LogAnalysis:
         evidence.begin(index, file.name, place)
         for number, raw in file.lines(ANCHORS, lambda: evidence.hot):
             evidence.take(number, raw)
+    evidence.end()
     notes = [file.problem for file in files if file.problem]
     return judge(evidence, len(files) > 1, notes, sum(file.bytes_read for file in files))
 
@@ -70,7 +72,9 @@ def judge(evidence: Evidence, several_files: bool, notes: list[str], bytes_read:
     findings = _causes(live, ended, groups, heard, evidence)
     critical = bool(findings)
     findings += quality.findings(tracks, live, critical)
-    notes = [*notes, *_notes(live, ended, findings, tracks)]
+    if not findings:
+        findings += spikes(tracks)
+    notes = [*notes, *_notes(live, ended, findings, tracks), *_attempts(signs, evidence), *paces(tracks)]
     missing = (
         tuple(rank for rank in range(min(world, _MAX_RANKS_SHOWN)) if rank not in heard.ranks) if heard.ranks else ()
     )
@@ -207,14 +211,28 @@ def _notes(
         notes.append(
             f"the job was interrupted from outside: {' '.join(outside[0].text.split())[:160]} ({outside[0].where})"
         )
-    restarts = [s for s in live if s.kind == "restart"]
-    if restarts:
-        notes.append(f"the launcher restarted the job {len(restarts)} times; the last attempt is judged")
     steps = [track.step for track in tracks.values() if track.step is not None]
     if findings and steps:
-        notes.append(f"the last progress line tells step {max(steps)}")
+        latest = max((t for t in tracks.values() if t.step is not None), key=lambda t: (t.step or 0, t.told_at))
+        at = f" at {latest.told_at}" if latest.told_at else ""
+        notes.append(f"the last progress line tells step {latest.step}{at}")
     if findings and not findings[0].ranks and ended:
         named = sorted({e.rank for e in ended if e.rank is not None})
         if named:
             notes.append(f"the launcher lists {ranks_text(named)} as failed, the first of them by the clock only")
     return notes
+
+
+def _attempts(signs: list[Sign], evidence: Evidence) -> list[str]:
+    """How often the launcher began anew, and whether that helped."""
+    restarts = [sign for sign in signs if sign.kind == "restart"]
+    if not restarts:
+        return []
+    steps = [str(step) for step in evidence.attempts if step is not None]
+    told = f"the launcher restarted the job {count(len(restarts), 'time')}"
+    if len(steps) < 2:
+        return [f"{told}; the last attempt is judged"]
+    ends = [step for step in evidence.attempts if step is not None]
+    stuck = ": no attempt came further" if max(ends[1:]) <= ends[0] else ""
+    shown = steps[-8:]
+    return [f"{told}; the attempts ended at steps {', '.join(shown[:-1])} and {shown[-1]}{stuck}"]

@@ -21,6 +21,7 @@ _DIGITS = b"0123456789"
 _NOT_FINITE = re.compile(rb"(?<![A-Za-z])(?:nan|inf|NaN|Inf|NAN|INF)(?![A-Za-z])")
 _ALIKE, _TAKEN, _SHAPES = 2000, 16, 4096
 """Of progress lines that look alike, all but every sixteenth are left after so many: their numbers hardly matter."""
+_UTC = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
 _COLLECTIVE_FRAME = re.compile(r"#\d{1,4} (?P<name>\S{1,120}) from (?P<file>[^:]{1,400}):(?P<line>\d{1,9})")
 _COLLECTIVE_STACK = "Stack trace of the failed collective"
@@ -57,6 +58,7 @@ class Track:
     """How far one writer trains: `seen` are (order, step) of the latest lines, oldest first."""
 
     seen: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=64))
+    told_at: str = ""  #: what the latest line calls the time
     losses: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     seconds: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
 
@@ -80,7 +82,9 @@ class Evidence:
         self.pids: dict[
             tuple[str, int], Counter[tuple[int, int]]
         ] = {}  #: (host, pid) → (size, rank) of its communicators
+        self.attempts: list[int | None] = [None]  #: the last step of each attempt, as far as restarts are told
         self.left_out = 0
+        self._skipped: dict[bytes, tuple[int, int, bytes]] = {}  #: of lines that look alike the latest not read
         self._boring: Counter[bytes] = Counter()  #: progress lines without their digits
         self._dull: set[bytes] = set()  #: lines of transports inside a host, of which a file has told enough
         self._kept: Counter[tuple[str, Writer]] = Counter()
@@ -97,11 +101,22 @@ class Evidence:
 
     def begin(self, file: int, name: str, place: Place) -> None:
         """Lines of another file follow."""
+        self.end()
         self._traces.clear()
         self._stacks.clear()
         self._dull.clear()
         self._table = None
         self._file, self._name, self._place = file, name, place
+
+    def end(self) -> None:
+        """The file is over: of lines that were left because they look alike, the last ones count."""
+        now, latest = self._order, sorted(self._skipped.values())
+        self._skipped.clear()
+        for order, number, raw in latest:
+            self._order = order
+            origin, text = prefix.split(prefix.plain(raw))
+            self._progress(self._writer(origin), text, f"{self._name}:{number}", raw)
+        self._order = now
 
     def take(self, number: int, raw: bytes) -> None:
         """Read one line."""
@@ -111,6 +126,7 @@ class Evidence:
             if shape in self._dull:
                 return
             if self._boring[shape] > _ALIKE and self._order % _TAKEN and not _NOT_FINITE.search(raw):
+                self._skipped[shape] = self._order, number, raw
                 return
         origin, text = prefix.split(prefix.plain(raw))
         writer = self._writer(origin)
@@ -131,7 +147,7 @@ class Evidence:
             return
         found = match(text)
         if found is None:
-            if self._progress(writer, text, where) and (shape in self._boring or len(self._boring) < _SHAPES):
+            if self._progress(writer, text, where, raw) and (shape in self._boring or len(self._boring) < _SHAPES):
                 self._boring[shape] += 1
             return
         row, fields = found
@@ -211,13 +227,19 @@ class Evidence:
     def _raised(self, writer: Writer, raised: Raised, where: str) -> None:
         self._keep(sign_of(raised, writer, where, self._order, self._file))
 
-    def _progress(self, writer: Writer, text: str, where: str) -> bool:
+    def _progress(self, writer: Writer, text: str, where: str, raw: bytes) -> bool:
         told = progress.parse(text)
         if told is None or (told.step is None and told.loss is None):
             return False
         track = self.tracks.setdefault(writer, Track())
         if told.step is None:  # a Trainer's dictionary: its lines are counted
             told = replace(told, step=(track.step or 0) + 1)
+        step = told.step or 0
+        if track.seen and track.seen[-1][0] > self._order:
+            return True
+        self.attempts[-1] = max(step, self.attempts[-1] or 0)
+        if clock := _UTC.search(raw[:200]):
+            track.told_at = clock[0].decode()
         if not track.seen or track.seen[-1][1] != told.step:
             track.seen.append((self._order, told.step or 0))
             self.moved.setdefault(self._file, deque(maxlen=256)).append((self._order, told.step or 0))
@@ -228,6 +250,8 @@ class Evidence:
         return True
 
     def _keep(self, sign: Sign) -> bool:
+        if sign.kind == "restart" and self.attempts[-1] is not None:
+            self.attempts.append(None)
         key = (sign.kind, sign.writer)
         self._kept[key] += 1
         if self._kept[key] > _KEPT.get(sign.kind, _KEPT_OTHERWISE) or len(self.signs) >= _MAX_SIGNS:
