@@ -1,0 +1,79 @@
+"""A command run observed for a few steps and then ended: what `dtobs prove` and `dtobs replay` compare."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtobs.errors import DtobsError, TargetError, UsageError
+from dtobs.integrations.launch import environment
+from dtobs.recording.view import RunView, load_run
+
+_LOOK_SECONDS = 0.25
+_GRACE_SECONDS = 10.0
+
+
+def observe(words: Sequence[str], run_dir: Path, timeout: float, *, steps: int = 0, until: int = 0) -> RunView:
+    """Run a command until every rank has finished `steps` steps, or step number `until`; what was recorded.
+
+    Raises DtobsError when no rank has finished a step by `timeout` seconds or the command's end.
+    """
+    shown = textwrap.shorten(shlex.join(words), 160, placeholder=" …")
+    print(f"dtobs: running {shown}", file=sys.stderr, flush=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    values = environment(os.environ, run_dir, "run", None) | {"DTOBS_PROBES": "ledger=all", "DTOBS_MONITOR": "0"}
+    log = run_dir / "output.log"
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(words, stdout=output, stderr=output, env=values, start_new_session=True)
+        except OSError as error:
+            raise UsageError(f"cannot run {words[0]!r}: {error.strerror}") from error
+        try:
+            _wait(process, run_dir, timeout, steps, until)
+        finally:
+            _end(process)
+    try:
+        view = load_run(run_dir, with_capture=False)
+    except TargetError:  # nothing was recorded at all
+        view = None
+    if view is None or not len(view.pages) or not view.pages["steps_done"].min():
+        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        raise DtobsError(f"{shlex.join(words)} finished no step: {tail[0] if tail else 'it printed nothing'}")
+    return view
+
+
+def _wait(process: subprocess.Popen[bytes], run_dir: Path, timeout: float, steps: int, until: int) -> None:
+    """Until all ranks are past what was asked for, the command has ended, or the time is over."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            view = load_run(run_dir, with_capture=False)
+        except TargetError:
+            view = None
+        if view is not None and len(view.pages) and not view.missing_ranks:
+            # Past: what a step left is read before the next one changes it.
+            if steps and view.pages["steps_done"].min() > steps:
+                return
+            if until and view.pages["step"].min() > until + 1:
+                return
+        time.sleep(_LOOK_SECONDS)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of the command's process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_GRACE_SECONDS)
+        except (ProcessLookupError, PermissionError):
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
