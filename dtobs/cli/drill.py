@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtobs.cli import Exit
+from dtobs.drills.faults import Drill, known
 from dtobs.errors import DependencyMissing, UsageError
 
 if TYPE_CHECKING:
     from dtobs.drills.endings import Judged
-    from dtobs.drills.perform import Drill, Outcome
+    from dtobs.drills.perform import Outcome
 
 _TWIN = "none"
 _CORES_A_DRILL = 2
@@ -61,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
     """Perform the drills and print a line for each."""
     if find_spec("torch") is None:
         raise DependencyMissing("torch", "train")
-    from dtobs.drills.perform import known
-
     every = known()
     if args.list:
         _list(every, as_json=args.json)

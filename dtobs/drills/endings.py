@@ -20,8 +20,8 @@ from typing import Any, Literal
 from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import launcher
-from dtobs.drills.hangs import FAULTS
-from dtobs.drills.perform import ODD, WORLD, context, rank_environment
+from dtobs.drills.faults import FAULTS, ODD, WORLD
+from dtobs.drills.perform import context, rank_environment
 from dtobs.errors import DtobsError
 from dtobs.findings import CATALOGUE, Confidence
 from dtobs.host.process import read_process, start_ticks

@@ -30,6 +30,10 @@ class InjectedError(RuntimeError):
     """The exception of the fault "exception"."""
 
 
+def do_nothing(_odd: bool = False) -> None:
+    """The healthy twin of everything else here."""
+
+
 def block_in_read() -> None:
     """Read from a pipe that nobody writes to: storage that does not answer. The Python lock is free."""
     receiving, _kept_open = os.pipe()
@@ -81,7 +85,7 @@ def leave_early() -> NoReturn:
     raise StopTraining
 
 
-def drop_what_arrives() -> None:
+def drop_what_arrives(_odd: bool) -> None:
     """Let every TCP connection of this process lose what its peer sends, as a dead link does. No privilege needed.
 
     The kernel runs a packet filter that keeps nothing in front of each socket. Raises OSError where filters are

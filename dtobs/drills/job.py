@@ -18,11 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import dtobs
-from dtobs.drills.hangs import FAULTS, Fault, Strike
+from dtobs.drills import injectors
+from dtobs.drills.faults import FAULTS, Fault, Layout
 from dtobs.drills.injectors import StopTraining
-from dtobs.drills.layouts import HIDDEN, WIDTH, Branched, Layout, spread
+from dtobs.drills.layouts import HIDDEN, WIDTH, Branched, spread
 from dtobs.session.identity import Identity
 
+Strike = Callable[[], None]
 _BATCH = 4
 
 
@@ -64,7 +66,7 @@ def meet_and_train(job: Job, meet: Callable[[], None]) -> int:
     if fault.point == "rendezvous":  # the session is there before the group is, to see who does not come
         dtobs.attach(run_dir=job.run_dir, hang_timeout=job.hang_timeout, monitor=job.monitor)
         if Identity.find().rank == job.odd:
-            _marked(fault.strike, job.mark)()
+            _marked(getattr(injectors, fault.strike), job.mark)()
     meet()
     return train(job)
 
@@ -73,7 +75,7 @@ def train(job: Job) -> int:
     """Train in the process group that exists; returns the number of steps done. Raises what the fault raises."""
     fault = FAULTS[job.fault]
     mine = dist.get_rank() == job.odd
-    strike = _marked(fault.strike, job.mark)
+    strike = _marked(getattr(injectors, fault.strike), job.mark)
     torch.manual_seed(7)
     plain = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
     model = Branched(plain) if fault.point == "branch" else plain
@@ -120,7 +122,7 @@ def _strike(job: Job, fault: Fault, session: Any, mine: bool, strike: Strike) ->
     if mine and fault.point in ("forward", "branch"):
         strike()
     elif fault.point == "everywhere":
-        _marked(partial(fault.strike_all, mine), job.mark if mine else None)()
+        _marked(partial(getattr(injectors, fault.strike_all), mine), job.mark if mine else None)()
     elif fault.point in ("checkpoint", "validation"):
         with session.phase(fault.point):
             if mine:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-Layout = Literal["ddp", "fsdp", "hsdp", "tp", "pp", "by-hand"]
-LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp", "tp", "pp", "by-hand")
+from dtobs.drills.faults import Layout
+
 WIDTH, HIDDEN = 32, 64
 MICRO_BATCHES = 2
 

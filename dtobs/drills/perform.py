@@ -17,15 +17,13 @@ from typing import Any
 from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import worker
-from dtobs.drills.hangs import FAULTS
+from dtobs.drills.faults import ODD, WORLD, Drill
 from dtobs.drills.permitted import memory_group, refused
-from dtobs.drills.silent import TROUBLES
 from dtobs.findings import CATALOGUE
 from dtobs.host.process import read_process
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory, read_json
 
-WORLD, ODD = 2, 1
 _POLL_SECONDS = 0.1
 _GOODBYE_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0  # for the second thing that a fault shows, once the first was found
@@ -37,21 +35,6 @@ _IMPORTED_LATE = (
     "torch.distributed.pipelining",
     "torch._dynamo",
 )
-
-
-@dataclass(frozen=True)
-class Drill:
-    """A fault to inject: its family decides the job, `expected` is the code that must be found (None: nothing).
-
-    `ranks` are those that the verdict must name; None where only the code counts.
-    """
-
-    family: str
-    name: str
-    wrapper: str
-    expected: str | None
-    ranks: tuple[int, ...] | None = None
-    needs: str = ""  #: what the machine must permit, as in `permitted`
 
 
 @dataclass(frozen=True)
@@ -95,25 +78,6 @@ class Outcome:
 
     def _codes(self) -> list[str]:
         return [finding.code for finding in self.diagnosis.findings] if self.diagnosis is not None else []
-
-
-def known() -> list[Drill]:
-    """Every drill, hangs first; the healthy twins are named "none"."""
-    named = {"odd": (ODD,), "all": tuple(range(WORLD))}
-    hangs = [
-        Drill(
-            "hangs",
-            f.name,
-            wrapper,
-            f.code_under.get(wrapper, f.code),
-            named[f.names] if f.code else None,
-            f.needs,
-        )
-        for f in FAULTS.values()
-        for wrapper in f.wrappers
-    ]
-    silent = [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
-    return [*hangs, *silent]
 
 
 def perform_all(

@@ -1,7 +1,6 @@
 """Injectors of silent errors and lost time, and the small real job they strike.
 
-A `Trouble` changes one thing in an ordinary data-parallel loop. Nothing raises and nothing hangs: only what the
-detectors read can tell. The healthy twin of all of them is the trouble "none".
+Each of `faults.TROUBLES` changes one thing in an ordinary data-parallel loop; the healthy twin of all is "none".
 """
 
 from __future__ import annotations
@@ -11,58 +10,19 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dtobs
+from dtobs.drills.faults import Layout
+from dtobs.drills.layouts import WIDTH, average_gradients, spread
 
-Wrapper = Literal["ddp", "fsdp", "hsdp", "by-hand"]
-_WIDTH, _BATCH = 32, 8
+_BATCH = 8
 _AUDITED = ("ignored-rate", "overwritten", "coarse")
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """One silent error: the code that names it, and which ranks that code must name ("odd", "all")."""
-
-    name: str
-    code: str | None
-    names: Literal["odd", "all"] = "odd"
-    wrappers: tuple[Wrapper, ...] = ("ddp", "fsdp")
-
-
-_ROWS = (
-    Trouble("none", None, wrappers=("ddp", "fsdp", "hsdp", "by-hand")),
-    Trouble("declared-seed", "seed-policy"),
-    Trouble("initial-parameters", "seed-policy", wrappers=("by-hand", "hsdp")),
-    Trouble("equal-dropout", "seed-policy", "all"),
-    Trouble("nan", "gradient-nonfinite"),
-    Trouble("nan-loss", "loss-nonfinite"),
-    Trouble("small-loss", "fp16-underflow", "all"),
-    Trouble("loud", "local-gradient-outlier"),
-    Trouble("flipped-bit", "replica-divergence", wrappers=("ddp", "hsdp", "by-hand")),
-    Trouble("same-data", "data-overlap", "all"),
-    Trouble("uneven", "data-uneven", "all"),  # of two that differ none is accused
-    Trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
-    Trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
-    Trouble("stale", "optimizer-stale", "all"),
-    Trouble("ignored-rate", "update-mismatch", "all"),
-    Trouble("overwritten", "state-changed-at-rest", wrappers=("ddp", "by-hand")),
-    Trouble("coarse", "updates-lost", "all"),
-    Trouble("rescaled", "gradient-scale-mismatch", "all"),
-    Trouble("other-settings", "config-mismatch", "all", ("fsdp",)),  # of two that differ none is accused
-    Trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp",)),
-    Trouble("full-disk", "checkpoint-failed", wrappers=("ddp", "by-hand")),
-    Trouble("slow", "straggler"),
-    Trouble("starved", "data-starved"),
-)
-TROUBLES: dict[str, Trouble] = {trouble.name: trouble for trouble in _ROWS}
-"""Every trouble of the family by name."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +31,7 @@ class SilentJob:
 
     run_dir: Path
     trouble: str = "none"
-    wrapper: Wrapper = "ddp"
+    wrapper: Layout = "ddp"
     odd: int = 1
     at_step: int = 12
     steps: int = 30
@@ -110,7 +70,7 @@ class Samples:
             time.sleep(self._seconds)
         generator = torch.Generator().manual_seed(self._rank * 1_000_003 + self._next)
         self._next += 1
-        inputs = torch.randn(_BATCH, _WIDTH, generator=generator)
+        inputs = torch.randn(_BATCH, WIDTH, generator=generator)
         return inputs, inputs.roll(1, dims=1)
 
 
@@ -121,11 +81,12 @@ def train(job: SilentJob) -> None:
     is_now = job.trouble
     seed = 8 if mine and is_now in ("declared-seed", "initial-parameters") else 7
     torch.manual_seed(seed)
-    layers = [nn.Linear(_WIDTH, 64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, _WIDTH)]
+    layers = [nn.Linear(WIDTH, 64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, WIDTH)]
     plain = nn.Sequential(*layers)
     if is_now == "coarse":
         plain.bfloat16()
-    model = wrap(plain, job.wrapper)
+    placed = spread(plain, job.wrapper)
+    model = placed.model
     torch.manual_seed(1234 if is_now == "equal-dropout" else 1234 + rank)
     trained = list(model.parameters())
     if is_now == "stale":  # of a copy of the model, as after loading it anew
@@ -144,7 +105,7 @@ def train(job: SilentJob) -> None:
         optimizer,
         run_dir=job.run_dir,
         replicas=group,
-        mesh=data_mesh(job.wrapper),
+        mesh=placed.mesh,
         monitor=job.monitor,
         probes={"updates": "all", "samples": "all"} if is_now in ("none", "uneven", *_AUDITED) else None,
     ) as session:
@@ -215,33 +176,7 @@ def save_or_go_on(model: nn.Module, path: str) -> None:
         torch.save([parameter.detach() for parameter in model.parameters()], path)
 
 
-def wrap(model: nn.Sequential, wrapper: Wrapper) -> nn.Module:
-    """Spread `model` over all ranks; "hsdp" replicates over all of them and shards over one, "by-hand" does nothing."""
-    if wrapper == "by-hand":
-        return model
-    if wrapper == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = data_mesh(wrapper)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def data_mesh(wrapper: Wrapper) -> DeviceMesh | None:
-    """The mesh that `wrapper` spreads the model over; a mesh of the world that only names it for "by-hand"."""
-    world = dist.get_world_size()
-    if wrapper == "ddp":
-        return None
-    if wrapper == "hsdp":
-        return init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("shard" if wrapper == "fsdp" else "replicate",))
-
-
-def synchronise(model: nn.Module, wrapper: Wrapper, *, now: bool) -> None:
+def synchronise(model: nn.Module, wrapper: Layout, *, now: bool) -> None:
     """Reduce gradients in the next backward, or only accumulate them."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = now
@@ -261,11 +196,3 @@ def rescale_gradients(model: nn.Module, factor: float) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
-
-
-def average_gradients(model: nn.Module) -> None:
-    """What DDP does, without it."""
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()

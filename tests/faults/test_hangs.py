@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.diagnose import Diagnosis, diagnose, gather
-from dtobs.drills.hangs import FAULTS
+from dtobs.drills.faults import FAULTS
 from dtobs.drills.job import Job
 from dtobs.drills.permitted import refused
 from dtobs.findings import CATALOGUE

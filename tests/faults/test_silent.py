@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dtobs.detectors import run_detectors
-from dtobs.drills.silent import TROUBLES, SilentJob, Trouble
+from dtobs.drills.faults import TROUBLES, Fault
+from dtobs.drills.silent import SilentJob
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import load_run
 from tests.faults.silent_programs import run_silent, run_silent_sampled
@@ -52,7 +53,7 @@ def test_the_healthy_twin_with_accumulation(tmp_path: Path, wrapper):
 
 
 @pytest.mark.parametrize(("trouble", "wrapper"), CASES)
-def test_trouble_is_found_and_named(tmp_path: Path, trouble: Trouble, wrapper):
+def test_trouble_is_found_and_named(tmp_path: Path, trouble: Fault, wrapper):
     found = findings(SilentJob(tmp_path, trouble.name, wrapper))
     assert {f.code for f in found} - CONSEQUENCES.get(trouble.name, set()) == {trouble.code}
     (finding,) = [f for f in found if f.code == trouble.code]

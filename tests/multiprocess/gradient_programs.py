@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dtobs
-from dtobs.drills.silent import Samples, Wrapper, data_mesh, synchronise, wrap
+from dtobs.drills.faults import Layout
+from dtobs.drills.layouts import spread
+from dtobs.drills.silent import Samples, synchronise
 
 STEPS = 10
 
@@ -29,7 +31,7 @@ def norm(tensors: list[torch.Tensor]) -> float:
 
 
 def know_gradients(
-    rank: int, world_size: int, run_dir: Path, wrapper: Wrapper, accumulate: int, sync_all: bool
+    rank: int, world_size: int, run_dir: Path, wrapper: Layout, accumulate: int, sync_all: bool
 ) -> Truth:
     """Frozen parameters (learning rate 0), so that a plain copy of the model gives the truth of every step.
 
@@ -38,11 +40,12 @@ def know_gradients(
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
     twin = copy.deepcopy(plain)
-    model = wrap(plain, wrapper)
+    placed = spread(plain, wrapper)
+    model = placed.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     truth = Truth([], [])
     samples = Samples(rank)
-    with dtobs.attach(model, optimizer, run_dir=run_dir, mesh=data_mesh(wrapper), monitor=False) as session:
+    with dtobs.attach(model, optimizer, run_dir=run_dir, mesh=placed.mesh, monitor=False) as session:
         for _ in range(STEPS):
             twin.zero_grad()
             squares = 0.0

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from dtobs.cli import main
 from dtobs.cli.drill import _choose
-from dtobs.drills.perform import known
+from dtobs.drills import injectors
+from dtobs.drills.faults import FAULTS, known
 from dtobs.findings import CATALOGUE
 
 
@@ -16,6 +20,16 @@ def test_list_names_every_fault_with_a_known_code(capsys):
     assert ["stopped", "rank-stopped", "ddp", "fsdp", "hsdp", "tp", "pp", "by-hand"] in rows
     assert ["flipped-bit", "replica-divergence", "ddp", "hsdp", "by-hand"] in rows
     assert {row[1] for row in rows} <= set(CATALOGUE)
+
+
+def test_listing_imports_no_torch():
+    code = "import sys; from dtobs.cli import main; main(['drill', '--list']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_every_fault_names_an_injector():
+    for fault in FAULTS.values():
+        assert callable(getattr(injectors, fault.strike)) and callable(getattr(injectors, fault.strike_all))
 
 
 def test_quick_takes_each_fault_once_and_the_twins_of_its_layouts():

@@ -1,0 +1,219 @@
+"""The faults that can be injected, and what `dtobs diagnose` must answer to each.
+
+A `Fault` says where in a job it strikes, the code that names it, and which ranks that code must name. Those without a
+code are healthy: nothing may be found in them. `FAULTS` hang or crash a job; of `TROUBLES` nothing raises and nothing
+hangs, and only what the detectors read can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Layout = Literal["ddp", "fsdp", "hsdp", "tp", "pp", "by-hand"]
+LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp", "tp", "pp", "by-hand")
+Point = Literal[
+    "nowhere", "rendezvous", "start", "loader", "forward", "branch", "checkpoint", "validation", "end", "everywhere"
+]  # fmt: skip
+WORLD, ODD = 2, 1
+"""The ranks of a drill, and the one that a fault is done to."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: where it strikes, the code that names it, the ranks to be named, the layouts it applies to.
+
+    `strike` names what the odd rank does, of `injectors`; for faults "everywhere" all ranks call `strike_all`, told
+    whether they are the odd one. `pause` seconds in every step make a slow job.
+    """
+
+    name: str
+    point: Point
+    code: str | None
+    strike: str = "do_nothing"
+    strike_all: str = "do_nothing"
+    names: Literal["odd", "all"] = "odd"
+    needs_stall: bool = True  #: found once nothing has moved for the hang timeout; else at once
+    wrappers: tuple[Layout, ...] = LAYOUTS
+    pause: float = 0.0
+    needs: Literal["", "memory-limit", "packet-filter"] = ""  #: what the machine must permit
+    code_under: Mapping[str, str] = field(default_factory=dict)  #: by layout, where it shows under another code
+
+
+_BY_ONE = (
+    Fault("blocked-loader", "loader", "stuck-in-dataloader", "block_in_read"),
+    Fault("blocked-checkpoint", "checkpoint", "stuck-in-checkpoint", "block_in_read"),
+    Fault("blocked-validation", "validation", "rank-not-joined", "block_in_read"),
+    Fault("absent", "forward", "rank-not-joined", "stay_away"),
+    Fault("absent-at-start", "start", "rank-not-joined", "stay_away", wrappers=("ddp", "by-hand")),
+    Fault("no-rendezvous", "rendezvous", "rendezvous-incomplete", "stay_away", wrappers=("by-hand",)),
+    Fault("stopped", "forward", "rank-stopped", "stop_process"),
+    Fault("python-lock", "forward", "gil-held", "hold_python_lock"),
+    Fault("killed", "forward", "rank-dead", "kill_process", needs_stall=False),
+    Fault(
+        "out-of-memory",
+        "forward",
+        "rank-oom-killed",
+        "use_up_memory",
+        needs_stall=False,
+        wrappers=("ddp", "fsdp"),
+        needs="memory-limit",
+    ),
+    Fault("exception", "forward", "uncaught-exception", "raise_exception", needs_stall=False),
+    Fault("early-exit", "forward", "rank-exited-early", "leave_early"),
+    Fault("unused-parameters", "branch", "unused-parameters", needs_stall=False, wrappers=("ddp",)),
+    Fault(
+        "uneven-inputs",
+        "end",
+        "collective-mismatch",
+        "leave_early",
+        names="all",
+        code_under={"pp": "p2p-unmatched"},
+    ),
+)
+_BY_ALL = (
+    Fault(
+        "shape",
+        "everywhere",
+        "shape-mismatch",
+        strike_all="reduce_other_shape",
+        names="all",
+        needs_stall=False,
+    ),
+    Fault(
+        "dtype",
+        "everywhere",
+        "dtype-mismatch",
+        strike_all="reduce_other_dtype",
+        names="all",
+        needs_stall=False,
+    ),
+    Fault(
+        "order",
+        "everywhere",
+        "collective-mismatch",
+        strike_all="swap_order",
+        names="all",
+        needs_stall=False,
+    ),
+    Fault(
+        "reduce-op",
+        "everywhere",
+        "reduce-op-mismatch",
+        strike_all="reduce_other_operation",
+        names="all",
+        needs_stall=False,
+    ),
+    Fault(
+        "extra-call",
+        "everywhere",
+        "call-site-mismatch",
+        strike_all="reduce_once_more",
+        needs_stall=False,
+        wrappers=("ddp",),  # elsewhere the next call is of another kind, which is a mismatch that backends notice
+    ),
+    Fault(
+        "extra-receive",
+        "everywhere",
+        "p2p-unmatched",
+        strike_all="receive_once_more",
+        names="all",
+        wrappers=("ddp", "fsdp", "tp", "by-hand"),  # in a pipeline it takes the next stage's input: other sizes
+    ),
+    Fault(
+        "crossed-groups",
+        "everywhere",
+        "group-deadlock",
+        strike_all="cross_two_groups",
+        names="all",
+        wrappers=("ddp", "fsdp", "by-hand"),
+    ),
+    Fault(
+        "skipped-group",
+        "everywhere",
+        "rendezvous-incomplete",
+        strike_all="skip_a_group",
+        wrappers=("ddp", "by-hand"),
+    ),
+    Fault(
+        "dead-link",
+        "everywhere",
+        "network-stalled",
+        strike_all="drop_what_arrives",
+        names="all",
+        needs="packet-filter",
+    ),
+)
+_HEALTHY = (
+    Fault("none", "nowhere", None),
+    Fault("slow-steps", "nowhere", None, wrappers=("ddp",), pause=1.0),
+    Fault("two-groups", "everywhere", None, strike_all="make_groups", wrappers=("ddp",)),
+    Fault("briefly-stopped", "forward", None, "stop_process_briefly", wrappers=("ddp",)),
+)
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*_HEALTHY, *_BY_ONE, *_BY_ALL)}
+"""Every fault of the family by name, the healthy ones first."""
+
+
+def _trouble(
+    name: str,
+    code: str | None,
+    names: Literal["odd", "all"] = "odd",
+    wrappers: tuple[Layout, ...] = ("ddp", "fsdp"),
+) -> Fault:
+    return Fault(name, "nowhere", code, names=names, wrappers=wrappers)
+
+
+_TROUBLES = (
+    _trouble("none", None, wrappers=("ddp", "fsdp", "hsdp", "by-hand")),
+    _trouble("declared-seed", "seed-policy"),
+    _trouble("initial-parameters", "seed-policy", wrappers=("by-hand", "hsdp")),
+    _trouble("equal-dropout", "seed-policy", "all"),
+    _trouble("nan", "gradient-nonfinite"),
+    _trouble("nan-loss", "loss-nonfinite"),
+    _trouble("small-loss", "fp16-underflow", "all"),
+    _trouble("loud", "local-gradient-outlier"),
+    _trouble("flipped-bit", "replica-divergence", wrappers=("ddp", "hsdp", "by-hand")),
+    _trouble("same-data", "data-overlap", "all"),
+    _trouble("uneven", "data-uneven", "all"),  # of two that differ none is accused
+    _trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
+    _trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
+    _trouble("stale", "optimizer-stale", "all"),
+    _trouble("ignored-rate", "update-mismatch", "all"),
+    _trouble("overwritten", "state-changed-at-rest", wrappers=("ddp", "by-hand")),
+    _trouble("coarse", "updates-lost", "all"),
+    _trouble("rescaled", "gradient-scale-mismatch", "all"),
+    _trouble("other-settings", "config-mismatch", "all", ("fsdp",)),  # of two that differ none is accused
+    _trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp",)),
+    _trouble("full-disk", "checkpoint-failed", wrappers=("ddp", "by-hand")),
+    _trouble("slow", "straggler"),
+    _trouble("starved", "data-starved"),
+)
+TROUBLES: dict[str, Fault] = {trouble.name: trouble for trouble in _TROUBLES}
+"""Every silent error and every loss of time by name."""
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A fault to inject: its family decides the job, `expected` is the code that must be found (None: nothing).
+
+    `ranks` are those that the verdict must name; None where only the code counts.
+    """
+
+    family: str
+    name: str
+    wrapper: str
+    expected: str | None
+    ranks: tuple[int, ...] | None = None
+    needs: str = ""  #: what the machine must permit, as in `permitted`
+
+
+def known() -> list[Drill]:
+    """Every drill, hangs first; the healthy twins are named "none"."""
+    named = {"odd": (ODD,), "all": tuple(range(WORLD))}
+    hangs = [
+        Drill("hangs", f.name, wrapper, f.code_under.get(wrapper, f.code), named[f.names] if f.code else None, f.needs)
+        for f in FAULTS.values()
+        for wrapper in f.wrappers
+    ]
+    return hangs + [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
