@@ -10,7 +10,7 @@ from dataclasses import replace
 from dtobs import silent_codes
 from dtobs.codes import Code, Family, Row, Severity, Trait
 
-__all__ = ["CATALOGUE", "Code", "Family", "Severity", "Trait"]
+__all__ = ["CATALOGUE", "PREFLIGHT", "Code", "Family", "Severity", "Trait"]
 
 _LOST_TIME: tuple[tuple[str, str, str], ...] = (
     (
@@ -318,4 +318,33 @@ _ROWS: tuple[Row, ...] = (
 )
 
 CATALOGUE: dict[str, Code] = {row[0]: replace(Code(*row), order=order) for order, row in enumerate(_ROWS)}
-"""Every code that exists, by name."""
+"""Every code that a run may be found of, by name."""
+
+_PREFLIGHT: tuple[tuple[str, Family, Severity, str, str], ...] = (
+    ("rank-silent", "hangs", Severity.CRITICAL, "A rank has given no sign of life",
+     "Look at this host: is it loaded, out of memory, or is the process suspended?"),
+    ("rank-died", "hangs", Severity.CRITICAL, "A rank's process ended",
+     "Look at the lines it printed, and at the host's kernel log (dmesg) for a kill."),
+    ("not-finished", "hangs", Severity.CRITICAL, "A stage of the check did not end",
+     "A stage that hangs here hangs the run as well: look at the links and interfaces of the hosts named."),
+    ("unreachable", "hangs", Severity.CRITICAL, "Hosts do not reach each other",
+     "Let the hosts connect to each other on all ports (firewall, security group), over the interface of the job."),
+    ("wrong-values", "silent", Severity.CRITICAL, "Collectives or transfers give wrong values",
+     "Take this host out of the job; test its memory and devices (memtest, dcgmi diag -r 3)."),
+    ("clock-skew", "silent", Severity.WARNING, "The clock of a host is off",
+     "Let chrony or systemd-timesyncd keep the clocks of all hosts: logs and traces are put in order by them."),
+    ("environment", "silent", Severity.WARNING, "A variable of the environment is set to what hurts", ""),
+    ("environment-differs", "silent", Severity.WARNING, "A variable of the environment is not the same everywhere",
+     "Set it in the one place that every rank's environment comes from, or nowhere."),
+    ("version-mismatch", "silent", Severity.WARNING, "A package is not of one version everywhere",
+     "Install one version on all hosts."),
+    ("slow-host", "performance", Severity.WARNING, "A host sends, receives or answers far slower than the others",
+     "Look at this host's network card, cable and switch port (ethtool), and at what else uses them."),
+    ("disk", "performance", Severity.WARNING, "The folder of the runs is full, slow, or cannot be written",
+     "Make room for checkpoints, or name another folder with --run-dir."),
+    ("open-files", "hangs", Severity.WARNING, "Too few files may be open at once", ""),
+    ("memlock", "hangs", Severity.WARNING, "Too little memory may be locked", ""),
+    ("shared-memory", "hangs", Severity.WARNING, "There is too little shared memory", ""),
+)  # fmt: skip
+PREFLIGHT: dict[str, Code] = {row[0]: Code(*row) for row in _PREFLIGHT}
+"""What only the check of the machines before a run finds; it uses codes of the catalogue as well."""

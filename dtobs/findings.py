@@ -5,13 +5,27 @@ A healthy run has none. Their codes are the rows of `dtobs.catalogue`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
-from dtobs.catalogue import CATALOGUE, Code, Family, Severity, Trait
+from dtobs.catalogue import CATALOGUE, PREFLIGHT, Code, Family, Severity, Trait
 
-__all__ = ["CATALOGUE", "Code", "Confidence", "Family", "Finding", "Severity", "Trait"]
+__all__ = ["CATALOGUE", "Code", "Confidence", "Family", "Finding", "Severity", "Trait", "exit_code"]
+
+
+class HasSeverity(Protocol):
+    """What is wrong, however it is kept."""
+
+    @property
+    def severity(self) -> str: ...
+
+
+def exit_code(findings: Iterable[HasSeverity]) -> int:
+    """What a command says to the shell of `findings`: 0 nothing found, 3 warnings, 4 something critical."""
+    severities = {finding.severity for finding in findings}
+    return 4 if Severity.CRITICAL in severities else 3 if severities else 0
 
 
 class Confidence(StrEnum):
@@ -51,7 +65,7 @@ class Finding:
     early: bool = False  #: said because somebody asked: the run stands still, for less than its hang timeout
 
     def __post_init__(self) -> None:
-        known = CATALOGUE[self.code]
+        known = CATALOGUE.get(self.code) or PREFLIGHT[self.code]
         object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in self.ranks)))
         object.__setattr__(self, "severity", Severity.WARNING if self.early else known.severity)
         if not self.next_step:

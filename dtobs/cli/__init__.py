@@ -12,14 +12,13 @@ import difflib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from importlib import import_module
 from typing import Protocol
 
 from dtobs import __version__
 from dtobs.errors import DtobsError, UsageError, refusal
-from dtobs.findings import Finding, Severity
 
 
 class Exit(IntEnum):
@@ -44,14 +43,6 @@ class Command(Protocol):
 
     def run(self, args: argparse.Namespace) -> int:
         """Do it; returns an `Exit`."""
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
-    """The exit code that says how bad the worst of `findings` is."""
-    severities = {finding.severity for finding in findings}
-    if Severity.CRITICAL in severities:
-        return Exit.CRITICAL
-    return Exit.WARNING if severities else Exit.NOTHING_FOUND
 
 
 def commands() -> list[str]:

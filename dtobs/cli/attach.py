@@ -19,9 +19,9 @@ import os
 import shutil
 import sys
 
-from dtobs.cli import exit_code
 from dtobs.diagnose.attached import SECONDS, diagnose_attached, find_processes, told_by_dumps
 from dtobs.errors import UsageError
+from dtobs.findings import exit_code
 from dtobs.host.remote_exec import remote_dumps
 from dtobs.reports import json, text
 

@@ -28,11 +28,12 @@ import sys
 from json import dumps as dump_json
 from pathlib import Path
 
-from dtobs.cli import Exit, exit_code
+from dtobs.cli import Exit
 from dtobs.diagnose import Diagnosis, diagnose_ras, diagnose_target
 from dtobs.diagnose.advice import advise
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.errors import UsageError
+from dtobs.findings import exit_code
 from dtobs.monitor.capture import capture_ranks
 from dtobs.reports import html, json, text
 from dtobs.reports.clean import printable

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from dtobs.cli import Exit
 from dtobs.errors import DependencyMissing, UsageError
-from dtobs.findings import Severity
+from dtobs.findings import exit_code
 from dtobs.tui.model import Frame
 from dtobs.tui.order import KEYS, Order
 from dtobs.tui.plain import render
@@ -71,6 +71,4 @@ def run(args: argparse.Namespace) -> int:
 
 def verdict(frame: Frame) -> int:
     """The exit code of one look."""
-    if frame.count(Severity.CRITICAL):
-        return Exit.CRITICAL
-    return Exit.WARNING if frame.findings else Exit.NOTHING_FOUND
+    return exit_code(frame.findings)

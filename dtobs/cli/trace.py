@@ -19,8 +19,9 @@ import json
 import sys
 from pathlib import Path
 
-from dtobs.cli import Exit, exit_code
+from dtobs.cli import Exit
 from dtobs.errors import UsageError
+from dtobs.findings import exit_code
 from dtobs.reports.trace_html import render as html
 from dtobs.reports.trace_text import render, render_comparison
 from dtobs.timeline.kineto.analyse import Trace, analyse

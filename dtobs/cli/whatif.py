@@ -17,8 +17,8 @@ import argparse
 import json
 from pathlib import Path
 
-from dtobs.cli import exit_code
 from dtobs.errors import TargetError, opening
+from dtobs.findings import exit_code
 from dtobs.recording.view import load_run
 from dtobs.timeline.operations import from_run, read_table
 from dtobs.timeline.whatif import WhatIf, whatif

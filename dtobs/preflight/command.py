@@ -9,6 +9,7 @@ import sys
 import time
 
 from dtobs.errors import UsageError
+from dtobs.findings import exit_code
 from dtobs.preflight import hosts, launch
 from dtobs.preflight.meeting import Meeting, join, keep
 from dtobs.preflight.model import Evidence, Report
@@ -93,4 +94,4 @@ def _rank(args: argparse.Namespace, options: Options) -> int:
 def _show(report: Report, args: argparse.Namespace) -> int:
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n" if args.json else render(report)
     sys.stdout.write(text)
-    return report.exit_code
+    return exit_code(report.problems)

@@ -66,13 +66,11 @@ def _absent(seen: Evidence) -> Iterator[Problem]:
             said = sorted({seen.errors[rank].partition(": ")[2] for rank in ranks if rank in seen.errors})
             why = f" ({'; '.join(said)})" if said else ""
             parts.append(f"{ranks_text(ranks)} of {shown} did not come up{why}")
-    yield Problem(
+    yield seen.problem(
         "rendezvous-incomplete",
-        Severity.CRITICAL,
         f"{len(absent)} of {seen.world} ranks are missing: {'; '.join(parts)}",
+        absent,
         "Start the command on every host with the same --nnodes and --master-addr, and look whether it still runs.",
-        tuple(absent),
-        seen.labels(absent),
     )
 
 
@@ -83,24 +81,14 @@ def _stopped(seen: Evidence) -> Iterator[Problem]:
     for rank, quiet in sorted(silent.items()):
         if quiet < max(silent.values()) / 2:
             continue
-        yield Problem(
+        yield seen.problem(
             "rank-silent",
-            Severity.CRITICAL,
             f"rank {rank} on {seen.label(rank)} has given no sign of life for {duration_text(quiet)},"
             f" in '{seen.stages.get(rank, 'start')}'",
-            "Look at this host: is it loaded, out of memory, or is the process suspended?",
-            (rank,),
-            seen.labels([rank]),
+            [rank],
         )
     for rank in sorted(dead):
-        yield Problem(
-            "rank-died",
-            Severity.CRITICAL,
-            f"rank {rank} on {seen.label(rank)} ended in '{seen.errors[rank]}'",
-            "Look at the lines it printed, and at the host's kernel log (dmesg) for a kill.",
-            (rank,),
-            seen.labels([rank]),
-        )
+        yield seen.problem("rank-died", f"rank {rank} on {seen.label(rank)} ended in '{seen.errors[rank]}'", [rank])
     stuck = set(seen.hellos) - seen.done
     if len(seen.hellos) == seen.world and stuck and not silent and not dead and not any(r.error for r in seen.reached):
         yield _unfinished(seen, sorted(stuck))
@@ -111,13 +99,8 @@ def _unfinished(seen: Evidence, ranks: list[int]) -> Problem:
     errors = {rank: text for rank, text in seen.errors.items() if rank in ranks}
     first = min(errors) if errors else ranks[0]
     said = errors.get(first, f"still in '{seen.stages.get(first, 'start')}' when time was up")
-    return Problem(
-        "not-finished",
-        Severity.CRITICAL,
-        f"{ranks_text(ranks)} did not finish; rank {first} on {seen.label(first)}: {said}",
-        "A stage that hangs here hangs the run as well: look at the links and interfaces of the hosts named.",
-        tuple(ranks),
-        seen.labels(ranks),
+    return seen.problem(
+        "not-finished", f"{ranks_text(ranks)} did not finish; rank {first} on {seen.label(first)}: {said}", ranks
     )
 
 
@@ -136,26 +119,23 @@ def _environment(seen: Evidence, backend: str) -> Iterator[Problem]:
                 if len(ranks) == seen.world
                 else f"{ranks_text(ranks)} ({', '.join(seen.labels(ranks)[:8])})"
             )
-            yield Problem(
+            yield seen.problem(
                 "environment",
-                rule.severity,
                 f"{text}, on {who}",
+                ranks,
                 rule.what_to_do,
-                tuple(ranks),
-                seen.labels(ranks),
                 why=rule.why,
+                grave=rule.severity is Severity.CRITICAL,
             )
     for name, values in differences(by_rank).items():
         usual = max(values, key=lambda value: len(values[value]))
         odd = sorted(rank for value, ranks in values.items() if value != usual for rank in ranks)
         shown = "; ".join(f"{value!r} on {ranks_text(ranks)}" for value, ranks in values.items())
-        yield Problem(
+        yield seen.problem(
             "environment-differs",
-            Severity.WARNING,
             f"{name} is not the same everywhere: {shown}",
+            odd,
             f"Set {name} in the one place that every rank's environment comes from, or nowhere.",
-            tuple(odd),
-            seen.labels(odd),
         )
 
 
@@ -169,14 +149,13 @@ def _versions(seen: Evidence) -> Iterator[Problem]:
         usual = max(values, key=lambda value: len(values[value]))
         odd = sorted(rank for value, ranks in values.items() if value != usual for rank in ranks)
         shown = "; ".join(f"{value} on {', '.join(seen.labels(ranks)[:8])}" for value, ranks in values.items())
-        yield Problem(
+        yield seen.problem(
             "version-mismatch",
-            severity,
             f"{name} is not the same everywhere: {shown}",
+            odd,
             f"Install one version of {name} on all hosts.",
-            tuple(odd),
-            seen.labels(odd),
             why=why,
+            grave=severity is Severity.CRITICAL,
         )
 
 
@@ -189,32 +168,22 @@ def _disks(seen: Evidence) -> Iterator[Problem]:
         place = f"{disk.path} on {host[0]}" + (f" ({disk.filesystem})" if disk.filesystem else "")
         if disk.error or disk.free_bytes < FULL_BYTES:
             said = f"{disk.error}; " if disk.error else "is full: "
-            yield Problem(
+            yield seen.problem(
                 "disk",
-                Severity.CRITICAL,
                 f"{place} {said}{room}",
+                [rank],
                 "Free space, mount it for writing, or name another folder with --run-dir.",
-                (rank,),
-                host,
+                grave=True,
             )
         elif disk.free_bytes < FREE_BYTES:
-            yield Problem(
-                "disk",
-                Severity.WARNING,
-                f"{place} has {room}",
-                "Make room for checkpoints, or name another folder with --run-dir.",
-                (rank,),
-                host,
-            )
+            yield seen.problem("disk", f"{place} has {room}", [rank])
         elif disk.write_bytes_per_second < SLOW_WRITE or disk.sync_seconds > SLOW_SYNC_SECONDS:
-            yield Problem(
+            yield seen.problem(
                 "disk",
-                Severity.WARNING,
                 f"{place} takes {bytes_text(disk.write_bytes_per_second)}/s, and {duration_text(disk.sync_seconds)}"
                 " to sync 4 KiB",
+                [rank],
                 "Write checkpoints to faster storage: the run waits for them.",
-                (rank,),
-                host,
             )
 
 
@@ -266,4 +235,4 @@ def _limits(seen: Evidence) -> Iterator[Problem]:
         for text, ranks in said.items():
             hosts = seen.labels(ranks)
             summary = f"{text}, on {', '.join(hosts[:8])}"
-            yield Problem(limit.check, Severity.WARNING, summary, limit.what_to_do, tuple(ranks), hosts)
+            yield seen.problem(limit.check, summary, ranks, limit.what_to_do)

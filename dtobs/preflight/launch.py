@@ -21,6 +21,7 @@ import torch
 
 import dtobs
 from dtobs.errors import ServiceError
+from dtobs.findings import exit_code
 from dtobs.preflight import hosts
 from dtobs.preflight.judge import judge
 from dtobs.preflight.meeting import GONE, Meeting, join, keep
@@ -162,8 +163,8 @@ def finish(evidence: Evidence, options: Options, seconds: float) -> Report:
 
 def verdict(report: Report) -> dict[str, object]:
     """What the other nodes are told."""
-    lines = [f"{problem.severity}: {problem.check}: {problem.summary}" for problem in report.problems]
-    return {"exit_code": report.exit_code, "lines": lines}
+    lines = [f"{problem.severity}: {problem.code}: {problem.summary}" for problem in report.problems]
+    return {"exit_code": exit_code(report.problems), "lines": lines}
 
 
 def ranks_here() -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dtobs.findings import Severity
+from dtobs.findings import Confidence, Finding, Severity
 
 SCHEMA = "dtobs.preflight/1"
 
@@ -54,13 +54,6 @@ class Facts:
     shm_bytes: int
     shm_free_bytes: int
     disk: Disk | None = None  #: measured once a host
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Facts:
-        """Read it back."""
-        disk = value["disk"]
-        interfaces = tuple(value["interfaces"])
-        return cls(**{**value, "interfaces": interfaces, "disk": Disk(**disk) if disk else None})
 
 
 @dataclass(frozen=True)
@@ -119,17 +112,23 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One thing that would hurt the run."""
+class Problem(Finding):
+    """One thing that would hurt the run. `grave`: it is critical, whatever its code is elsewhere."""
 
-    check: str
-    severity: Severity
-    summary: str
-    next_step: str
-    ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     links: tuple[tuple[str, str], ...] = ()
     why: str = ""
+    grave: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grave:
+            object.__setattr__(self, "severity", Severity.CRITICAL)
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding with what only preflight knows of it."""
+        own = {"check": self.code, "hosts": self.hosts, "links": self.links, "why": self.why}
+        return super().to_json() | own
 
 
 @dataclass
@@ -164,6 +163,12 @@ class Evidence:
             return hello.host
         return self.expected.get(hello.node) or f"{hello.host}/node{hello.node}"
 
+    def problem(self, code: str, summary: str, ranks: Iterable[int], next_step: str = "", **more: Any) -> Problem:
+        """A problem of `ranks` and their hosts; `more` are other fields of it."""
+        concerned = sorted(ranks)
+        told = {"hosts": self.labels(concerned), "next_step": next_step, "confidence": Confidence.CERTAIN} | more
+        return Problem(code, summary, tuple(concerned), **told)
+
     def labels(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The hosts of `ranks`, each once."""
         return tuple(dict.fromkeys(self.label(rank) for rank in sorted(ranks)))
@@ -177,12 +182,6 @@ class Report:
     problems: list[Problem]
     seconds: float
 
-    @property
-    def exit_code(self) -> int:
-        """0 nothing found, 3 warnings, 4 something critical."""
-        severities = {problem.severity for problem in self.problems}
-        return 4 if Severity.CRITICAL in severities else 3 if severities else 0
-
     def to_json(self) -> dict[str, Any]:
         """As ``dtobs preflight --json`` prints it."""
         seen = self.evidence
@@ -192,7 +191,7 @@ class Report:
             "seconds": round(self.seconds, 3),
             "world_size": seen.world,
             "missing_ranks": sorted(set(range(seen.world)) - set(seen.hellos)),
-            "problems": [asdict(problem) for problem in self.problems],
+            "problems": [problem.to_json() for problem in self.problems],
             "ranks": [
                 {**asdict(hello), "host": seen.label(rank), "facts": _facts(seen.facts.get(rank))}
                 for rank, hello in sorted(seen.hellos.items())

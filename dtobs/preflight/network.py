@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dtobs.findings import Severity
 from dtobs.preflight import blame
 from dtobs.preflight.model import Evidence, Problem
 from dtobs.words import bytes_text, duration_text, ranks_text
@@ -18,13 +17,11 @@ def unreachable(seen: Evidence) -> Iterator[Problem]:
     several = len({hello.node for hello in seen.hellos.values()}) > 1
     for rank, hello in sorted(seen.hellos.items()):
         if several and hello.local_rank == 0 and not hello.port:
-            yield Problem(
+            yield seen.problem(
                 "unreachable",
-                Severity.CRITICAL,
                 f"{seen.label(rank)} has no address that the other hosts could reach it by",
+                [rank],
                 "Look at its interfaces and routes (ip -br addr, ip route).",
-                (rank,),
-                seen.labels([rank]),
             )
     bad = [one for one in seen.reached if one.error]
     if not bad:
@@ -42,15 +39,7 @@ def unreachable(seen: Evidence) -> Iterator[Problem]:
         shown = "; ".join(f"{a} does not reach {b} ({one.error})" for (a, b), one in zip(links[:4], bad, strict=False))
         more = f"; and {len(bad) - 4} more" if len(bad) > 4 else ""
         text, concerned = shown + more, sorted(set.union(*ends))
-    yield Problem(
-        "unreachable",
-        Severity.CRITICAL,
-        text,
-        "Let the hosts connect to each other on all ports (firewall, security group), over the interface of the job.",
-        tuple(concerned),
-        seen.labels(concerned),
-        links,
-    )
+    yield seen.problem("unreachable", text, concerned, links=links)
 
 
 def clocks(seen: Evidence) -> Iterator[Problem]:
@@ -70,13 +59,8 @@ def clocks(seen: Evidence) -> Iterator[Problem]:
             continue
         way = "ahead of" if off > 0 else "behind"
         other = "the other hosts" if len(told) > 2 else seen.label(next(r for r in told if r != rank))
-        yield Problem(
-            "clock-skew",
-            Severity.WARNING,
-            f"the clock of {seen.label(rank)} is {duration_text(abs(off))} {way} {other}",
-            "Let chrony or systemd-timesyncd keep the clocks of all hosts: logs and traces are put in order by them.",
-            (rank,),
-            seen.labels([rank]),
+        yield seen.problem(
+            "clock-skew", f"the clock of {seen.label(rank)} is {duration_text(abs(off))} {way} {other}", [rank]
         )
 
 
@@ -100,14 +84,7 @@ def links(seen: Evidence) -> Iterator[Problem]:
             )
     for node, said in sorted(hosts.items()):
         ranks = sorted(rank for rank, n in node_of.items() if n == node)
-        yield Problem(
-            "slow-host",
-            Severity.WARNING,
-            f"{name[node]} {'; '.join(said)}",
-            "Look at this host's network card, cable and switch port (ethtool), and at what else uses them.",
-            tuple(ranks),
-            (name[node],),
-        )
+        yield seen.problem("slow-host", f"{name[node]} {'; '.join(said)}", ranks)
     for link, median in blame.slow_within(seen.links, node_of):
         ranks = [link.source, link.target]
         pair = (f"rank {link.source}", f"rank {link.target}")
@@ -129,26 +106,21 @@ def values(seen: Evidence) -> Iterator[Problem]:
         link = broken[0]
         what = f"{link.wrong_bytes} bytes from rank {link.source} to rank {link.target} arrived wrong"
     who = f"{ranks_text(ranks)} on {', '.join(seen.labels(ranks)[:8])}"
-    yield Problem(
+    yield seen.problem(
         "wrong-values",
-        Severity.CRITICAL,
         f"{what}; {'the cause is ' if len(ranks) == 1 else 'concerned: '}{who}: {reason}",
-        "Take this host out of the job; test its memory and devices (memtest, dcgmi diag -r 3).",
-        tuple(ranks),
-        seen.labels(ranks),
-        tuple((seen.label(link.source), seen.label(link.target)) for link in broken),
+        ranks,
+        links=tuple((seen.label(link.source), seen.label(link.target)) for link in broken),
     )
 
 
 def _slow(seen: Evidence, text: str, ranks: list[int], link: tuple[str, str]) -> Problem:
-    return Problem(
+    return seen.problem(
         "slow-link",
-        Severity.WARNING,
         text,
+        ranks,
         "Both ends do better elsewhere: look at what lies between them (switch, route, cable, PCIe path).",
-        tuple(sorted(ranks)),
-        seen.labels(ranks),
-        (link,),
+        links=(link,),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from dtobs.codec import decode
 from dtobs.preflight.meeting import Meeting
 from dtobs.preflight.model import Evidence, Facts, Hello, Link, Reached, Speed, Wrong
 from dtobs.preflight.rank import Options
@@ -64,16 +65,16 @@ class Reporter:
         """Everything on the board."""
         seen, read = self.evidence, self.meeting.read_all
         seen.nodes |= read("node", len(seen.expected))
-        seen.hellos = {rank: Hello(**note) for rank, note in read("hello", seen.world).items()}
-        seen.facts = {rank: Facts.from_json(note) for rank, note in read("facts", seen.world).items()}
-        seen.reached = [Reached(**one) for notes in read("reached", seen.world).values() for one in notes]
-        seen.links = [Link(**one) for notes in read("links", seen.world).values() for one in notes]
+        seen.hellos = {rank: decode(Hello, note) for rank, note in read("hello", seen.world).items()}
+        seen.facts = {rank: decode(Facts, note) for rank, note in read("facts", seen.world).items()}
+        seen.reached = [one for notes in read("reached", seen.world).values() for one in decode(list[Reached], notes)]
+        seen.links = [one for notes in read("links", seen.world).values() for one in decode(list[Link], notes)]
         for compared, wrong in read("wrong", seen.world).values():
             seen.checked += compared
-            seen.wrong += [Wrong(**one) for one in wrong]
+            seen.wrong += decode(list[Wrong], wrong)
         pairs: list[tuple[int, int]] = next(iter(read("pairs", seen.world).values()), [])
         seen.pairs_checked = [(a, b) for a, b in pairs]
-        seen.speeds = [Speed(**one) for one in next(iter(read("speeds", seen.world).values()), [])]
+        seen.speeds = decode(list[Speed], next(iter(read("speeds", seen.world).values()), []))
         return seen
 
     def _over(self, now: float) -> bool:

@@ -28,7 +28,7 @@ def _problems(report: Report) -> Iterator[str]:
     yield f"preflight: {count(len(report.problems), 'problem')}, {scope}, {duration_text(report.seconds)}"
     for problem in report.problems:
         yield ""
-        yield f"{problem.severity.upper()}  {problem.check}: {problem.summary}"
+        yield f"{problem.severity.upper()}  {problem.code}: {problem.summary}"
         if problem.why:
             yield f"  why   {problem.why}"
         yield f"  next  {problem.next_step}"

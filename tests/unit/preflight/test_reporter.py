@@ -44,7 +44,7 @@ class Board:
         raise AssertionError("it never ends")
 
     def checks(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(problem.check, problem.ranks) for problem in judge(self.evidence, "gloo")]
+        return [(problem.code, problem.ranks) for problem in judge(self.evidence, "gloo")]
 
 
 def test_it_ends_when_everybody_has():
