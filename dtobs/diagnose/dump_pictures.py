@@ -10,20 +10,19 @@ import numpy as np
 from dtobs.diagnose.pictures import (
     MAX_TABLES,
     STRIP_COLUMNS,
+    CallGrid,
     CallState,
-    CallTable,
-    Cell,
     Pictures,
     RankWait,
     Strip,
-    call_table,
-    rows_around,
+    grid_of,
     sample,
     wait_picture,
 )
 from dtobs.findings import Finding
 from dtobs.flight_recorder.analyse import DumpAnalysis, Matched
 from dtobs.flight_recorder.columns import COMPLETED
+from dtobs.flight_recorder.disagreements import fitting
 from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier
 from dtobs.flight_recorder.model import Group
 from dtobs.flight_recorder.wording import Words
@@ -135,7 +134,7 @@ def _waiting_since(matched: Matched) -> dict[int, int]:
     return found
 
 
-def _tables(matched: Matched, findings: Sequence[Finding]) -> Iterable[CallTable]:
+def _tables(matched: Matched, findings: Sequence[Finding]) -> Iterable[CallGrid]:
     """The groups that findings are about first, then those in which most ranks wait."""
     named = [finding.group for finding in findings]
     groups = matched.dumps.groups
@@ -162,55 +161,23 @@ def _mismatch_seq(findings: Sequence[Finding], label: str) -> int | None:
     return None
 
 
-def _table(matched: Matched, state: Frontier, about: int | None) -> CallTable:
-    dumps, aligned = matched.dumps, matched.aligned
-    low, high = np.searchsorted(aligned.group, [state.group, state.group + 1])
-    seqs = np.unique(aligned.seq[low:high])
-    middle = about if about is not None else state.seq if state.waits else int(seqs[-1])
-    shown = rows_around(seqs, middle)
-    inside = slice(
-        *(low + np.searchsorted(aligned.seq[low:high], [shown[0], shown[-1] + 1])) if len(shown) else (low, low)
+def _table(matched: Matched, state: Frontier, about: int | None) -> CallGrid:
+    dumps, aligned, words = matched.dumps, matched.aligned, Words(matched.dumps)
+
+    def state_of(row: int) -> CallState:
+        done = dumps.entries["state"][aligned.entry[row]] == COMPLETED
+        return "completed" if done else "waiting" if matched.standing else "issued"
+
+    return grid_of(
+        aligned,
+        state.group,
+        dumps.groups[state.group].label,
+        about if about is not None else state.seq if state.waits else None,
+        dict(zip(dumps.rank_numbers[state.rows].tolist(), state.issued.tolist(), strict=True)),
+        fitting(dumps, aligned),
+        state_of,
+        lambda row: words.operation(int(aligned.entry[row])) + words.site(int(aligned.entry[row])),
     )
-    cells = _cells(matched, inside)
-    ranks = dumps.rank_numbers
-    columns = {}
-    for row, issued in zip(state.rows.tolist(), state.issued.tolist(), strict=True):
-        columns[int(ranks[row])] = tuple(
-            cells.get((row, int(seq))) or Cell("missing" if seq > issued else "gone") for seq in shown
-        )
-    return call_table(dumps.groups[state.group].label, tuple(map(int, shown)), columns)
-
-
-def _cells(matched: Matched, inside: slice) -> dict[tuple[int, int], Cell]:
-    """(row, sequence number) → the first part of the call."""
-    dumps, aligned = matched.dumps, matched.aligned
-    words = Words(dumps)
-    called = dumps.entries["signature"][aligned.entry[inside]]
-    usual = {}
-    for seq in np.unique(aligned.seq[inside]):
-        values, counts = np.unique(called[aligned.seq[inside] == seq], return_counts=True)
-        usual[int(seq)] = int(values[counts.argmax()])
-    texts: dict[tuple[int, int], str] = {}
-    found: dict[tuple[int, int], Cell] = {}
-    for at in range(inside.start, inside.stop):
-        key = (int(aligned.row[at]), int(aligned.seq[at]))
-        if key in found:
-            continue
-        entry = int(aligned.entry[at])
-        record = dumps.entries[entry]
-        said = (int(record["signature"]), int(record["site"]))
-        if said not in texts:
-            texts[said] = words.operation(entry) + words.site(entry)
-        mine, theirs = dumps.operations[said[0]], dumps.operations[usual[key[1]]]
-        odd = (mine.family, mine.dtype_key, mine.shape_key) != (
-            theirs.family,
-            theirs.dtype_key,
-            theirs.shape_key,
-        )
-        done = int(record["state"]) == COMPLETED
-        state: CallState = "completed" if done else "waiting" if matched.standing else "issued"
-        found[key] = Cell(state, texts[said], odd)
-    return found
 
 
 def _environment(matched: Matched, world_size: int) -> tuple[tuple[str, str], ...]:

@@ -6,12 +6,14 @@ Ranks that look alike are put together here, so that a picture of a thousand ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from dtobs.calls.table import CallTable
 
 MAX_NODES = 12
 MAX_COLUMNS = 12
@@ -80,7 +82,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class CallTable:
+class CallGrid:
     """The last calls of a group: a row a sequence number, a column a class of ranks whose calls are alike."""
 
     group: str
@@ -96,7 +98,7 @@ class Pictures:
 
     waits: WaitPicture | None = None
     strip: Strip | None = None
-    calls: tuple[CallTable, ...] = ()
+    calls: tuple[CallGrid, ...] = ()
     environment: tuple[tuple[str, str], ...] = field(default=())
 
 
@@ -132,7 +134,48 @@ def _node(waits: Mapping[int, RankWait], key: tuple[bool, bool, str, str], ranks
     return WaitNode(tuple(ranks), shown or text, site, waiting, is_accused)
 
 
-def call_table(group: str, seqs: tuple[int, ...], cells: Mapping[int, tuple[Cell, ...]]) -> CallTable:
+def grid_of(
+    table: CallTable,
+    group: int,
+    name: str,
+    middle: int | None,
+    issued: Mapping[int, int],
+    column: npt.NDArray[Any],
+    state: Callable[[int], CallState],
+    text: Callable[[int], str],
+    silent: Container[int] = (),
+) -> CallGrid:
+    """The calls of a group around `middle`, else its last ones.
+
+    `issued`: the last call of each rank; `column`: equal for calls that fit together; `state` and `text` of a row of
+    the table; of ranks in `silent` nobody knows what they called since.
+    """
+    seqs = table.seqs(group)
+    shown = (
+        [int(seq) for seq in rows_around(seqs, middle if middle is not None else int(seqs[-1]))] if len(seqs) else []
+    )
+    part = table.rows(group, shown[0], shown[-1]) if shown else slice(0, 0)
+    usual = {}
+    for seq in shown:
+        values, counts = np.unique(column[table.rows(group, seq, seq)], return_counts=True)
+        usual[seq] = values[counts.argmax()]
+    texts: dict[tuple[int, int], str] = {}
+    cells: dict[tuple[int, int], Cell] = {}
+    for at in range(part.start, part.stop):
+        key, said = (int(table.rank[at]), int(table.seq[at])), (int(table.op[at]), int(table.site[at]))
+        if key not in cells:  # of a coalesced call the first part
+            texts[said] = texts.get(said) or text(at)
+            cells[key] = Cell(state(at), texts[said], bool(column[at] != usual[key[1]]))
+    columns = {
+        rank: tuple(
+            cells.get((rank, seq)) or Cell("missing" if seq > last and rank not in silent else "gone") for seq in shown
+        )
+        for rank, last in issued.items()
+    }
+    return call_grid(name, tuple(shown), columns)
+
+
+def call_grid(group: str, seqs: tuple[int, ...], cells: Mapping[int, tuple[Cell, ...]]) -> CallGrid:
     """Put together the ranks whose cells, one a sequence number, are alike; the odd ones first, then the rarest."""
     exact: dict[tuple[Cell, ...], list[int]] = {}
     for rank, column in sorted(cells.items()):
@@ -147,7 +190,7 @@ def call_table(group: str, seqs: tuple[int, ...], cells: Mapping[int, tuple[Cell
     shown = ordered[:MAX_COLUMNS]
     hidden = sum(len(ranks) for _, ranks in ordered[MAX_COLUMNS:])
     rows = tuple(tuple(column[row] for column, _ in shown) for row in range(len(seqs)))
-    return CallTable(group, seqs, tuple(tuple(sorted(ranks)) for _, ranks in shown), rows, hidden)
+    return CallGrid(group, seqs, tuple(tuple(sorted(ranks)) for _, ranks in shown), rows, hidden)
 
 
 def _gone(column: tuple[Cell, ...]) -> int:

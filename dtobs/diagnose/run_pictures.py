@@ -14,14 +14,12 @@ from dtobs.diagnose.model import RankStatus
 from dtobs.diagnose.pictures import (
     MAX_TABLES,
     STRIP_COLUMNS,
+    CallGrid,
     CallState,
-    CallTable,
-    Cell,
     Pictures,
     RankWait,
     Strip,
-    call_table,
-    rows_around,
+    grid_of,
     sample,
     wait_picture,
 )
@@ -129,7 +127,7 @@ def _rank_cells(view: RunView, rank: int, at: npt.NDArray[np.int64]) -> npt.NDAr
     return cells
 
 
-def _tables(situation: Situation) -> Iterator[CallTable]:
+def _tables(situation: Situation) -> Iterator[CallGrid]:
     """The groups in which ranks are blocked, most first, then those whose calls disagree."""
     waiting: dict[int, int] = {}
     for at in situation.blocked.values():
@@ -143,45 +141,31 @@ def _tables(situation: Situation) -> Iterator[CallTable]:
         yield _table(situation, group, about.get(group))
 
 
-def _table(situation: Situation, group: int, about: int | None) -> CallTable:
-    calls = situation.calls
-    members = [rank for rank in calls.members(group) if rank in set(situation.view.ranks)]
-    low, high = np.searchsorted(calls.rows["group"], [group, group + 1])
-    rows = calls.rows[low:high]
-    seqs = np.unique(rows["seq"])
+def _table(situation: Situation, group: int, about: int | None) -> CallGrid:
+    calls, table = situation.calls, situation.calls.table
     first_open = min((at.seq for at in situation.blocked.values() if at.group == group), default=0)
-    middle = about or first_open or (int(seqs[-1]) if len(seqs) else 0)
-    shown = tuple(int(seq) for seq in rows_around(seqs, middle))
-    cells = _cells(situation, rows[np.isin(rows["seq"], shown)])
-    unknown = situation.view.out_of_reach  # what they called later is not on record here
-    columns = {
-        rank: tuple(
-            cells.get((rank, seq))
-            or Cell("missing" if seq > calls.issued(rank, group) and rank not in unknown else "gone")
-            for seq in shown
-        )
-        for rank in members
-    }
     known = calls.groups.get(group)
-    return call_table(str(known) if known is not None else f"group {group}", shown, columns)
 
+    def state(row: int) -> CallState:
+        at = situation.blocked.get(int(table.rank[row]))
+        return "waiting" if at and (at.group, at.peer) == (group, -1) and table.seq[row] >= at.seq else "issued"
 
-def _cells(situation: Situation, rows: npt.NDArray[np.void]) -> dict[tuple[int, int], Cell]:
-    calls = situation.calls
-    usual: dict[int, int] = {}
-    for seq in np.unique(rows["seq"]):
-        values, counts = np.unique(rows["op"][rows["seq"] == seq], return_counts=True)
-        usual[int(seq)] = int(values[counts.argmax()])
-    found = {}
-    for row in rows:
-        rank, seq, op = int(row["rank"]), int(row["seq"]), int(row["op"])
-        at = situation.blocked.get(rank)
-        waits = at is not None and (at.group, at.peer) == (int(row["group"]), -1) and seq >= at.seq
-        state: CallState = "waiting" if waits else "issued"
-        site = calls.site(rank, int(row["site"]))
-        text = f"{calls.op(rank, op)}{f' at {site}' if site is not None else ''}"
-        found[rank, seq] = Cell(state, text, op != usual[seq])
-    return found
+    def text(row: int) -> str:
+        rank = int(table.rank[row])
+        site = calls.site(rank, int(table.site[row]))
+        return f"{calls.op(rank, int(table.op[row]))}{f' at {site}' if site is not None else ''}"
+
+    return grid_of(
+        table,
+        group,
+        str(known) if known is not None else f"group {group}",
+        about or first_open or None,
+        {r: calls.issued(r, group) for r in calls.members(group) if r in set(situation.view.ranks)},
+        table.op,
+        state,
+        text,
+        situation.view.out_of_reach,  # what they called later is not on record here
+    )
 
 
 def environment(info: dict[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from dtobs.calls.agree import Disagreement, disagreements
 from dtobs.findings import Confidence, Finding
@@ -21,15 +22,20 @@ _THING = {
 }
 
 
+def fitting(dumps: Dumps, aligned: Aligned) -> npt.NDArray[np.int32]:
+    """A column that is equal for calls that fit together."""
+    numbers: dict[object, int] = {}
+    fits = [numbers.setdefault(operation.agreement, len(numbers)) for operation in dumps.operations]
+    return np.array(fits, np.int32)[aligned.op] if len(aligned.op) else aligned.op
+
+
 def find_mismatches(dumps: Dumps, aligned: Aligned) -> list[Disagreement]:
     """The first call of each group on which its ranks do not agree: everything after it is shifted. Pure."""
-    numbers: dict[object, int] = {}
     agreements = [operation.agreement for operation in dumps.operations]
-    fits = np.array([numbers.setdefault(one, len(numbers)) for one in agreements], np.int32)
     found: dict[int, Disagreement] = {}
     for one in disagreements(
         aligned,
-        fits[aligned.op] if len(aligned.op) else aligned.op,
+        fitting(dumps, aligned),
         lambda rows: {r: agreements[o] for r, o in zip(aligned.rank[rows].tolist(), aligned.op[rows], strict=True)},
         lambda group: dumps.groups[group].size,
         found,

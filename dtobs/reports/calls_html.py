@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
-from dtobs.diagnose.pictures import CallTable, Cell
+from dtobs.diagnose.pictures import CallGrid, Cell
 from dtobs.words import ranks_text
 
 WORDS = {
@@ -26,12 +26,12 @@ def usual_text(row: tuple[Cell, ...], columns: tuple[tuple[int, ...], ...]) -> s
     return counts.most_common(1)[0][0] if counts else ""
 
 
-def render(tables: tuple[CallTable, ...]) -> str:
+def render(tables: tuple[CallGrid, ...]) -> str:
     """A table a group, the first one open."""
     return "".join(_table(table, opened=not number) for number, table in enumerate(tables))
 
 
-def _table(table: CallTable, *, opened: bool) -> str:
+def _table(table: CallGrid, *, opened: bool) -> str:
     heads = "".join(f"<th>{escape(ranks_text(ranks, 4))}</th>" for ranks in table.columns)
     rows = []
     for seq, row in zip(table.seqs, table.rows, strict=True):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from dtobs.diagnose.model import Diagnosis, RankStatus
-from dtobs.diagnose.pictures import CallTable
+from dtobs.diagnose.pictures import CallGrid
 from dtobs.findings import Finding, Severity
 from dtobs.recording.rank import State
 from dtobs.reports.calls_html import WORDS, usual_text
@@ -158,7 +158,7 @@ def _calls(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     return "\n".join(lines)
 
 
-def _around_trouble(table: CallTable) -> list[int]:
+def _around_trouble(table: CallGrid) -> list[int]:
     """Up to `_MAX_CALLS` rows, with the first at which the ranks part near the end."""
     parted = (
         row

@@ -14,7 +14,7 @@ from dtobs.cli import main
 from dtobs.diagnose import Diagnosis, diagnose
 from dtobs.diagnose.dumps import diagnosis_of
 from dtobs.diagnose.gather import Evidence
-from dtobs.diagnose.pictures import Cell, RankWait, call_table, wait_picture
+from dtobs.diagnose.pictures import Cell, RankWait, call_grid, wait_picture
 from dtobs.flight_recorder import dumps_from_objects
 from dtobs.reports import html, json, text
 from dtobs.testing.fake_run import FakeRun
@@ -189,7 +189,7 @@ def test_many_different_ranks_become_few_boxes():
 def test_a_shorter_ring_does_not_make_a_rank_different():
     done, gone, missing = Cell("completed", "x"), Cell("gone"), Cell("missing")
     cells = {0: (done, done, done), 1: (gone, done, done), 2: (gone, gone, missing)}
-    table = call_table("g", (1, 2, 3), cells)
+    table = call_grid("g", (1, 2, 3), cells)
     assert table.columns == ((2,), (0, 1))
     assert table.rows[0] == (gone, done)
 
