@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,20 @@ DTOBS_IMPORTS = all_imports("dtobs")
 def test_every_part_is_in_the_table():
     parts = {part_of(path.relative_to(REPOSITORY)) for path in python_files("dtobs")} - {"__init__"}
     assert parts <= set(MAY_IMPORT)
+
+
+def test_no_file_imports_itself_through_others():
+    graph: dict[str, set[str]] = {}
+    for path in python_files("dtobs"):
+        name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                graph[name] |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for name, targets in graph.items():  # of `from package import module` the module counts
+        targets.intersection_update(graph)
+        targets -= {t for t in targets if any(other.startswith(f"{t}.") for other in targets)} | {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_arrows_between_the_parts():
