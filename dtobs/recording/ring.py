@@ -35,6 +35,9 @@ _FIELD = re.compile(r"[<|][uif][1248]$")
 _NO_STAMP = bytes(8)
 _NOT_MEASURED = {"nonfinite": -1, "nonfinite_param": -1}  # for other integers it is 0
 
+MOST_HEADS = 64
+_heads: dict[bytes, tuple[np.dtype[np.void], int]] = {}  # parsed; all ranks of a run have the same few
+
 EVENT_CAPACITY = 8192
 STEP_CAPACITY = 4096
 DIGEST_BYTES = 4 << 20
@@ -240,6 +243,15 @@ class _Head:
 
 def parse_head(path: Path, head: bytes) -> tuple[np.dtype[np.void], int]:
     """The records' type and their number, from the first `HEADER_BYTES` of a ring. Raises RecordingError."""
+    known = _heads.get(head)
+    if known is None:
+        known = _parse_head(path, head)
+        if len(_heads) < MOST_HEADS:
+            _heads[head] = known
+    return known
+
+
+def _parse_head(path: Path, head: bytes) -> tuple[np.dtype[np.void], int]:
     if head[:8] != MAGIC:
         raise RecordingError(f"{path} is not a dtobs ring")
     length = int.from_bytes(head[8:12], "little")

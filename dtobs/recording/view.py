@@ -28,9 +28,16 @@ from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
 from dtobs.recording.rank import TAIL_EVENTS, OpenWait, Rank, open_wait
-from dtobs.recording.ring import adapt, read_ring
+from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
+
+KEPT_BYTES = 256 << 20
+"""Of steps and events that one look hands to the next; where they are more, each look reads them again."""
+_FRESH = {STEP_DTYPE: (128, STEP_CAPACITY), EVENT_DTYPE: (1024, EVENT_CAPACITY)}
+"""So many of the newest records are read where the rest is known, and so many are kept in all."""
+_AMENDED = 32
+"""Records that may still change after they were written."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ class RunView:
     _windows: dict[int, StepWindow] = field(default_factory=dict, repr=False)
     _meta: dict[int, Meta] = field(default_factory=dict, repr=False)
     _meta_size: dict[int, int] = field(default_factory=dict, repr=False)
+    _kept_steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)  # of an earlier look
+    _kept_events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _tails: dict[int, tuple[tuple[int, int], npt.NDArray[np.void]]] = field(default_factory=dict, repr=False)
@@ -162,7 +171,7 @@ class RunView:
         """The recent events of `rank`, EVENT_DTYPE, oldest first; empty when unreadable."""
         if rank not in self._events:
             path = RunDirectory(self.root).events(rank, self._attempt(rank))
-            self._events[rank] = shift(self._ring(path, EVENT_DTYPE), self._clock.get(rank, 0))
+            self._events[rank] = self._continued(rank, path, self._kept_events, EVENT_DTYPE)
         return self._events[rank]
 
     def tail_events(self, rank: int, last: int) -> npt.NDArray[np.void]:
@@ -198,7 +207,7 @@ class RunView:
         """The step history of `rank`, STEP_DTYPE, oldest first."""
         if rank not in self._steps:
             path = RunDirectory(self.root).steps(rank, self._attempt(rank))
-            self._steps[rank] = shift(self._ring(path, STEP_DTYPE), self._clock.get(rank, 0))
+            self._steps[rank] = self._continued(rank, path, self._kept_steps, STEP_DTYPE)
         return self._steps[rank]
 
     def recent_steps(self, rank: int, last: int) -> npt.NDArray[np.void]:
@@ -246,6 +255,19 @@ class RunView:
 
     def _attempt(self, rank: int) -> int:
         return int(self.page(rank)["attempt"])
+
+    def _continued(
+        self, rank: int, path: Path, kept: dict[int, npt.NDArray[np.void]], dtype: np.dtype[np.void]
+    ) -> npt.NDArray[np.void]:
+        """A whole ring. Of one that an earlier look has `kept` only the newest records are read, if they connect."""
+        before, clock = kept.pop(rank, None), self._clock.get(rank, 0)
+        fresh, capacity = _FRESH[dtype]
+        if before is not None and len(before):
+            tail = shift(self._ring(path, dtype, fresh), clock)
+            # The newest that were there before may have been amended since.
+            if len(tail) and int(tail["stamp"][0]) + _AMENDED <= int(before["stamp"][-1]) <= int(tail["stamp"][-1]):
+                return np.concatenate([before[before["stamp"] < tail["stamp"][0]], tail])[-capacity:]
+        return shift(self._ring(path, dtype), clock)
 
     def _ring(self, path: Path, expected: np.dtype[np.void] | None, last: int | None = None) -> npt.NDArray[np.void]:
         empty = np.zeros(0, expected if expected is not None else [("step", "<i8")])
@@ -343,18 +365,32 @@ def _to_one_clock(view: RunView, here: str) -> None:
 
 
 def _reuse(view: RunView, previous: RunView | None) -> None:
-    """Take over the meta entries of ranks whose file is as long as it was (entries are only ever appended)."""
+    """Take over what was read of ranks that are still the same: meta entries of files as long as they were (entries
+    are only ever appended), and the rings, to go on reading where the earlier look ended.
+    """
     if previous is None or previous.root != view.root:
         return
     view._tails, view._waits = previous._tails, previous._waits
-    before = {int(p["rank"]): (int(p["attempt"]), int(p["attach_ns"])) for p in previous.pages}
-    for page in view.pages:
-        rank, identity = int(page["rank"]), (int(page["attempt"]), int(page["attach_ns"]))
-        if rank not in previous._meta_size or before.get(rank) != identity:
-            continue
-        size = _size(RunDirectory(view.root).meta(rank, identity[0]))
+    before = _identities(previous)
+    same = {rank for rank, identity in _identities(view).items() if before.get(rank) == identity}
+    for kept, older, newer in (
+        (view._kept_steps, previous._kept_steps, previous._steps),
+        (view._kept_events, previous._kept_events, previous._events),
+    ):
+        kept.update((rank, records) for rank, records in {**older, **newer}.items() if rank in same)
+        if sum(records.nbytes for records in kept.values()) > KEPT_BYTES:
+            kept.clear()
+    for rank in same & previous._meta_size.keys():
+        size = _size(RunDirectory(view.root).meta(rank, before[rank][0]))
         if size == previous._meta_size[rank]:
             view._meta[rank], view._meta_size[rank] = previous._meta[rank], size
+
+
+def _identities(view: RunView) -> dict[int, tuple[int, ...]]:
+    """Of each rank the attempt, when it attached, and what is added to its times."""
+    pages = view.pages
+    who = zip(pages["rank"].tolist(), pages["attempt"].tolist(), pages["attach_ns"].tolist(), strict=True)
+    return {rank: (attempt, attach_ns, view._clock.get(rank, 0)) for rank, attempt, attach_ns in who}
 
 
 def _size(path: Path) -> int:
@@ -434,6 +470,8 @@ def _capture_of_attempt(run: RunDirectory, view: RunView) -> Capture | None:
 def _align(histories: list[npt.NDArray[np.void]], last: int) -> StepWindow:
     every = [h["step"] for h in histories if len(h)]
     steps = np.unique(np.concatenate(every))[-last:] if every else np.zeros(0, np.int64)
+    if every and len(every) == len(histories) and all(np.array_equal(taken[-last:], steps) for taken in every):
+        return StepWindow(steps, np.stack([h[-last:] for h in histories]), np.ones((len(histories), len(steps)), bool))
     records = np.zeros((len(histories), len(steps)), STEP_DTYPE)
     valid = np.zeros((len(histories), len(steps)), bool)
     for row, history in enumerate(histories):

@@ -44,11 +44,23 @@ def straggler(view: RunView) -> list[Finding]:
         if times is None or len(times.steps) < LEAST_STEPS:
             continue
         times = _newest(times)
-        for member, rank in enumerate(group):
-            finding = _judge(view, times, member, rank)
+        for member in _slow(times):
+            finding = _judge(view, times, member, group[member])
             if finding is not None:
                 found.append(finding)
     return found
+
+
+def _slow(times: Times) -> list[int]:
+    """Those whose median ratio alone would make them stragglers: all at once, because healthy ranks are many."""
+    busy = times.busy
+    overloaded = np.median(_medians_of_others(times.delayed / np.maximum(busy, 1e-9)), axis=1) > OVERLOADED
+    found = np.zeros(len(busy), bool)
+    for chosen, values in ((~overloaded, busy), (overloaded, busy - times.delayed)):
+        if chosen.any():
+            ratio = np.median(values / np.maximum(_medians_of_others(values), 1e-9), axis=1)
+            found |= chosen & ~(ratio < RATIO)
+    return np.flatnonzero(found).tolist()
 
 
 def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | None:
@@ -113,3 +125,16 @@ def _newest(times: Times) -> Times:
 def _median_of_others(values: Floats, member: int) -> Floats:
     median: Floats = np.median(np.delete(values, member, axis=0), axis=0)
     return median
+
+
+def _medians_of_others(values: Floats) -> Floats:
+    """`_median_of_others` of every member, float64[ranks, steps], with one sort."""
+    others = len(values) - 1
+    ordered = np.sort(values, axis=0)
+
+    def without(place: int) -> Floats:
+        """What stands at `place` of the others."""
+        found: Floats = np.where(values <= ordered[place], ordered[place + 1], ordered[place])
+        return found
+
+    return (without((others - 1) // 2) + without(others // 2)) / 2

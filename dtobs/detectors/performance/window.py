@@ -65,8 +65,7 @@ def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None
     if not rows:
         return None
     window = view.steps(last + WARM_UP)
-    first = max((int(view.rank_steps(view.ranks[r])["step"][:1].sum()) for r in rows), default=0)
-    keep = window.valid[rows].all(axis=0) & (window.steps >= first + WARM_UP)
+    keep = window.valid[rows].all(axis=0) & (window.steps >= _first(view, rows, last) + WARM_UP)
     records = window.records[rows][:, keep]
     if not records.shape[1]:
         return None
@@ -77,3 +76,10 @@ def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None
     # A rank is also kept from its core when a wait is over, so that the delay may exceed what is left without waits.
     delayed = np.minimum(records["run_delay_ns"].astype(np.float64) / 1e9, busy)
     return Times(window.steps[keep], wall, busy, delayed, parts, records["end_ns"], records)
+
+
+def _first(view: RunView, rows: list[int], last: int) -> int:
+    """The latest first step of `rows`, where a window of the newest `last` steps may reach as far back as that."""
+    done = view.pages["steps_done"]
+    young = [view.ranks[r] for r in rows if done[r] < last + 2 * WARM_UP]
+    return max((int(view.recent_steps(rank, last + 2 * WARM_UP)["step"][:1].sum()) for rank in young), default=0)

@@ -41,14 +41,13 @@ def data_overlap(view: RunView) -> list[Finding]:
     for group in data_groups(view):
         rows = rows_of(view, group)
         digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
-        varied = [len(np.unique(row[row != 0])) >= LEAST_STEPS for row in digests]
         rule = {view.meta(rank).policy.get("data") for rank in group}
         if rule == {"same"}:
             continue
         norms = window.field("sample_norm")[rows]
         if not np.isfinite(norms).any():
             norms = window.field("local_norm")[rows]
-        for members, equal, compared in _sets(digests, varied):
+        for members, equal, compared in _sets(digests):
             drops = any(view.meta(group[m]).layout.get("dropout") for m in members)  # differ by that alone
             if rule != {"differ"} and not drops and _learns_more(norms[members][:, equal]):
                 continue
@@ -113,23 +112,36 @@ def _learns_more(norms: npt.NDArray[np.float64]) -> bool:
     return bool(np.mean(np.ptp(known, axis=0) > 1e-3 * known.max(axis=0)) > 0.5)
 
 
-def _sets(digests: npt.NDArray[np.uint64], varied: list[bool]) -> list[tuple[list[int], npt.NDArray[np.bool_], int]]:
+def _sets(digests: npt.NDArray[np.uint64]) -> list[tuple[list[int], npt.NDArray[np.bool_], int]]:
     """Rows that overlap with the first of their set: (rows, bool[steps] equal in all of them, steps compared)."""
     found = []
     taken: set[int] = set()
-    for first in range(len(digests)):
-        if first in taken or not varied[first]:
+    shared = _shared(digests).sum(axis=1) >= LEAST_STEPS  # nobody else need be compared with everybody
+    some = [int(n) for n in np.flatnonzero(shared) if len(np.unique(digests[n][digests[n] != 0])) >= LEAST_STEPS]
+    for place, first in enumerate(some):
+        if first in taken:
             continue
-        both = (digests[first] != 0) & (digests != 0)
-        equal = both & (digests == digests[first])
-        like = [
-            row
-            for row in range(first + 1, len(digests))
-            if varied[row] and equal[row].sum() >= max(LEAST_STEPS, LEAST_SHARE * both[row].sum())
-        ]
-        if like:
-            members = [first, *like]
+        rest = np.array(some[place + 1 :], int)
+        both = (digests[first] != 0) & (digests[rest] != 0)
+        equal = both & (digests[rest] == digests[first])
+        like = equal.sum(axis=1) >= np.maximum(LEAST_STEPS, LEAST_SHARE * both.sum(axis=1))
+        if like.any():
+            members = [first, *rest[like].tolist()]
             taken.update(members)
-            together = equal[like].all(axis=0) if equal[like].all(axis=0).any() else equal[like[0]]
-            found.append((members, together, int(both[like[0]].sum())))
+            everywhere = equal[like].all(axis=0)
+            together = everywhere if everywhere.any() else equal[like][0]
+            found.append((members, together, int(both[like][0].sum())))
+    return found
+
+
+def _shared(digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """bool[ranks, steps]: whose digest another rank has in the same step."""
+    order = np.argsort(digests, axis=0, kind="stable")
+    ordered = np.take_along_axis(digests, order, axis=0)
+    same = (ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)
+    shared = np.zeros(digests.shape, bool)
+    shared[1:] |= same
+    shared[:-1] |= same
+    found = np.zeros(digests.shape, bool)
+    np.put_along_axis(found, order, shared, axis=0)
     return found

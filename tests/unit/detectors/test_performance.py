@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dtobs.detectors import run_detectors
+from dtobs.detectors.performance.straggler import _medians_of_others
 from dtobs.findings import Finding
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import noisy_run
@@ -116,3 +118,10 @@ def test_waiting_for_data(tmp_path: Path):
 )
 def test_data_in_time(tmp_path: Path, change):
     assert findings(noisy_run(tmp_path, 2, 40, change)) == []
+
+
+@pytest.mark.parametrize("ranks", range(2, 8))
+def test_the_medians_of_the_others_are_those_of_each(ranks: int):
+    values = np.random.default_rng(ranks).integers(0, 5, (ranks, 40)).astype(float)  # many are equal
+    each = [np.median(np.delete(values, member, axis=0), axis=0) for member in range(ranks)]
+    np.testing.assert_array_equal(_medians_of_others(values), each)

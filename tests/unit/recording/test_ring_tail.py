@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtobs.errors import RecordingError
+from dtobs.recording import view as view_module
 from dtobs.recording.ring import HEADER_BYTES, EventWriter, read_ring
 from dtobs.recording.ring_tail import _AHEAD, read_tail
+from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
 
 CAPACITY = 2 * _AHEAD + 72
 
@@ -68,3 +71,28 @@ def test_nothing_there(tmp_path: Path) -> None:
         read_tail(tmp_path / "none.ring", 5)
     with pytest.raises(ValueError, match="must be positive"):
         read_tail(ring(tmp_path / "x.ring", 5), 0)
+
+
+def test_a_look_goes_on_where_the_earlier_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, kept, whole = FakeRun(tmp_path / "run", 2), None, []
+    monkeypatch.setattr(view_module, "read_ring", lambda path: whole.append(path) or read_ring(path))
+    # Within what is read of the newest, nothing, more than that, more than the ring has.
+    for steps, again in ((200, True), (3, False), (0, False), (60, False), (700, True), (4200, True), (1, False)):
+        run.steps(steps)
+        for rank in run.ranks:
+            assert rank.recorder.amend_step(rank.next_step - 9, loss=float(steps))
+        fresh = load_run(run.directory.root)
+        expected = [(fresh.rank_steps(rank), fresh.events(rank)) for rank in (0, 1)]
+        whole.clear()
+        kept = load_run(run.directory.root, previous=kept)
+        for rank, (steps_of_rank, events) in enumerate(expected):
+            assert kept.rank_steps(rank).tobytes() == steps_of_rank.tobytes()
+            assert kept.events(rank).tobytes() == events.tobytes()
+        assert bool(whole) == again
+
+
+def test_a_rank_that_attached_anew_is_read_anew(tmp_path: Path) -> None:
+    first = load_run(FakeRun(tmp_path, 1).steps(200).directory.root)
+    assert (len(first.rank_steps(0)), len(first.events(0)) > 0) == (200, True)
+    FakeRun(tmp_path, 1, attempt=1).steps(5)
+    assert len(load_run(tmp_path, previous=first).rank_steps(0)) == 5
