@@ -194,6 +194,20 @@ ROWS: tuple[Row, ...] = (
         "A checkpoint could not be saved",
         "Make room, or save to another place; look for what the failed save left behind before you resume from it.",
     ),
+    (
+        "checkpoint-race",
+        "silent",
+        Severity.CRITICAL,
+        "Several ranks write over one checkpoint file",
+        "Write it from one rank only, or a file for each rank; write beside its place and rename it when it is whole.",
+    ),
+    (
+        "logging-from-all-ranks",
+        "silent",
+        Severity.WARNING,
+        "Several ranks write over one file",
+        "Write logs from rank 0 only, or a file for each rank; or open the file for appending.",
+    ),
     # the end of the silent ones
 )
 """One a code."""

@@ -25,6 +25,7 @@ from dtobs.monitor.journal import Journal
 from dtobs.monitor.leftovers import remove_socket_folder
 from dtobs.monitor.on_hang import OnHang, hang_of
 from dtobs.monitor.ranks import NodeRanks
+from dtobs.monitor.shared_files import SharedFiles
 from dtobs.monitor.stats import MonitorStats
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.nodes.cluster import Cluster
@@ -79,6 +80,7 @@ class Monitor:
         self.console = Console(run.root)
         self.excuses = Excuses()
         self.on_hang = OnHang(on_hang or Policy(), run, node, lambda text: self.fail("on-hang", text))
+        self.shared_files = SharedFiles(run.shared_files(node), run.root)
         self.damaged: list[str] = []  #: what the last pass could not read
         self.totals = StepTotals()
         self._lock = threading.Lock()  # the run is read by the loop and by requests
@@ -154,6 +156,7 @@ class Monitor:
         quiet = self.ranks.quiet_seconds >= self.timing.quiet
         if self.ranks.any_at_work() and (quiet or self.watchdog.stalled is not None):  # also to see a stall end
             developing = self._ask_watchdog()
+        self._look_at_files()
         if self.ranks.watched and now >= self._next_pass and self._settled():
             self.detect()
         self._flush()
@@ -161,6 +164,13 @@ class Monitor:
             return -1.0
         busy = developing > 0.5 or self._idle_since is not None or self.ranks.any_gone()
         return self.timing.tick_developing if busy else self.timing.tick
+
+    def _look_at_files(self) -> None:
+        """See which files ranks write over together."""
+        try:
+            self.shared_files.look(self.ranks)
+        except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
+            self.fail("files", f"the ranks' files cannot be looked at: {type(error).__name__}: {error}")
 
     def _settled(self) -> bool:
         """Whether the other nodes, if there are any, have told their part in what happens."""

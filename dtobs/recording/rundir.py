@@ -77,6 +77,10 @@ class RunDirectory:
         """Time in which nothing on this node could move."""
         return self.node(node) / "excused.json"
 
+    def shared_files(self, node: int) -> Path:
+        """Files that several ranks of this node wrote over."""
+        return self.node(node) / "shared-files.json"
+
     def lead(self, node: int) -> Path:
         return self.node(node) / "lead.json"
 

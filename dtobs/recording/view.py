@@ -31,6 +31,7 @@ from dtobs.recording.rank import TAIL_EVENTS, OpenWait, Rank, open_wait
 from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.shared_files import SharedFile, read_shared_files
 
 KEPT_BYTES = 256 << 20
 """Of steps and events that one look hands to the next; where they are more, each look reads them again."""
@@ -94,6 +95,7 @@ class RunView:
     damaged: list[str] = field(default_factory=list)  #: files that could not be read, one line each
     paused: bool = False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
+    shared_files: tuple[SharedFile, ...] = ()  #: that several ranks of a node wrote over at one time
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
     files: object = None  #: what keeps the files at `root` as long as they are read
     asked: bool = False  #: somebody wants to know now: a standstill is judged before it is long enough for an alarm
@@ -332,6 +334,7 @@ def load_run(
     view = RunView(root, info, pages, now_ns, damaged=damaged, contacts=contacts)
     view.paused = run.paused.exists()
     view.excused = tuple(e for node in run.nodes() for e in read_excused(run.excused(node), boot))
+    view.shared_files = tuple(f for node in run.nodes() for f in read_shared_files(run.shared_files(node)))
     _to_one_clock(view, boot)
     _reuse(view, previous)
     try:

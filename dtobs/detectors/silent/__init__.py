@@ -23,6 +23,7 @@ from dtobs.detectors.silent.replica_divergence import replica_divergence
 from dtobs.detectors.silent.resume_mismatch import resume_mismatch
 from dtobs.detectors.silent.rng_not_restored import rng_not_restored
 from dtobs.detectors.silent.seed_policy import seed_policy
+from dtobs.detectors.silent.shared_files import shared_files
 from dtobs.detectors.silent.spikes import spikes
 from dtobs.detectors.silent.state_changed_at_rest import state_changed_at_rest
 from dtobs.detectors.silent.update_mismatch import update_mismatch
@@ -53,4 +54,5 @@ DETECTORS: tuple[Detector, ...] = (
     rng_not_restored,
     resume_mismatch,
     checkpoint_failed,
+    shared_files,
 )

@@ -1,0 +1,61 @@
+"""Looks which files the ranks of a node hold open for writing, and keeps those that more than one writes over."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from dtobs.events import Phase
+from dtobs.host.open_files import held_files, overwritten_files
+from dtobs.monitor.ranks import NodeRanks
+from dtobs.recording.shared_files import MOST, SharedFile, read_shared_files, write_shared_files
+
+EVERY_SECONDS = 10.0
+"""Between two looks; while a rank is in a checkpoint, every tick looks."""
+MOST_RANKS = 64
+
+
+class SharedFiles:
+    """Called at every tick; writes `path` when something new was seen."""
+
+    def __init__(self, path: Path, run_dir: Path, proc: Path = Path("/proc")) -> None:
+        self._path, self._run_dir, self._proc = path, run_dir, proc
+        self._seen: dict[tuple[int, str], SharedFile] = {(f.attempt, f.path): f for f in read_shared_files(path)}
+        self._next = 0.0
+
+    def look(self, ranks: NodeRanks) -> None:
+        """Look when it is time. Raises RecordingDisabled."""
+        pages = ranks.pages
+        saving = {int(rank) for rank in pages["rank"][pages["phase"] == Phase.CHECKPOINT]}
+        now = time.monotonic()
+        if len(ranks.watched) < 2 or (now < self._next and not saving):
+            return
+        self._next = now + EVERY_SECONDS
+        steps = dict(zip(pages["rank"].tolist(), pages["step"].tolist(), strict=True))
+        for file, writers in self._shared(ranks).items():
+            known = self._seen.get((ranks.attempt, file))
+            together = tuple(sorted({*writers, *(known.ranks if known else ())}))
+            if known is not None and known.ranks == together:
+                continue
+            if known is None and len(self._seen) >= MOST:
+                return
+            step = max(int(steps.get(rank, 0)) for rank in writers)
+            first = SharedFile(file, together, ranks.attempt, step, time.monotonic_ns(), bool(saving & set(writers)))
+            self._seen[ranks.attempt, file] = replace(known, ranks=together) if known is not None else first
+            write_shared_files(self._path, self._seen.values())
+
+    def _shared(self, ranks: NodeRanks) -> dict[str, list[int]]:
+        """By path: the ranks that write it over, where there are several and it was not handed down to them."""
+        writers: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+        for watched in ranks.watched[:MOST_RANKS]:
+            for file in overwritten_files(watched.pid, self._proc):
+                if not Path(file.path).is_relative_to(self._run_dir):
+                    writers[file.identity][watched.rank] = file.path
+        shared = {identity: by_rank for identity, by_rank in writers.items() if len(by_rank) > 1}
+        if not shared:
+            return {}
+        parents = {watched.parent for watched in ranks.watched if watched.parent > 1}
+        inherited = set().union(*(held_files(parent, self._proc) for parent in parents))
+        return {min(by.values()): sorted(by) for identity, by in shared.items() if identity not in inherited}
