@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtobs.detectors.peers import data_groups
+from dtobs.detectors.silent.replica_divergence import apart_on_purpose
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
@@ -36,6 +37,7 @@ def comparisons_off(view: RunView) -> list[Off]:
         elif not data_groups(view):
             found.append(_peers(view, known))
         found += _replicas(view, known)
+        found += _apart(view)
         found += _ledger(view)
     return list({(off.check, off.reason): off for off in found}.values())[:MOST]
 
@@ -139,6 +141,17 @@ def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
             "copies unknown",
             f"{unknown[rank]} of {len(view.meta(rank).params)} parameters are not compared between ranks: nothing says"
             " which ranks hold copies of them; declare it with attach(replicas=GROUP)",
+        )
+
+
+def _apart(view: RunView) -> Iterator[Off]:
+    for ranks, step in apart_on_purpose(view):
+        yield Off(
+            "copies of the model",
+            "averaged now and then",
+            f"the copies of the model on {ranks_text(ranks)} differ since step {step} and no gradient travels between"
+            " them: possibly they are averaged now and then on purpose (local SGD, DiLoCo), so nothing is made of it;"
+            " session.policy(average_every=STEPS) has their meetings checked",
         )
 
 

@@ -4,8 +4,8 @@ What it does: compares the digests of every parameter between ranks that hold co
 dimension of a mesh), bit for bit, and reports the first step and the first parameter in model order that differ. With
 three or more copies the majority says which rank is odd. Copies that met again once are averaged now and then on
 purpose: they may go their own ways twice as long as ever before (or as ``session.policy(average_every=)`` says). Copies
-between which no gradient travels while they differ may be in the first such period: that is only possible, and not said
-before `FIRST_PERIOD` steps.
+between which no gradient travels while they differ may be in the first such period (local SGD, DiLoCo): nothing is
+wrong with that, and `detectors.comparisons` says it as a fact, after `FIRST_PERIOD` steps.
 
 Why it hurts: from then on the ranks average gradients of different models. Nothing raises, the loss still falls.
 
@@ -32,12 +32,18 @@ FIRST_PERIOD = 16
 
 def replica_divergence(view: RunView) -> list[Finding]:
     """One finding for each set of ranks whose copies differ."""
-    found = []
-    for copies in replica_sets(view):
-        confidence = _judge(view, copies)
-        if confidence is not None:
-            found.append(_describe(view, copies, confidence))
-    return found
+    judged = ((copies, _judge(view, copies)) for copies in replica_sets(view))
+    return [_describe(view, copies, Confidence.CERTAIN) for copies, sure in judged if sure is Confidence.CERTAIN]
+
+
+def apart_on_purpose(view: RunView) -> list[tuple[list[int], int]]:
+    """Ranks whose copies went apart with no gradient between them, and the step after which they were first seen so."""
+    judged = ((copies, _judge(view, copies)) for copies in replica_sets(view))
+    return [
+        (copies.ranks, int(copies.steps[copies.differs.any(axis=1)][0]))
+        for copies, sure in judged
+        if sure is Confidence.POSSIBLE
+    ]
 
 
 def _judge(view: RunView, copies: ReplicaSet) -> Confidence | None:
@@ -114,11 +120,6 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         summary = f"{ranks_do(odd, 'differ')} from {ranks_text(others)} in {name}{more}, first seen {since}"
     else:
         summary = f"{ranks_text(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
-    if confidence == Confidence.POSSIBLE:
-        summary += (
-            "; no gradient travels between them: where they are averaged now and then on purpose,"
-            " say so by session.policy(average_every=STEPS)"
-        )
     return Finding(
         "replica-divergence",
         summary,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.detectors import run_detectors
+from dtobs.detectors.comparisons import comparisons_off
 from dtobs.events import BAD_PARAMETERS_MARK, BAD_REDUCED_MARK, NONFINITE_MARK, Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.meta import Parameter
@@ -98,7 +99,7 @@ PERIOD_OF_4 = [True, True, True, False] * 3
         (PERIOD_OF_4 + [True] * 5, True, 0, None),  # apart at the moment, as three times before
         (PERIOD_OF_4 + [True] * 12, True, 0, Confidence.CERTAIN),  # for much longer than ever
         ([True] * 10, False, 0, None),  # the first period, by the look of it
-        ([False] * 5 + [True] * 30, False, 0, Confidence.POSSIBLE),  # a long one, or nothing brings them together
+        ([False] * 5 + [True] * 30, False, 0, None),  # a long one: said as a fact, below
         ([True] * 10, True, 0, Confidence.CERTAIN),  # gradients are reduced in every step
         ([True] * 30, True, 50, None),  # declared
         ([False] * 3 + [True] * 30, False, 8, Confidence.CERTAIN),  # declared otherwise
@@ -109,6 +110,19 @@ def test_local_sgd_is_told_from_copies_that_part(
 ):
     found = [f for f in findings(averaging(tmp_path, apart, travels=travels, policy=policy)) if f.code != "seed-policy"]
     assert [f.confidence for f in found] == ([expected] if expected else [])
+
+
+def test_a_long_first_period_is_a_fact_and_no_finding(tmp_path: Path):
+    run = averaging(tmp_path, [False] * 5 + [True] * 30)
+    (fact,) = [off for off in comparisons_off(run.view()) if off.reason == "averaged now and then"]
+    assert "ranks 0 and 1 differ since step 5" in fact.text
+    assert "session.policy(average_every=STEPS)" in fact.text
+
+
+@pytest.mark.parametrize(("travels", "policy"), [(True, 0), (False, 50)])
+def test_it_is_not_said_of_copies_that_part_or_where_it_is_declared(tmp_path: Path, travels: bool, policy: int):
+    run = averaging(tmp_path, [False] * 5 + [True] * 30, travels=travels, policy=policy)
+    assert [off for off in comparisons_off(run.view()) if off.reason == "averaged now and then"] == []
 
 
 def test_only_equal_keys_are_compared(tmp_path: Path):
