@@ -6,8 +6,9 @@ between a fixed sample: parts of a few tensors, the first ones in model order am
 from anywhere in the backward arrives. A NaN in the sample has everything read from that moment on.
 
 ``local_norm``    of this rank's own gradient over what it holds of the model, summed over micro-batches; on steps that
-                  are read whole. Where micro-batches are reduced one by one, their squares add up. Gradients that are
-                  partial sums of a tensor-parallel group are left out.
+                  are read whole. Where micro-batches are reduced one by one, or each gradient is used and freed as
+                  soon as it is there, their squares add up (not in the first such step). Gradients that are partial
+                  sums of a tensor-parallel group are left out.
 ``sample_norm``   the same of the sample, the same elements on every rank, in every step
 ``nonfinite``     tensors read whose gradient holds NaN or infinity; ``nonfinite_param`` the first in model order
 """
@@ -25,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.events import BAD_PARAMETERS_MARK, NONFINITE_MARK, UNUSED_MARK, Kind
+from dtobs.probes.backward import compiled_autograd
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
@@ -62,6 +64,8 @@ class GradientProbe(Probe):
         self._inside: dict[int, DistributedDataParallel] = {}  # by id of the parameter
         self._changed = False  # squares have been added since they were last put together
         self._readers: dict[int, Callable[[torch.Tensor], None]] = {}  # by id of the parameter that autograd sees
+        self._adding, self._to_add = False, False  # what is added to gradients is read instead of what they become
+        self._nodes: list[Any] = []  # kept, so that autograd goes on using those with our hooks
         self._unseen = False  # gradients of this step came past the hooks and have been reduced since
 
     def install(self) -> None:
@@ -81,6 +85,7 @@ class GradientProbe(Probe):
         self._sampled: list[Square | None] = [None] * count
         self._partial = [False] * count
         self._hooked: set[int] = set()
+        self._fresh: dict[int, bool] = {}  # by row: whether its gradients are freed between micro-batches
         self._all_gathered = False
         wanted = [i for i, t in enumerate(self._tensors) if t.tensor.requires_grad]
         spread = max(1, len(wanted) // (SAMPLE_TENSORS - SAMPLE_FIRST))
@@ -108,18 +113,25 @@ class GradientProbe(Probe):
         self._rest = []
         self._tensors = []
         self._readers, self._inside, self._ddp = {}, {}, []
+        self._adding, self._to_add, self._nodes = False, False, []
         super().remove()
 
     def step_begin(self) -> None:
         """Forget the last step's gradients; decide how much of this step's to read."""
         self._changed = self._unseen = False
+        if self._to_add and not self._adding and not self.context.progress.in_backward:
+            self._read_what_is_added()
         self._squares = [None] * len(self._tensors)
         self._sampled = [None] * len(self._tensors)
         self._alarm = max(0, self._alarm - 1)
         self._read_whole(self.context.step % self._every == 0 or self._alarm > 0)
 
     def before_optimizer(self) -> None:
-        """All local gradients are known now."""
+        """All local gradients are known now, unless a backward still runs."""
+        if self.context.progress.in_backward:
+            self._to_add = True  # the gradient may have been reduced before, and is freed after
+            self._unseen = self._unseen or not self._adding
+            return
         self._finish()
 
     def step_end(self) -> None:
@@ -147,12 +159,29 @@ class GradientProbe(Probe):
             self._hooked.add(id(parameter))
             read = self.guard(self._reader(index, fresh, self._inside.get(id(parameter))))
             self._readers[id(parameter)] = read
+            self._fresh[index] = fresh
             if self._every == 1 or index in self._sample:
                 self.undo.callback(_listen(parameter, read).remove)
                 return
             self._rest.append((parameter, read))
             if self._whole:
                 self._rest_handles.append(_listen(parameter, read))
+
+    def _read_what_is_added(self) -> None:
+        self._adding = True
+        for index, named in enumerate(self._tensors):
+            parameter = named.tensor
+            if id(parameter) in self._readers and id(parameter) in self._hooked and not self._fresh.get(index):
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes.append(node)
+                self.undo.callback(node.register_prehook(self.guard(self._adder(index))).remove)
+
+    def _adder(self, index: int) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            if gradients[0] is not None and not compiled_autograd():
+                self._take(index, gradients[0], adds=True)
+
+        return read
 
     def _read_whole(self, whole: bool) -> None:
         """From now on read every gradient, or only the sample."""
@@ -184,35 +213,43 @@ class GradientProbe(Probe):
 
         `fresh`: an earlier gradient may have been reduced and freed since, so the squares of successive ones add up.
         """
-        sampled = index in self._sample
-        always = self._every == 1
         seen: weakref.ref[torch.Tensor] | None = None
 
         def read(parameter: torch.Tensor) -> None:
             nonlocal seen
-            if not (sampled or self._whole):
-                return
             gradient = parameter.grad
-            if gradient is None or (ddp is not None and not ddp.require_backward_grad_sync):
-                return  # to be accumulated further: the last micro-batch will be looked at
+            if (self._adding and not fresh) or gradient is None:
+                return
+            if ddp is not None:
+                if not ddp.require_backward_grad_sync:
+                    return  # to be accumulated further: the last micro-batch will be looked at
+                if self._squares[index] is not None or self._sampled[index] is not None:
+                    self._unseen = self._to_add = True  # the one before has been reduced, and is part of it
             adds = False
             if fresh:
                 adds = seen is None or seen() is not gradient
                 seen = weakref.ref(gradient)
-            values = gradient
-            if type(gradient) is not torch.Tensor:
-                self._partial[index] = is_partial(gradient)
-                values = local_tensor(gradient)
-            if values.requires_grad:  # a graph of the gradient is being made
-                values = values.detach()
-            if values.is_sparse:
-                values = values.coalesce().values()
-            if sampled and not always:
-                self._keep(self._sampled, index, values, adds, SAMPLE_ELEMENTS)
-            if self._whole:
-                self._keep(self._squares, index, values, adds)
+            self._take(index, gradient, adds=adds)
 
         return read
+
+    def _take(self, index: int, gradient: torch.Tensor, *, adds: bool) -> None:
+        """Read as much of a gradient as this step's turn is."""
+        sampled = index in self._sample
+        if not (sampled or self._whole):
+            return
+        values = gradient
+        if type(gradient) is not torch.Tensor:
+            self._partial[index] = is_partial(gradient)
+            values = local_tensor(gradient)
+        if values.requires_grad:  # a graph of the gradient is being made
+            values = values.detach()
+        if values.is_sparse:
+            values = values.coalesce().values()
+        if sampled and self._every > 1:
+            self._keep(self._sampled, index, values, adds, SAMPLE_ELEMENTS)
+        if self._whole:
+            self._keep(self._squares, index, values, adds)
 
     def _keep(
         self,

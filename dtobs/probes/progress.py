@@ -136,7 +136,7 @@ class Progress:
             return -1
         if phase != Phase.OPTIMIZER:  # inside the optimizer's hooks torch iterates over them
             self._context.take_out_failed()
-        if self._pending and phase != Phase.OPTIMIZER and not self._in_backward():
+        if self._pending and phase != Phase.OPTIMIZER and not self.in_backward:
             self._next_step()
         depth = len(self._stack)
         top, by_user = (self._stack[-1][1], self._stack[-1][2]) if depth else (0, False)
@@ -308,7 +308,7 @@ class Progress:
         self.steps_seen += 1
         self._context.record["optimizers"] |= np.uint64(1 << min(number, 63))
         if self.in_step and not self.explicit_steps:
-            if others or self._in_backward():
+            if others or self.in_backward:
                 self._pending = True
             else:
                 self._next_step()
@@ -317,7 +317,9 @@ class Progress:
         self.finish_step()
         self.start_step(int(self._ints[_STEP]) + 1)
 
-    def _in_backward(self) -> bool:
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs: an optimizer that steps now does so as soon as a gradient is there."""
         return any(shown == Phase.BACKWARD for _, shown, _ in self._stack)
 
     def start_step(self, step: int) -> None:

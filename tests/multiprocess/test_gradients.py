@@ -18,6 +18,7 @@ from tests.multiprocess.gradient_programs import know_gradients
     [
         ("ddp", 1, False),
         ("ddp", 3, False),
+        ("ddp", 3, True),  # laws.md W10: 1.040 was recorded of 1.056
         ("fsdp", 1, False),
         ("fsdp", 3, False),
         ("fsdp", 3, True),
@@ -29,7 +30,11 @@ def test_norms(tmp_path: Path, wrapper: str, accumulate: int, sync_all: bool):
     window = load_run(tmp_path).steps()
     assert window.valid.all()
     np.testing.assert_array_equal(window.field("sample_norm"), window.field("local_norm"))
-    np.testing.assert_allclose(window.field("local_norm"), [t.local for t in truth], rtol=1e-5)
+    # That DDP reduces after each micro-batch is known after the first step; what is not known is not said.
+    unknown = int(wrapper == "ddp" and sync_all)
+    assert np.isnan(window.field("local_norm")[:, :unknown]).all()
+    true = np.array([t.local for t in truth])[:, unknown:]
+    np.testing.assert_allclose(window.field("local_norm")[:, unknown:], true, rtol=1e-5)
     shares = window.field("reduced_square").sum(axis=0)
     assert np.isfinite(shares).tolist() == [step % LEAST_REDUCED_PERIOD == 0 for step in window.steps]
     np.testing.assert_allclose(np.sqrt(shares[-1]), truth[0].reduced[-1], rtol=1e-5)

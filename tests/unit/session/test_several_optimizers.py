@@ -169,3 +169,40 @@ def test_nothing_is_left_behind(attach: Attach):
         gan.optimizers[0].step()
         assert hooks() != before
     assert hooks() == before
+
+
+@pytest.mark.parametrize("way", ["hooked before", "hooked after"])
+def test_optimizers_that_step_inside_the_backward(attach: Attach, way: str):
+    """Each parameter is stepped when its gradient is there, which is then freed: norms were never known."""
+    model = make_model()
+    model.eval()  # no dropout: the true norm can be computed
+    model.train()
+    model[2].p = 0.0
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    norms: list[float] = []
+
+    def step_now(parameter: torch.Tensor) -> None:
+        norms.append(float(parameter.grad.square().sum()))
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    def hook() -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step_now)
+
+    if way == "hooked before":
+        hook()
+    with attach(model, list(optimizers.values())) as session:
+        if way == "hooked after":
+            hook()
+        for _ in range(12):
+            model(torch.ones(4, 8)).square().mean().backward()
+    steps = steps_of(session)
+    assert len(steps) == 12
+    assert set(steps["optimizers"].tolist()) == {15}
+    true = np.sqrt(np.array(norms).reshape(12, 4).sum(axis=1))
+    # In the first step it is not known yet that gradients do not last.
+    assert np.isnan(steps["local_norm"][0])
+    assert steps["local_norm"][1:] == pytest.approx(true[1:])
+    assert steps["reduced_norm"][9] == pytest.approx(true[9])
+    assert look(session).page(0)["probe_failures"] == 0
