@@ -63,9 +63,9 @@ def agree(config: Config, world: World) -> Agreed:
         raise UsageError(answer["error"])
     run_dir = Path(answer["path"])
     try:
-        if identity is not None:
-            private_folder(run_dir / "launch")
-            (run_dir / "launch" / identity).touch(mode=0o600)
+        private_folder(run_dir / "launch")
+        own = identity or f"{socket.gethostname()}-{os.getpid()}-{_start_time(os.getpid())}"
+        (run_dir / "launch" / own).touch(mode=0o600)
     except OSError as error:
         raise UsageError(_refusal(error, run_dir)) from error
     return Agreed(run_dir, answer["restarted"])
@@ -120,12 +120,32 @@ def _known_to_anybody(world: World) -> Path | None:
 def _make(config: Config) -> Path:
     if config.run.run_dir:
         run_dir = Path(config.run.run_dir).expanduser().absolute()
+        _refuse_a_live_job(run_dir)
     else:
         run_dir = _new(Path(config.run.root).expanduser().absolute(), config.run.name)
     for folder in (run_dir, run_dir / "ranks", run_dir / "checkpoints"):
         private_folder(folder)
     write_private(run_dir / "config.json", json.dumps(config.as_dict(), indent=1))
     return run_dir
+
+
+def _refuse_a_live_job(run_dir: Path) -> None:
+    """Raises UsageError where a launcher of this host that works in `run_dir` still lives: both would write there."""
+    for path in (run_dir / "launch").glob(f"{socket.gethostname()}-*"):
+        pid, _, started = path.name.removeprefix(f"{socket.gethostname()}-").partition("-")
+        if pid.isdecimal() and _start_time(int(pid)) == started and int(pid) not in (os.getpid(), os.getppid()):
+            raise UsageError(
+                f"another job trains in {run_dir} (its launcher is process {pid}): choose another --run-dir, or end it"
+            )
+
+
+def _start_time(pid: int) -> str:
+    """When a process began, as the kernel counts; "" when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
 
 
 def _new(root: Path, name: str) -> Path:
@@ -146,8 +166,7 @@ def launcher_identity(environment: Mapping[str, str]) -> str | None:
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     parent = os.getppid()
-    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()}-{parent}-{started}"
+    return f"{socket.gethostname()}-{parent}-{_start_time(parent)}"
 
 
 def private_folder(path: Path) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from importlib import import_module
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from dtobs import __version__
 from dtobs.errors import DtobsError, UsageError, refusal
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None:  # the shell closed it (>&-): nobody wants the output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that does not speak UTF-8 gets question marks
     try:
         try:
             return _dispatch(arguments)
@@ -114,9 +118,21 @@ def _load(name: str) -> Command:
     return module
 
 
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that names the option which a misspelled one looks like."""
+
+    def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ").split()
+        if words and words[0].startswith("-") and not message.startswith(words[0]):
+            known = [option for action in self._actions for option in action.option_strings]
+            close = difflib.get_close_matches(words[0].partition("=")[0], known, n=1)
+            message += f"; did you mean {close[0]!r}?" if close else ""
+        super().error(message)
+
+
 def command_parser(name: str, module: Command) -> argparse.ArgumentParser:
     """The parser of one command: its help is the module's docstring as it is written."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"dtobs {name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -21,6 +21,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import tempfile
@@ -165,6 +166,9 @@ def _choose(every: list[Drill], names: list[str], wrapper: str | None, *, quick:
 
 def _check_names(names: list[str], known: set[str]) -> None:
     if unknown := sorted(set(names) - known):
+        close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.75)
+        if close:
+            raise UsageError(f"there is no fault {unknown[0]!r} here; did you mean {close[0]!r}?")
         raise UsageError(f"there is no fault {unknown[0]!r} here; 'dtobs drill --list' names them")
 
 

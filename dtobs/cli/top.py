@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from importlib.util import find_spec
@@ -41,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one look as JSON and end")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (1)")
     parser.add_argument("--sort", choices=list(KEYS), default="rank", help="column to sort by (rank)")
+    parser.add_argument("--light", action="store_true", help="for a light terminal (default: where COLORFGBG says so)")
     parser.add_argument("--exit-with-run", action="store_true", help="end when the run has ended")
 
 
@@ -62,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise UsageError("the live screen needs a terminal; use --once or --json to print one look")
     source.look()  # a target that is no run directory is an error before the screen opens
+    from dtobs.tui import palette
+
+    if args.light or palette.is_light(os.environ):
+        palette.use_light()
     from dtobs.tui.app import TopApp
 
     app = TopApp(source, interval=args.interval, order=Order(args.sort), exit_with_run=args.exit_with_run)

@@ -19,13 +19,14 @@ from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity, Trait
 from dtobs.recording.journal import Entry
+from dtobs.recording.rank import State
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
 
 _NOTICED_SECONDS = 5.0
 _MAX_PAST = 5
-_HANG = Trait.RECOVERABLE | Trait.DEADLOCK
+_HANG = Trait.RECOVERABLE | Trait.DEADLOCK | Trait.DISAGREEMENT
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
 
@@ -34,7 +35,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     view = evidence.view
     seen = [] if evidence.judged else run_detectors(view)
     before = [e for e in evidence.journal if not _went_on(view, e)]
-    found, caused = without_consequences(merge(seen, before), before, view.ranks)
+    found, caused = without_consequences(merge(seen, before), before, _working(view))
     ordered = rank_causes(as_it_ended(view, finding) for finding in found)
     quiet, ranks = silence(view), statuses(view)
     spent = summarise(view) if len(view.pages) and not evidence.judged else None
@@ -117,15 +118,22 @@ def without_consequences(
             ):
                 causes.remove(finding)
     consequences = [f for f in everything if f not in causes]
-    if any(Trait.ENDING in f.traits and f.confidence is not Confidence.POSSIBLE for f in causes):
+    if any(Trait.ENDING in f.traits and not (f.early or f.confidence is Confidence.POSSIBLE) for f in causes):
         causes = [f for f in causes if not f.early]  # it stood still for what became a crash
     return causes, consequences
+
+
+def _working(view: RunView) -> list[int]:
+    """The ranks that somebody who ends the job ends: those that have closed their sessions were through before."""
+    return [rank for rank in view.ranks if view.rank(rank).state is not State.FINISHED] or view.ranks
 
 
 def _follows(finding: Finding, hang: Finding, world: Collection[int]) -> bool:
     if Trait.AFTERMATH in finding.traits:
         suspended = hang.code == "rank-stopped" and set(finding.ranks) <= set(hang.ranks)
         return suspended or set(finding.ranks) >= set(world) or not (hang.early or hang.code == "network-stalled")
+    if finding.code == "uncaught-exception":  # a rank that gave up waiting, though its error does not say so plainly
+        return finding.confidence is Confidence.POSSIBLE and not hang.early
     recoverable = Trait.RECOVERABLE in hang.traits and hang.code != "network-stalled"
     return Trait.DISAGREEMENT in finding.traits and recoverable and not hang.early
 

@@ -17,16 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dtobs.detectors.hangs.stall import silence
 from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import launcher
 from dtobs.drills.faults import FAULTS, ODD, WORLD
 from dtobs.drills.perform import context, rank_environment
-from dtobs.errors import DtobsError
+from dtobs.errors import DtobsError, TargetError
 from dtobs.findings import CATALOGUE, Confidence
 from dtobs.host.process import read_process, start_ticks
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory, read_json
+from dtobs.recording.view import load_run
 
 When = Literal["before", "after"]
 _WHEN: tuple[When, ...] = ("before", "after")
@@ -230,7 +232,7 @@ def play(cell: Cell, folder: Path, take_capture: TakeCapture) -> Judged:
         if cell.when == "after":
             _until(lambda: cell.expected in _found(run_dir), _PATIENCE_SECONDS)
         else:
-            time.sleep(cell.stands_seconds)
+            _until(lambda: _stood_seconds(run_dir) >= cell.stands_seconds, _PATIENCE_SECONDS)
         processes = _processes(folder)
         _end(cell, processes)
         diagnosis = diagnose(gather(run_dir, take_capture))
@@ -267,6 +269,15 @@ def _end(cell: Cell, processes: dict[str, _Process]) -> None:
             lambda: not any(process.alive for process in (*ranks, *monitors)),
             _GONE_SECONDS + _LIMIT_SECONDS[cell.when],
         )
+
+
+def _stood_seconds(run_dir: Path) -> float:
+    """How long no rank has moved: on a busy machine a hang takes its time to come about."""
+    try:
+        quiet = silence(load_run(run_dir))
+    except TargetError:
+        return 0.0
+    return quiet.seconds if quiet is not None else 0.0
 
 
 def _found(run_dir: Path) -> set[str]:

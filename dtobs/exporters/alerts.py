@@ -129,6 +129,19 @@ def _direct() -> Iterable[Alert]:
         (("part", "journal"), ("run", "r")),
         "The monitor of run r fails in: journal.",
     )
+    yield Alert(
+        "DtobsMonitorGone",
+        "monitor-gone",
+        "last_over_time(dtobs_run_ended[15m]) == 0 unless dtobs_run_ended",
+        warning,
+        "A monitor is gone while its ranks still trained",
+        "Run {{ $labels.run }} is no longer watched.",
+        (('dtobs_run_ended{run="r"}', "0 0 _x20"),),
+        (('dtobs_run_ended{run="r"}', "0 1 _x20"),),
+        (("run", "r"),),
+        "Run r is no longer watched.",
+        wait="1m",
+    )
 
 
 def rules_yaml() -> str:
@@ -172,7 +185,7 @@ def promtool_yaml() -> str:
                 "runbook": _runbook(alert),
             },
         }
-        when = "20m" if alert.runbook == "no-steps" else "4m"
+        when = {"no-steps": "20m", "monitor-gone": "10m"}.get(alert.runbook, "4m")
         lines += _test(alert, "fires", alert.firing, [("0m", []), (when, [firing])])
         lines += _test(alert, "stays quiet", alert.quiet, [(when, [])])
     return "\n".join(lines) + "\n"

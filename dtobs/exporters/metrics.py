@@ -96,6 +96,14 @@ TABLE: tuple[Metric, ...] = (
         "watchdog",
         s.stalled,
     ),
+    Metric(
+        "run_ended",
+        "gauge",
+        "1 once no rank of this node trains any more; a monitor that is gone before has died",
+        (),
+        "pages, /proc",
+        s.ended,
+    ),
     # progress
     _rank("steps", "counter", "Steps done in this attempt", "steps_done"),
     _rank("step", "gauge", "Number of the step in progress", "step"),

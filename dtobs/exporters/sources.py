@@ -16,7 +16,7 @@ from dtobs.detectors.comparisons import comparisons_off
 from dtobs.events import FP8_ROLES, STEP_PARTS, RankState
 from dtobs.exporters.look import Look
 from dtobs.findings import CATALOGUE
-from dtobs.recording.rank import State
+from dtobs.recording.rank import ENDED, State
 
 Sample = tuple[tuple[str, ...], float]
 Source = Callable[[Look], Iterator[Sample]]
@@ -265,6 +265,12 @@ def mismatched_replicas(look: Look) -> Iterator[Sample]:
 def stalled(look: Look) -> Iterator[Sample]:
     if look.leads:
         yield (), look.stalled_seconds
+
+
+def ended(look: Look) -> Iterator[Sample]:
+    """1 once no rank of the node trains any more, however it ended."""
+    over = [look.view.rank(int(rank)).state in ENDED for rank in look.pages["rank"]]
+    yield (), float(bool(over) and all(over))
 
 
 def damaged(look: Look) -> Iterator[Sample]:

@@ -30,6 +30,8 @@ from dtobs.recording.rundir import RunDirectory
 _PATIENCE_SECONDS = 5.0
 """A monitor that is about to end may still hold the lock when a restarted rank starts the next one."""
 
+PORT = "DTOBS_MONITOR_PORT"
+"""Where metrics are served, unless another process has it; without it on any free port."""
 log = logging.getLogger("dtobs.monitor")
 
 
@@ -119,10 +121,15 @@ def _serve(monitor: Monitor, listen: str, socket_fd: int) -> MonitorServer | Non
         node=lambda question, client: _node(monitor, question, client),
         capture=lambda question: encode_ranks(captures.take(monitor.look(), str(question.get("reason", "")))),
     )
-    try:
-        server = MonitorServer(host, port, pages, access, socket_fd)
-    except OSError as error:
-        log.warning("cannot serve on %s: %s; going on without HTTP", listen, error.strerror or error)
+    server = None
+    for wanted_port in dict.fromkeys((port or _asked_port(), port)):
+        try:
+            server = MonitorServer(host, wanted_port, pages, access, socket_fd)
+            break
+        except OSError as error:
+            log.warning("cannot serve on %s, port %d: %s", host, wanted_port, error.strerror or error)
+    if server is None:
+        log.warning("going on without HTTP")
         return None
     log.info("serving on %s", server.address)
     if monitor.run_dir.lead(monitor.node).exists():
@@ -134,6 +141,15 @@ def _serve(monitor: Monitor, listen: str, socket_fd: int) -> MonitorServer | Non
         )
         monitor.join(Cluster(monitor.run_dir, monitor.node, server.address, local), captures)
     return server
+
+
+def _asked_port() -> int:
+    """The port of the environment, for a Prometheus that has to know it; 0 (any free one) where it names none."""
+    text = os.environ.get(PORT, "")
+    if not text or (text.isdecimal() and int(text) < 65536):
+        return int(text or 0)
+    log.warning("%s=%r is no port: serving on a free one", PORT, text)
+    return 0
 
 
 def _node(monitor: Monitor, question: dict[str, Any], client: str) -> bytes:

@@ -89,6 +89,7 @@ class Monitor:
         self._next_pass = 0.0
         self._idle_since: float | None = None
         self._scraped: float | None = None
+        self._scrapes = 0
         self._said: set[str] = set()
         self._last_view: RunView | None = None
         self._states: dict[int, ProcessState] = {}
@@ -319,6 +320,7 @@ class Monitor:
         """`export` for a reader that comes again and again: the monitor lets it see how the run ends."""
         look = self.export()
         self._scraped = time.monotonic()
+        self._scrapes += 1
         return look
 
     def fail(self, part: str, text: str) -> None:
@@ -405,7 +407,8 @@ class Monitor:
 
     def _awaits_scrape(self, idle: float) -> bool:
         """Whether somebody who reads the metrics has yet to see how the run ended."""
-        if self._scraped is None or not self.journal.findings or idle > self.timing.last_scrape:
+        often = self._scrapes >= 2  # somebody looks again and again, and would take a silence for a death
+        if self._scraped is None or not (self.journal.findings or often) or idle > self.timing.last_scrape:
             return False
         assert self._idle_since is not None
         return self._scraped < self._idle_since + 1.0  # the passes of the first second see the whole ending

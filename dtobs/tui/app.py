@@ -20,6 +20,7 @@ from textual.geometry import Size
 from textual.widgets import DataTable, Footer, OptionList
 
 from dtobs.errors import DtobsError
+from dtobs.tui import palette
 from dtobs.tui.columns import COLUMNS
 from dtobs.tui.curves import Curves
 from dtobs.tui.detail import RankDetail
@@ -44,7 +45,7 @@ class Source(Protocol):
 class TopApp(App[None]):
     """``dtobs top``."""
 
-    CSS_PATH = Path(__file__).with_name("top.tcss")
+    CSS = palette.sheet(Path(__file__).with_name("top.tcss").read_text(encoding="utf-8"))
     TITLE = "dtobs top"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -66,6 +67,7 @@ class TopApp(App[None]):
         exit_with_run: bool = False,
     ) -> None:
         super().__init__()
+        self.theme = "textual-light" if palette.on_light else "textual-dark"
         self.source, self.interval, self.exit_with_run = source, interval, exit_with_run
         self.order = order or Order()
         self.frame: Frame | None = None

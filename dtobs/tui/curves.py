@@ -41,9 +41,12 @@ class Curves(Static):
 def _picture(curve: Curve, width: int, height: int) -> Text:
     low, high = min(curve.values), max(curve.values)
     text = Text(no_wrap=True)
-    span = f"steps {curve.first_step:,}–{curve.last_step:,}"
     text.append(f"{curve.title}  ", Style(color=palette.BRIGHT, bold=True))
-    text.append(f"{words.number(low)} … {words.number(high)}  {span}"[: max(0, width - len(curve.title) - 2)], _LABEL)
+    room = width - len(curve.title) - 2
+    for part in (f"{words.number(low)} … {words.number(high)}  ", f"steps {curve.first_step:,}–{curve.last_step:,}"):
+        if len(part.rstrip()) <= room:
+            text.append(part, _LABEL)
+        room -= len(part)
     for line in plot(curve.values, width, height):
         text.append(f"\n{line}", _LINE)
     return text
@@ -53,14 +56,26 @@ def plot(values: Sequence[float], width: int, height: int) -> list[str]:
     """The values as `height` lines of `width` braille characters, the first on the left, the largest on top."""
     finite = [value for value in values if math.isfinite(value)]
     cells = [[0] * width for _ in range(height)]
+    before: tuple[int, int] | None = None
     if finite:
         low = min(finite)
         half = max(finite) / 2 - low / 2  # halves: the difference of two large numbers may be infinite
         columns, rows = 2 * width, 4 * height
         for place, value in enumerate(values):
-            if math.isfinite(value):
-                x = place * (columns - 1) // max(1, len(values) - 1)
-                up = (value / 2 - low / 2) / half if half > 0 else 0.5
-                y = round((1 - min(1.0, max(0.0, up))) * (rows - 1))
-                cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+            if not math.isfinite(value):
+                before = None
+                continue
+            x = place * (columns - 1) // max(1, len(values) - 1)
+            up = (value / 2 - low / 2) / half if half > 0 else 0.5
+            y = round((1 - min(1.0, max(0.0, up))) * (rows - 1))
+            for dot_x, dot_y in _between(before or (x, y), (x, y)):
+                cells[dot_y // 4][dot_x // 2] |= _DOTS[dot_y % 4][dot_x % 2]
+            before = x, y
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+
+
+def _between(first: tuple[int, int], last: tuple[int, int]) -> list[tuple[int, int]]:
+    """The dots of a straight line, both ends included."""
+    (x0, y0), (x1, y1) = first, last
+    count = max(abs(x1 - x0), abs(y1 - y0), 1)
+    return [(round(x0 + (x1 - x0) * n / count), round(y0 + (y1 - y0) * n / count)) for n in range(count + 1)]

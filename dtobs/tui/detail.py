@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +15,14 @@ from dtobs.events import EXPOSED_ALONG, STEP_PARTS, Kind, phase_name
 from dtobs.host.stacks import folded
 from dtobs.recording.meta import Meta
 from dtobs.recording.rank import Rank
+from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView
 from dtobs.tui import words
 from dtobs.words import bytes_text, duration_text, runs_text
 
 MAX_STEPS = 24
 MAX_EVENTS = 60
+_LOG_LINES, _LOG_BYTES, _LOG_WIDTH = 10, 8192, 400
 _KERNEL_STATES = {
     "R": "running",
     "S": "sleeping",
@@ -63,6 +68,7 @@ class RankDetail:
     stack: tuple[str, ...]  #: of its main thread, from the user's line on, library frames folded
     stacks: str  #: of all its threads, as captured
     stacks_utc: str
+    log: tuple[str, ...] = ()  #: what it printed last, where its output goes to a file of its own
 
 
 def rank_detail(view: RunView, number: int) -> RankDetail:
@@ -79,7 +85,26 @@ def rank_detail(view: RunView, number: int) -> RankDetail:
         tuple(folded(str(f) for f in rank.stack.frames)) if rank.stack is not None else (),
         seen.stacks_text if seen else "",
         view.capture.taken_utc if view.capture and seen and seen.stacks_text else "",
+        _log(RunDirectory(view.root).rank(number)),
     )
+
+
+def _log(folder: Path) -> tuple[str, ...]:
+    """The last lines of the log of the rank that was written to last; () without one."""
+    found: list[tuple[int, Path]] = []
+    for path in (folder / "stdout.log", folder / "stderr.log"):
+        with suppress(OSError):
+            if (said := path.stat()).st_size:
+                found.append((said.st_mtime_ns, path))
+    if not found:
+        return ()
+    try:
+        with max(found)[1].open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            lines = file.read(_LOG_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return ()
+    return tuple("".join(c if c.isprintable() else " " for c in line[:_LOG_WIDTH]) for line in lines[-_LOG_LINES:])
 
 
 def _facts(rank: Rank) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from dtobs.tui import palette, words
 from dtobs.tui.model import FindingRow, Frame
 
 _DIM = Style(color=palette.GREY)
-_SOFT = Style(color="#a9b1c3")
+_SOFT = Style(color=palette.SOFT)
 
 
 class FindingsPanel(OptionList):

@@ -41,7 +41,7 @@ def identity(frame: Frame, paused: bool) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append("● ", Style(color=palette.STATUS[frame.status]))
     if paused:
-        line.append(" PAUSED ", Style(color="#101318", bgcolor=palette.AMBER, bold=True))
+        line.append(" PAUSED ", Style(color=palette.INK, bgcolor=palette.AMBER, bold=True))
         line.append(" ")
     line.append(frame.name, _VALUE)
     line.append(f"  {frame.status_text}", Style(color=palette.STATUS[frame.status]))
@@ -58,7 +58,7 @@ def chips(frame: Frame) -> Text:
     for severity, word in ((Severity.CRITICAL, "critical"), (Severity.WARNING, "warning")):
         number = frame.count(severity)
         if number:
-            style = Style(color="#101318", bgcolor=palette.SEVERITY[severity.value], bold=True)
+            style = Style(color=palette.INK, bgcolor=palette.SEVERITY[severity.value], bold=True)
             line.append(" ")
             line.append(f" {count(number, word, word if word == 'critical' else '')} ", style)
     if frame.unseen:

@@ -154,6 +154,8 @@ def _rank(detail: RankDetail) -> Group:
         parts += [Text("\nexception", Style(color=palette.RED, bold=True)), Text(detail.exception)]
     if detail.stack:
         parts += [Text(f"\nstack of its main thread, captured {detail.stacks_utc}", _HEAD), _stack(detail.stack)]
+    if detail.log:
+        parts += [Text("\nlast lines of its log", _HEAD), Text("\n".join(detail.log))]
     if detail.steps:
         parts += [Text("\nlast steps  ", _HEAD) + _legend(detail.steps), _steps(detail.steps)]
     if detail.events:

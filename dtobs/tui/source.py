@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
+from dtobs.diagnose.analyse import as_it_ended
 from dtobs.errors import ServiceError, TargetError, opening
 from dtobs.nodes.remote import RunCopy, is_address
 from dtobs.recording.journal import Entry, open_entries, read_journal
@@ -32,7 +34,8 @@ class Source:
 
     def _show(self, view: RunView, entries: list[Entry]) -> Frame:
         self._view = view
-        current = open_entries(entries, view.attempt if len(view.pages) else None)
+        still = open_entries(entries, view.attempt if len(view.pages) else None)
+        current = [replace(entry, finding=as_it_ended(view, entry.finding)) for entry in still]
         self._frame = build_frame(view, current, (entry for entry in entries if entry.event == "cleared"))
         return self._frame
 
@@ -97,6 +100,11 @@ def newest_run(base: Path) -> Path:
     runs = base / "runs"
     with opening(runs):
         found = [p for p in runs.iterdir() if p.is_dir() and _is_run(p)] if runs.is_dir() else []
+        closed = (
+            [] if found or not runs.is_dir() else [p for p in runs.iterdir() if not os.access(p, os.R_OK | os.X_OK)]
+        )
+    if closed:
+        raise TargetError(f"you may not read {closed[0]}: run this as its owner, or name another run directory")
     if not found:
         raise TargetError(f"there is no run below {runs}: name a run directory, or start one (make train)")
     return max(found, key=lambda p: (_started_ns(p), p.name))

@@ -43,6 +43,7 @@ def test_quick_takes_each_fault_once_and_the_twins_of_its_layouts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["stoped"], "there is no fault 'stoped' here; did you mean 'stopped'?"),
         (["banana"], "there is no fault 'banana' here; 'dtobs drill --list' names them"),
         (["extra-call", "--wrapper", "hsdp"], "none of these faults applies under the wrapper 'hsdp'"),
     ],

@@ -226,6 +226,22 @@ def test_a_rank_that_left_stays_the_cause_when_the_one_that_waited_is_killed(tmp
     assert "what came after it: rank 0 is dead" in diagnosis.notes[0]
 
 
+def test_who_kills_all_that_still_run_is_no_cause(tmp_path):
+    run = FakeRun(tmp_path, 3).steps(5)
+    for rank in (0, 2):
+        run.rank(rank).phase("backward").collective(wait=True)
+    run.rank(1).close()
+    view = run.view(later=15)
+    view.asked = True
+    (left,) = detect(view)
+    ended = {
+        r: ProcessState(run.pid_of(r), alive=False, exit_code=-9, ended_ns=run.view(later=80).now_ns) for r in (0, 2)
+    }
+    standing = replace(entry(left), event="standing", t_ns=view.now_ns)
+    diagnosis = diagnose(Evidence("x", run.view(later=90, processes=ended), (standing,)))
+    assert [(f.code, f.ranks) for f in diagnosis.findings] == [("rank-exited-early", (1,))]
+
+
 def test_that_a_rank_closed_its_session_is_no_alarm_before_the_threshold(tmp_path):
     run = FakeRun(tmp_path, 2).steps(5)
     run.rank(0).phase("backward").collective(wait=True)

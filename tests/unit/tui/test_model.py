@@ -302,4 +302,10 @@ def test_curves_of_anything(values: tuple[float, ...]) -> None:
     lines = plot(values, 10, 3)
     assert [len(line) for line in lines] == [10, 10, 10]
     dots = sum((ord(c) - 0x2800).bit_count() for line in lines for c in line)
-    assert dots == sum(v == v for v in values)
+    assert dots >= min(1, sum(v == v for v in values))
+
+
+def test_a_curve_of_few_points_is_a_line() -> None:
+    lines = plot((0.0, 1.0, 0.0), 10, 3)
+    assert all(any(line[column] != "\u2800" for line in lines) for column in range(10))
+    assert plot((0.0, float("nan"), 1.0), 10, 3) == ["⠀" * 9 + "⠈", "⠀" * 10, "⡀" + "⠀" * 9], "and none over a gap"
