@@ -22,6 +22,7 @@ from dtobs.findings import exit_code
 from dtobs.recording.view import load_run
 from dtobs.timeline.operations import from_run, read_table
 from dtobs.timeline.whatif import WhatIf, whatif
+from dtobs.words import duration_text, runs_text
 
 _SHOWN = 8
 
@@ -50,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(found: WhatIf) -> str:
     lines = [f"{f.severity}, {f.confidence}: {f.summary}\n  next: {f.next_step}" for f in found.findings]
-    times = f"{found.simulated_ns / 1e9:.3f} s simulated, {found.ideal_ns / 1e9:.3f} s ideal"
+    actual, simulated, ideal = (duration_text(ns / 1e9) for ns in (found.actual_ns, found.simulated_ns, found.ideal_ns))
     lines += lines and [""]
-    lines.append(f"S = {found.slowdown:.3f}  ({times}, {found.actual_ns / 1e9:.3f} s recorded)")
+    lines.append(f"S = {found.slowdown:.3f}  ({simulated} simulated, {ideal} ideal, {actual} recorded)")
     for title, table in (
         ("op", found.by_op),
         ("stage", found.by_stage),
@@ -61,8 +62,9 @@ def _text(found: WhatIf) -> str:
     ):
         worst = sorted(table.items(), key=lambda item: -item[1])[:_SHOWN]
         lines.append(f"by {title}: " + ", ".join(f"{name} {value:.3f}" for name, value in worst))
-    workers = ", ".join(map(str, found.worst))
-    lines.append(f"fixing the slowest ranks ({workers}) returns {found.fix['worst_workers']:.0%} of the waste")
+    lines.append(
+        f"fixing the slowest ranks ({runs_text(found.worst)}) returns {found.fix['worst_workers']:.0%} of the waste"
+    )
     lines.append(
         f"fixing the last stage returns {found.fix['last_stage']:.0%}, communication {found.fix['communication']:.0%}"
     )

@@ -66,7 +66,7 @@ def _links(seen: Evidence) -> Iterator[str]:
                 f"{seen.label(link.source)} rank {link.source} → {seen.label(link.target)} rank {link.target}",
                 f"{bytes_text(link.bytes_per_second)}/s",
                 duration_text(link.latency_seconds),
-                f"{clock.clock_ahead_seconds * 1e3:+.1f} ms" if clock is not None else "",
+                duration_text(clock.clock_ahead_seconds) if clock is not None else "",
             ]
         )
     yield from _table(["link, slowest first", "bandwidth", "latency", "clock ahead"], rows)

@@ -6,7 +6,7 @@ from html import escape
 
 from dtobs.reports.clean import printable
 from dtobs.reports.style import STYLE
-from dtobs.reports.trace_text import milliseconds
+from dtobs.reports.trace_text import time_text
 from dtobs.timeline.kineto.analyse import Trace
 from dtobs.timeline.kineto.figures import Figures
 from dtobs.timeline.kineto.names import bus_factor
@@ -55,10 +55,10 @@ def _ranks(trace: Trace) -> str:
     for figure in list(trace.figures.values())[:_MOST]:
         overlap = figure.overlap_percent
         cells = [figure.span, figure.compute, figure.communication, figure.exposed, figure.idle]
-        idle = ", ".join(f"{k} {milliseconds(v)}" for k, v in figure.idle_by.items() if v > 0)
+        idle = ", ".join(f"{k} {time_text(v)}" for k, v in figure.idle_by.items() if v > 0)
         rows.append(
             f"<tr{' class=accused' if figure.rank == accused else ''}><td>{figure.rank}</td><td>{_bar(figure)}</td>"
-            + "".join(f'<td class="number">{milliseconds(cell)}</td>' for cell in cells)
+            + "".join(f'<td class="number">{time_text(cell)}</td>' for cell in cells)
             + f'<td class="number">{"–" if overlap is None else f"{overlap:.1f} %"}</td><td>{escape(idle)}</td></tr>'
         )
     titles = ("rank", "", "span", "compute", "communication", "exposed", "idle", "overlap", "idle by cause")
@@ -83,9 +83,9 @@ def _collectives(trace: Trace) -> str:
         bus = "–" if speed is None else f"{speed * bus_factor(call.op, call.size):.2f} GB/s"
         cells = (
             str(max(c for c, _, _, _ in call.by_rank.values())),
-            milliseconds(max(t for _, _, t, _ in call.by_rank.values())),
-            milliseconds(max(e for _, _, _, e in call.by_rank.values())),
-            milliseconds(call.wait),
+            time_text(max(t for _, _, t, _ in call.by_rank.values())),
+            time_text(max(e for _, _, _, e in call.by_rank.values())),
+            time_text(call.wait),
             bus,
         )
         rows.append(
@@ -99,7 +99,7 @@ def _collectives(trace: Trace) -> str:
 def _kernels(trace: Trace) -> str:
     rows = [
         f'<tr><td>{f.rank}</td><td><code>{escape(name[:200])}</code></td><td>{kind}</td><td class="number">{count}</td>'
-        f'<td class="number">{milliseconds(time)}</td></tr>'
+        f'<td class="number">{time_text(time)}</td></tr>'
         for f in list(trace.figures.values())[:8]
         for name, kind, count, time in f.kernels[:10]
     ]

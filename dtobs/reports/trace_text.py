@@ -7,6 +7,7 @@ from typing import Any
 from dtobs.timeline.kineto.analyse import Collective, Trace
 from dtobs.timeline.kineto.figures import Figures
 from dtobs.timeline.kineto.names import bus_factor
+from dtobs.words import duration_text
 
 _BAR = 30
 _PARTS = (("compute", "█"), ("communication", "▒"), ("memory", "m"), ("idle", "·"))
@@ -28,18 +29,18 @@ def render_comparison(found: dict[str, Any]) -> str:
     what = "step_us" if "step_us" in found else "span_us"
     a, b = found[what]["a"], found[what]["b"]
     change = f"{found['change_percent']:+.1f} %"
-    lines = [f"{found['verdict']}: a {what[:-3]} took {milliseconds(a)}, now {milliseconds(b)} ({change})"]
+    lines = [f"{found['verdict']}: a {what[:-3]} took {time_text(a)}, now {time_text(b)} ({change})"]
     for title in ("kernels", "collectives"):
         rows = [row for row in found[title] if row["a"] != row["b"]]
         if rows:
             lines.append(f"{title}, a rank{' and step' if what == 'step_us' else ''}:")
-            lines += [f"  {milliseconds(r['a']):>10} → {milliseconds(r['b']):>10}  {r['name'][:90]}" for r in rows]
+            lines += [f"  {time_text(r['a']):>10} → {time_text(r['b']):>10}  {r['name'][:90]}" for r in rows]
     return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])]) + "\n"
 
 
-def milliseconds(value: float | None) -> str:
+def time_text(value: float | None) -> str:
     """A time of a trace, for people."""
-    return "–" if value is None else f"{value / 1e3:.3f} ms" if value < 1e6 else f"{value / 1e6:.3f} s"
+    return duration_text(None if value is None else value / 1e6)
 
 
 def _verdict(trace: Trace) -> list[str]:
@@ -58,8 +59,8 @@ def _ranks(trace: Trace) -> list[str]:
         cells = [figure.span, figure.compute, figure.communication, figure.exposed]
         lines.append(
             f"{figure.rank:>4}  {_bar(figure)}"
-            + "".join(f"{milliseconds(cell):>12}" for cell in cells)
-            + f"{'–' if overlap is None else f'{overlap:.1f} %':>9}{milliseconds(figure.idle):>12}  {worst}"
+            + "".join(f"{time_text(cell):>12}" for cell in cells)
+            + f"{'–' if overlap is None else f'{overlap:.1f} %':>9}{time_text(figure.idle):>12}  {worst}"
         )
     if len(trace.figures) > len(shown):
         lines.append(f"      and {len(trace.figures) - len(shown)} more ranks (--json has all)")
@@ -94,8 +95,8 @@ def _collective(call: Collective) -> str:
     exposed = max(e for _, _, _, e in call.by_rank.values())
     bus = "–" if speed is None else f"{speed * bus_factor(call.op, call.size):.2f}"
     return (
-        f"{call.op:<15} {call.group[:16] or '–':<16} {call.size or '?':>6} {count:>7} {milliseconds(time):>11}"
-        f" {milliseconds(exposed):>11} {bus:>12}"
+        f"{call.op:<15} {call.group[:16] or '–':<16} {call.size or '?':>6} {count:>7} {time_text(time):>11}"
+        f" {time_text(exposed):>11} {bus:>12}"
     )
 
 
@@ -105,5 +106,5 @@ def _kernels(trace: Trace) -> list[str]:
         return []
     lines = [f"what takes longest on rank {first.rank}:"]
     for name, kind, count, time in first.kernels[:_MOST_KERNELS]:
-        lines.append(f"  {milliseconds(time):>12}  {count:>7} ×  {kind:<13} {name[:80]}")
+        lines.append(f"  {time_text(time):>12}  {count:>7} ×  {kind:<13} {name[:80]}")
     return lines

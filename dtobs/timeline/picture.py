@@ -6,6 +6,7 @@ from html import escape
 
 from dtobs.timeline.bubble import Bubble
 from dtobs.timeline.spans import COMPUTE, PHASES, Span, Timeline
+from dtobs.words import duration_text
 
 _PHASE_LETTER = {
     "data": "d",
@@ -52,9 +53,8 @@ def text(timeline: Timeline, width: int = 100, bubble: Bubble | None = None) -> 
     for rank in timeline.ranks:
         row = [(letter, s) for letter, s in shown if s.rank == rank]
         lines.append(f"{f'rank {rank}'.ljust(label)}  {_bins(row, begin, end, columns)}")
-    seconds = (end - begin) / 1e9
     legend = ", ".join(text for letter, text in _LEGEND.items() if any(x == letter for x, _ in shown))
-    lines.append(f"{seconds * 1e3:.1f} ms; {legend}, {_IDLE} none of it")
+    lines.append(f"{duration_text((end - begin) / 1e9)}; {legend}, {_IDLE} none of it")
     if bubble is not None:
         lines.append(bubble_line(bubble))
     return "\n".join(lines) + "\n"
@@ -95,14 +95,15 @@ def svg(timeline: Timeline, bubble: Bubble | None = None) -> str:
     for letter, s in shown:
         x = _LEFT + _WIDTH * (s.begin_ns - begin) / span
         wide = max(0.3, _WIDTH * (s.end_ns - s.begin_ns) / span)
+        what = f"{escape(s.name)}: {duration_text((s.end_ns - s.begin_ns) / 1e9)}"
         out.append(
             f'<rect x="{x:.2f}" y="{rows[s.rank]}" width="{wide:.2f}" height="{_ROW - 4}"'
-            f' fill="{_COLOURS[letter]}"><title>{escape(s.name)}: {(s.end_ns - s.begin_ns) / 1e6:.2f} ms</title></rect>'
+            f' fill="{_COLOURS[letter]}"><title>{what}</title></rect>'
         )
         if wide > 9 and "micro-batch" in s.details:
             number = s.details["micro-batch"]
             out.append(f'<text x="{x + 2:.2f}" y="{rows[s.rank] + 15}" fill="#fff">{number}</text>')
-    foot = f"{span / 1e6:.1f} ms" + (f"; {bubble_line(bubble)}" if bubble is not None else "")
+    foot = duration_text(span / 1e9) + (f"; {bubble_line(bubble)}" if bubble is not None else "")
     out.append(f'<text x="8" y="{height - 10}">{escape(foot)}</text></svg>')
     return "\n".join(out) + "\n"
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from dtobs.findings import Confidence, Finding
 from dtobs.timeline.operation_graph import Graph, graph, ideal_durations
 from dtobs.timeline.operations import COMPUTATION, MESSAGES, OPS, SYNCS, Floats, Operations
+from dtobs.words import ranks_text
 
 SCHEMA = "dtobs.whatif/1"
 WORST = 0.03
@@ -168,7 +169,7 @@ def _findings(ops: Operations, duration: Floats, found: WhatIf) -> list[Finding]
     )
     if slow and found.fix["worst_workers"] >= MOST:
         share = found.fix["worst_workers"]
-        words = f"{waste}; the slowest {_ranks(slow)} returns {share:.0%} of the waste when it is fixed"
+        words = f"{waste}; the slowest {ranks_text(slow)} returns {share:.0%} of the waste when it is fixed"
         return [Finding("straggler", words, slow, Confidence.LIKELY, evidence=evidence)]
     stage, ratio = _long_stage(ops, duration)
     if stage is not None and ratio >= LONGER and _returns(ops, stage, found) >= MOST:
@@ -187,10 +188,6 @@ def _findings(ops: Operations, duration: Floats, found: WhatIf) -> list[Finding]
         words = f"{waste}; communication, {worst} first, returns {found.fix['communication']:.0%} of the waste"
         return [Finding("slow-link", words, _slow_talkers(ops, duration), Confidence.LIKELY, evidence=evidence)]
     return []
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _compute_by_rank(ops: Operations, duration: Floats) -> dict[int, float]:

@@ -10,13 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtobs.cli import whatif
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.diagnose.pictures import Pictures, Strip
 from dtobs.findings import Confidence, Finding
-from dtobs.reports import html, text
+from dtobs.preflight.model import Report
+from dtobs.preflight.text import render as preflight_text
+from dtobs.reports import html, text, trace_text
 from dtobs.reports.strip_svg import render as strip
+from dtobs.timeline import picture
+from dtobs.timeline.spans import COMPUTE, Span, Timeline
+from dtobs.timeline.whatif import WhatIf
 from dtobs.tui.words import age
 from dtobs.words import bytes_text, count, duration_text, plural, ranks_do, ranks_text, runs_text, verb
+from tests.unit.preflight.evidence import healthy
 
 RANKS = "ranks 0-2 and 5"
 SECONDS = {0: "0 s", 1: "1 s", 2: "2 s", 5: "5 s", 75: "75 s"}
@@ -106,3 +113,30 @@ def test_every_renderer_spells_ranks_and_durations_alike(seconds: int, said: str
     for rendered in (page, shown):
         assert RANKS in rendered
         assert not re.search(r"0, 1, 2|0–2|0-2, 5", re.sub(r"[\d, ]+\]", "", rendered))
+
+
+@pytest.mark.parametrize(("seconds", "said"), SECONDS.items())
+def test_every_other_surface_spells_durations_alike(seconds: int, said: str) -> None:
+    ns = seconds * 10**9
+    span = Span(0, COMPUTE, "forward", 5, 5 + ns, "F")
+    drawn = Timeline("run", (1,), (0,), (span,))
+    assert f"\n{said}; " in picture.text(drawn) or not ns
+    assert f">{said}</text>" in picture.svg(drawn) or not ns
+    assert f", {said}\n" in preflight_text(Report(healthy(), [], seconds))
+    found = WhatIf(
+        1.0,
+        ns,
+        ns,
+        ns,
+        {},
+        {},
+        {},
+        {},
+        dict.fromkeys(("worst_workers", "last_stage", "communication"), 0.0),
+        (0, 1, 2, 5),
+        None,
+        [],
+    )
+    assert f"({said} simulated, {said} ideal, {said} recorded)" in whatif._text(found)
+    assert "fixing the slowest ranks (0-2 and 5)" in whatif._text(found)
+    assert trace_text.time_text(seconds * 1e6) == said

@@ -24,7 +24,7 @@ from dtobs.detectors.performance.cause import cause_of
 from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_text
+from dtobs.words import duration_text, ranks_text
 
 RATIO, PAIRED, SHARE = 1.25, 1.10, 0.8
 WASTE = 0.10
@@ -95,7 +95,7 @@ def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | Non
     return Finding(
         "straggler",
         f"{ranks_text([rank])}{where} works {float(np.median(ratio)):.2f} times as long as its peers"
-        f" ({part} +{longer * 1e3:.0f} ms a step){why}; they wait for it",
+        f" ({part} +{duration_text(longer)} per step){why}; they wait for it",
         (rank,),
         Confidence.LIKELY,
         step=int(times.steps[0]),

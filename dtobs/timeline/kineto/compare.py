@@ -9,6 +9,7 @@ import numpy as np
 
 from dtobs.timeline.kineto.analyse import Trace
 from dtobs.timeline.kineto.figures import Figures
+from dtobs.words import ranks_text
 
 SCHEMA = "dtobs.trace-compare/1"
 NOISE = 0.03
@@ -21,7 +22,7 @@ def compare(before: Trace, after: Trace) -> dict[str, Any]:
     common = sorted(set(before.figures) & set(after.figures))
     notes = []
     if only := sorted(set(before.figures) ^ set(after.figures)):
-        notes.append(f"only in one of the two: rank{'s'[: len(only) > 1]} {', '.join(map(str, only))}")
+        notes.append(f"only in one of the two: {ranks_text(only)}")
     stepped = bool(common) and all(t.figures[r].steps > 0 for t in (before, after) for r in common)
     if not stepped:
         notes.append("not both have ProfilerSteps: the windows are compared as they are")
