@@ -1,12 +1,29 @@
-"""Whether a rank called in another order than it ever did before, by its own history."""
+"""The order of a rank's calls: against its own history, and against a peer's that made a call more or fewer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+MAX_SHIFT = 4
+RECENT = 8
+"""A single odd call is believed only where something else went wrong at most this many calls later."""
+
+
+def shifts(mine: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """By how many calls `mine` may be ahead of `theirs` (behind, below 0), and how many then agree: all there are.
+
+    Smaller shifts come first.
+    """
+    for shift in (s for size in range(1, MAX_SHIFT + 1) for s in (size, -size)):
+        ours, others = (mine[shift:], theirs) if shift > 0 else (mine, theirs[-shift:])
+        length = min(len(ours), len(others))
+        if length and np.array_equal(ours[:length], others[:length]):
+            yield shift, length
 
 
 @dataclass(frozen=True)

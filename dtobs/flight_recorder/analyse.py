@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dtobs.calls.order import RECENT
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.flight_recorder.align import Aligned, align
-from dtobs.flight_recorder.callsites import RECENT, Desync, find_desyncs
+from dtobs.flight_recorder.callsites import Desync, find_desyncs
 from dtobs.flight_recorder.disagreements import desync_finding, find_mismatches, mismatch_findings
 from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier, frontiers
 from dtobs.flight_recorder.model import DumpProblem, Dumps

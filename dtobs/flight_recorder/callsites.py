@@ -12,15 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.order import shifts
 from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.model import Dumps
 
-MAX_SHIFT = 4
 MIN_CALLS = 4
 """Calls that have to agree after the shift: fewer could be chance."""
 MIN_DIFFERING = 2
-RECENT = 8
-"""A single odd call is believed only where something else went wrong at most this many calls later."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,10 @@ def _shift(
     if not np.array_equal(seqs, np.arange(seqs[0], seqs[0] + len(seqs))):
         return None  # holes or coalesced calls: positions cannot be compared
     tail, wanted = site[first:], expected[first:]
-    for shift in (s for size in range(1, MAX_SHIFT + 1) for s in (size, -size)):
-        ours = tail[shift:] if shift > 0 else tail[: len(tail) + shift]
-        theirs = wanted[: len(wanted) - shift] if shift > 0 else wanted[-shift:]
-        if not len(ours) or not np.array_equal(ours, theirs):
-            continue
-        proved = len(ours) >= MIN_CALLS and int((tail != wanted).sum()) >= MIN_DIFFERING
-        if len(np.unique(ours)) < 2 and len(ours) < 2 * MIN_CALLS:
+    for shift, agreeing in shifts(tail, wanted):
+        ours = tail[max(shift, 0) :][:agreeing]
+        proved = agreeing >= MIN_CALLS and int((tail != wanted).sum()) >= MIN_DIFFERING
+        if len(np.unique(ours)) < 2 and agreeing < 2 * MIN_CALLS:
             proved = False  # one line only, a few times: no order to recognise
         if not proved and int((site == tail[0]).sum()) > 1:
             return None  # a line of the rank's own that it often calls from
@@ -105,7 +100,7 @@ def _shift(
             shift=shift,
             entry=int(aligned.entry[position]),
             expected_site=int(wanted[0]),
-            agreeing=len(ours),
+            agreeing=agreeing,
             majority=2 * int(peers.sum()) > dumps.groups[group].size,
             proved=proved,
         )

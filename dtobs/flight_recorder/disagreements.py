@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.calls.agree import Disagreement, disagreements
+from dtobs.calls.order import RECENT
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.align import Aligned
-from dtobs.flight_recorder.callsites import RECENT, Desync
+from dtobs.flight_recorder.callsites import Desync
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.wording import Words, named
 from dtobs.words import ranks_text

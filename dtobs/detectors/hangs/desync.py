@@ -12,17 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.order import RECENT, shifts
 from dtobs.detectors.hangs.calls import Calls
 from dtobs.detectors.hangs.mismatch import Mismatch
 
-MAX_SHIFT = 4
 MIN_AGREED = 2
 """Calls before the first difference that have to be of the same step on both ranks."""
 MIN_SHIFTED = 6
 """Calls after it that have to agree once they are shifted, over `MIN_STEPS` steps: fewer may be chance."""
 MIN_STEPS = 3
-RECENT = 8
-"""A mismatch this many calls later, of the same rank, makes up for a short shift."""
 _MAX_TRIES = 64
 """Differences of a group that are looked at: a branch by rank makes one in every step."""
 
@@ -108,13 +106,9 @@ def _shift(
     if len(before[0]) < MIN_AGREED or not np.array_equal(before[0]["step"], before[1]["step"]):
         return None
     mine, theirs = mine[mine["seq"] >= seq], theirs[theirs["seq"] >= seq]
-    for shift in (s for size in range(1, MAX_SHIFT + 1) for s in (size, -size)):
-        ours, others = (mine[shift:], theirs) if shift > 0 else (mine, theirs[-shift:])
-        length = min(len(ours), len(others))
-        ours, others = ours[:length], others[:length]
-        if length < least or (least > 1 and len(np.unique(ours["step"])) < MIN_STEPS):
-            continue
-        if all(np.array_equal(ours[name], others[name]) for name in ("site", "step", "op")):
+    for shift, length in shifts(mine[["site", "step", "op"]], theirs[["site", "step", "op"]]):
+        steps = mine["step"][max(shift, 0) :][:length]
+        if length >= least and (least == 1 or len(np.unique(steps)) >= MIN_STEPS):
             return shift, length
     return None
 
