@@ -28,7 +28,10 @@ def observe(words: Sequence[str], run_dir: Path, timeout: float, *, steps: int =
     shown = textwrap.shorten(shlex.join(words), 160, placeholder=" …")
     print(f"dtobs: running {shown}", file=sys.stderr, flush=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    values = environment(os.environ, run_dir, "run", None) | {"DTOBS_PROBES": "ledger=all", "DTOBS_MONITOR": "0"}
+    values = environment(os.environ, run_dir, "run", None) | {
+        "DTOBS_PROBES": "ledger=all,samples=all",
+        "DTOBS_MONITOR": "0",
+    }
     log = run_dir / "output.log"
     with log.open("wb") as output:
         try:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.peers import data_groups, rows_of
+from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.errors import TargetError
 from dtobs.recording.laws import LEDGER, LOSS_WEIGHTS, Side
 from dtobs.recording.meta import Parameter
@@ -41,7 +42,8 @@ class Job:
     data_ranks: int
     steps: npt.NDArray[np.int64]
     values: dict[str, Floats]
-    inputs: dict[int, tuple[int, ...]]  #: by step: digests of what each data rank read, sorted
+    batches: dict[int, tuple[int, ...]]  #: by step: digests of what each data rank read, sorted
+    samples: dict[int, tuple[int, ...]]  #: by step: digests of all samples that the data ranks read, sorted
     settings: list[tuple[int, dict[str, str]]]  #: (step, fields that changed), of the first rank
     began: dict[str, tuple[Held, int]]  #: by parameter: digest of what it began with
     digests: dict[int, dict[str, tuple[Held, int]]]  #: by step: digest of each parameter after it
@@ -85,7 +87,8 @@ def read_job(view: RunView, name: str) -> Job:
         len(group),
         window.steps,
         values,
-        _inputs(window.steps, records, valid),
+        _batches(window.steps, records, valid),
+        _samples(view, group),
         view.meta(first).settings,
         began,
         digests,
@@ -142,11 +145,24 @@ def _loss_weights(view: RunView, group: list[int], steps: npt.NDArray[np.int64])
     return weights.mean(axis=0), tokens.sum(axis=0)
 
 
-def _inputs(
+def _batches(
     steps: npt.NDArray[np.int64], records: npt.NDArray[np.void], valid: npt.NDArray[np.bool_]
 ) -> dict[int, tuple[int, ...]]:
     whole = valid.all(axis=0) & (records["input_digest"] != 0).all(axis=0)
     return {int(steps[n]): tuple(sorted(records["input_digest"][:, n].tolist())) for n in np.flatnonzero(whole)}
+
+
+def _samples(view: RunView, group: list[int]) -> dict[int, tuple[int, ...]]:
+    """Of the steps in which every data rank wrote down all of its samples."""
+    by_rank = [(stream, dict(stream.batches.tolist())) for stream in streams(view, group)]
+    if len(by_rank) < len(group):
+        return {}
+    found = {}
+    for step in set.intersection(*(set(rows) for _, rows in by_rank)):
+        read = [stream.digests[stream.steps == step].tolist() for stream, _ in by_rank]
+        if [len(part) for part in read] == [rows[step] for _, rows in by_rank]:
+            found[step] = tuple(sorted(digest for part in read for digest in part))
+    return found
 
 
 def _digests(view: RunView) -> dict[int, dict[str, tuple[Held, int]]]:

@@ -7,6 +7,7 @@ be exact (learning rate, tokens, the weight of the losses, settings, samples) ne
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,14 +269,18 @@ def _settings(a: Job, b: Job, steps: list[int]) -> list[Difference]:
 
 
 def _inputs(a: Job, b: Job, steps: list[int]) -> list[Difference]:
-    """Another set of batches in a step, where both cut the data alike."""
-    if a.data_ranks != b.data_ranks:
+    """The first step with other samples. Ranks that share a sample (tensor, context) must be as many in both."""
+    if a.world * b.data_ranks != b.world * a.data_ranks:
         return []
     for step in steps:
-        left, right = a.inputs.get(step), b.inputs.get(step)
+        left, right = a.samples.get(step), b.samples.get(step)
+        unit = "sample"
+        if (not left or not right) and a.data_ranks == b.data_ranks:
+            left, right, unit = a.batches.get(step), b.batches.get(step), "batch"
         if left and right and left != right:
-            said = f"the data ranks read other samples (of {len(left)} batches {len(set(left) & set(right))} are alike)"
-            return [Difference("samples", step, "", "", said)]
+            alike = sum((Counter(left) & Counter(right)).values())
+            of = f"{alike} of the {count(len(right), unit, unit + ('es' if unit == 'batch' else ''))} of B are in A"
+            return [Difference("samples", step, "", "", f"the step reads other samples ({of})")]
     return []
 
 
@@ -339,11 +344,8 @@ def _notes(a: Job, b: Job, steps: list[int]) -> list[str]:
         notes.append(
             f"what the parameters began with is not known of both runs; the first step in common is {steps[0]}"
         )
-    if a.data_ranks != b.data_ranks:
-        notes.append(
-            f"A has {count(a.data_ranks, 'data rank')} and B {b.data_ranks}: their batches are cut differently, so"
-            " which samples they read is not compared"
-        )
+    if not any(step in b.samples for step in a.samples) and a.data_ranks != b.data_ranks:
+        notes.append("samples were not written down in the same steps of both runs, so whether they agree is not known")
     if not any(step in b.gradients for step in a.gradients):
         notes.append("no gradient was looked at in both runs; probes={'ledger': 'all'} looks at all of them")
     return notes

@@ -19,6 +19,7 @@ from torch import nn
 
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import plain_parameters
+from dtobs.probes.modules import around_call, roots, trains
 
 PERIOD = 16
 """Modes, frozen parameters and dropout are read in every such step; hyperparameters in each."""
@@ -43,6 +44,7 @@ class Settings(Probe):
         self._looked = 0
         self._groups: dict[int, tuple[Any, ...]] = {}  # by the optimizer's number
         self._modules: list[weakref.ref[nn.Module]] = []
+        self._autocast = ""
 
     def install(self) -> None:
         """Remember the modules whose behaviour depends on their mode."""
@@ -51,6 +53,16 @@ class Settings(Probe):
         self._modules = (
             [weakref.ref(m) for m in model.modules() if isinstance(m, _BY_MODE)] if model is not None else []
         )
+        self._autocast = ""
+        if model is not None:
+            around_call(self, roots(model)[0], self._begin_forward, _ignore)
+
+    def _begin_forward(self, root: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Autocast is on only while the model runs."""
+        if (self._looked < FIRST_STEPS or self.context.step % PERIOD == 0) and trains(root):
+            device = next((p.device.type for p in root.parameters()), "cpu")
+            on = torch.is_autocast_enabled(device)
+            self._autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else "off"
 
     def before_optimizer(self) -> None:
         """Compare with what was written last; a few µs where nothing changed."""
@@ -67,6 +79,7 @@ class Settings(Probe):
         fields["optimizer shares"] = "" if _trained(context.model) <= context.trained_by() else "a part"
         if often:
             fields |= _model(context.model, self._modules) | _arithmetic()
+            fields |= {"autocast": self._autocast} if self._autocast else {}
         if not self._looked:
             fields |= _process()
         self._groups[number] = groups
@@ -76,6 +89,10 @@ class Settings(Probe):
             self._changes += 1
             self._known |= changed
             context.recorder.meta.add("settings", step=context.step, fields=changed)
+
+
+def _ignore(_: object) -> None:
+    """What the forward returns is nothing to us."""
 
 
 def _scalars(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def train(run_dir: str, fault: str = "") -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     cross_entropy = nn.CrossEntropyLoss(reduction="sum" if fault == "sum of losses" else "mean")
     loss = torch.zeros(())
-    with dtobs.attach(model, optimizer, run_dir=Path(run_dir), probes={"ledger": "all"}) as session:
+    with dtobs.attach(model, optimizer, run_dir=Path(run_dir), probes={"ledger": "all", "samples": "all"}) as session:
         for step in range(STEPS):
             inputs, labels = _batch(step, 2 if fault == "data order" and step >= 8 else 1)
             if fault != "batch":  # a rank takes its part of the step's samples; by mistake each takes all
