@@ -38,6 +38,7 @@ PROBES = (
     Entry("collectives", "collectives:Collectives", ("full", "cheap", OFF), (DISTRIBUTED,)),
     Entry("waits", "waits:Waits", needs=(DISTRIBUTED,)),
     Entry("device times", "device_parts:DevicePartsProbe"),
+    Entry("profiler", "profiler:Profiler"),
     Entry("backward", "backward:Backward"),
     Entry("loader", "loader:Loader"),
     Entry("saves", "saves:Saves"),

@@ -31,6 +31,8 @@ from dtobs.tui.order import MAX_ROWS, Order
 from dtobs.tui.screens import RankScreen, evidence_screen, help_screen, history_screen
 from dtobs.tui.table import RankTable
 
+PROFILED_STEPS = 3
+
 
 class Source(Protocol):
     """What the screen looks at."""
@@ -40,6 +42,9 @@ class Source(Protocol):
 
     def detail(self, rank: int) -> RankDetail | None:
         """One rank as of the last look."""
+
+    def profile(self, steps: int) -> str:
+        """Ask the ranks for a profile; returns what to tell. Raises DtobsError where nobody can be asked."""
 
 
 class TopApp(App[None]):
@@ -55,6 +60,7 @@ class TopApp(App[None]):
         Binding("r", "reverse", "Reverse"),
         Binding("f", "filter", "Suspicious"),
         Binding("h", "history", "History"),
+        Binding("t", "profile", "Trace 3 steps"),
         Binding("question_mark", "help", "Help", key_display="?"),
     ]
 
@@ -191,6 +197,18 @@ class TopApp(App[None]):
         """What was found and cleared again."""
         if self.frame is not None:
             self.push_screen(history_screen(self.frame.history))
+
+    def action_profile(self) -> None:
+        """Ask all ranks for a profile of the next steps."""
+        self._ask_for_profile()
+
+    @work(thread=True)
+    def _ask_for_profile(self) -> None:
+        try:
+            said, severity = self.source.profile(PROFILED_STEPS), "information"
+        except DtobsError as error:
+            said, severity = str(error), "warning"
+        self.call_from_thread(self.notify, said, severity=severity)
 
     def action_help(self) -> None:
         """Keys and words."""

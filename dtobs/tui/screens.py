@@ -41,6 +41,7 @@ HELP = (
     ("s", "sort by the next column; a click on a title sorts by it"),
     ("r", "reverse the order"),
     ("f", "only suspicious ranks, or all"),
+    ("t", "ask the ranks for a profile of three steps; `dtobs trace` reads it"),
     ("h", "what was found and cleared again, and how long it lasted"),
     ("Enter", "details of the rank, or evidence of the finding, under the cursor"),
     ("Tab", "between ranks and findings"),

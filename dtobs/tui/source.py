@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtobs.diagnose.analyse import as_it_ended
-from dtobs.errors import ServiceError, TargetError, opening
+from dtobs.errors import ServiceError, TargetError, UsageError, opening
 from dtobs.nodes.remote import RunCopy, is_address
 from dtobs.recording.journal import Entry, open_entries, read_journal
+from dtobs.recording.profiling import ask
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 from dtobs.tui.detail import RankDetail, rank_detail
@@ -31,6 +32,10 @@ class Source:
         if self._view is None or rank not in self._view.ranks:
             return None
         return rank_detail(self._view, rank)
+
+    def profile(self, steps: int) -> str:
+        """Ask the ranks for a profile; returns what to tell. Raises UsageError where nobody can be asked."""
+        raise UsageError("a monitor cannot be asked for a profile: name the run directory, on its host")
 
     def _show(self, view: RunView, entries: list[Entry]) -> Frame:
         self._view = view
@@ -66,6 +71,12 @@ class DirectorySource(Source):
                     return empty_frame(str(self.root), "empty", "no rank has recorded yet")
             raise
         return self._show(view, read_journal(RunDirectory(self.root).findings))
+
+    def profile(self, steps: int) -> str:
+        """Ask the ranks for a profile; returns what to tell. Raises UsageError where nobody can be asked."""
+        request = ask(load_run(self.root, with_capture=False), steps)
+        where = request.folder(RunDirectory(self.root))
+        return f"steps {request.first} to {request.last} will be profiled: then dtobs trace {where}"
 
 
 class MonitorSource(Source):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from textual.worker import WorkerCancelled
 
+from dtobs.errors import UsageError
 from dtobs.findings import Finding
 from dtobs.host.process import ProcessState
 from dtobs.recording.journal import Entry, open_entries, read_journal
@@ -131,6 +132,12 @@ class FakeSource:
     def detail(self, rank: int) -> RankDetail | None:
         """One rank of the last look."""
         return rank_detail(self._view, rank) if self._view is not None else None
+
+    def profile(self, steps: int) -> str:
+        """Nobody is asked."""
+        if not self.run.live:
+            raise UsageError("the run has ended")
+        return f"{steps} steps will be profiled"
 
 
 async def draw(size: tuple[int, int] = (138, 28), *keys: str) -> str:

@@ -166,6 +166,19 @@ async def test_evidence_and_help(tmp_path: Path) -> None:
         await pilot.press("escape")
 
 
+async def test_a_key_asks_for_a_profile_and_tells(tmp_path: Path) -> None:
+    source = scene(tmp_path)
+    async with screen(source) as (app, pilot):
+        source.run.live = True
+        await pilot.press("t")
+        await settle(app, pilot.pause)
+        source.run.live = False
+        await pilot.press("t")
+        await settle(app, pilot.pause)
+        told = {note.message: note.severity for note in app._notifications}
+        assert told == {"3 steps will be profiled": "information", "the run has ended": "warning"}
+
+
 async def test_findings_come_and_go_and_the_highlight_stays(tmp_path: Path) -> None:
     source = scene(tmp_path)
     journal = source.run.directory.findings
