@@ -3,11 +3,15 @@
 The counts are of launches on the host, sampled while ranks run: two samples in which nothing moved make a hang, one
 sample makes a possible one. The majority may be the one that waits, and RAS lists the rarer side, which may be ahead
 (nccl#1911): those with the *lowest* count are behind, however many they are. "OK" says only that counts agree.
+
+RAS numbers the ranks of each communicator from 0: those of a part of the job are found in its largest communicator by
+host, process and device. Who is behind in one communicator and ahead in another waits there, and is not the cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtobs.calls.agree import judge as judge_ways
@@ -27,11 +31,16 @@ def judge(samples: Sequence[Sample]) -> tuple[list[Finding], list[str]]:
         ranks = tuple(sorted(gone))
         text = f"RAS cannot reach {', '.join(dead[:4]) if dead else ranks_text(ranks)} any more"
         return [Finding("rank-dead", text, ranks, Confidence.LIKELY, evidence=_where(samples))], []
+    lags = []
     for name in sorted({name for sample in samples for name in sample.communicators}):
         seen = [sample.communicators[name] for sample in samples if name in sample.communicators]
-        found = _mixed(seen, samples) or _lag(seen, samples)
-        if found is not None:
-            return [found], _notes(samples)
+        mixed = _mixed(seen, samples)
+        if mixed is not None:
+            return [_in_job(mixed, seen[-1], samples)], _notes(samples)
+        if (lag := _lag(seen)) is not None:
+            lags.append(lag)
+    if lags:
+        return [_cause(lags, samples)], _notes(samples)
     if len(samples) > 1 and (still := _still(samples)) is not None:
         return [still], _notes(samples)
     return [], _notes(samples)
@@ -58,42 +67,118 @@ def _mixed(seen: Sequence[Communicator], samples: Sequence[Sample]) -> Finding |
     return Finding("collective-mismatch", text, found.odd, confidence, group=last.name, evidence=_where(samples))
 
 
-def _lag(seen: Sequence[Communicator], samples: Sequence[Sample]) -> Finding | None:
-    """Ranks of one communicator that stay behind in an operation."""
+@dataclass(frozen=True)
+class _Lag:
+    """Ranks of one communicator that stay behind in an operation; ranks as the communicator numbers them."""
+
+    communicator: Communicator
+    operation: str
+    low: int
+    high: int
+    behind: tuple[int, ...]
+    ahead: tuple[int, ...]
+    unnamed: int  #: how many stay behind that RAS does not name
+    samples: int
+
+    def job_ranks(
+        self, ranks: Sequence[int], places: Mapping[tuple[str, int, int], int], world: int
+    ) -> set[int] | None:
+        """The ranks as the whole job numbers them; None where nothing tells."""
+        if not self.communicator.size or self.communicator.size >= world:
+            return set(ranks)
+        own = self.communicator.places
+        if any(rank not in own or own[rank] not in places for rank in ranks):
+            return None
+        return {places[own[rank]] for rank in ranks}
+
+
+def _lag(seen: Sequence[Communicator]) -> _Lag | None:
     last = seen[-1]
     for operation in sorted((last.counts.keys() | last.crowds.keys()) - _POINT_TO_POINT):
         tops = [communicator.tops(operation) for communicator in seen]
-        if any(len(one) < 2 for one in tops):
-            continue
-        moved = any(one != tops[0] for one in tops)
-        if moved:
+        if any(len(one) < 2 for one in tops) or any(one != tops[0] for one in tops):
             continue
         low, high = min(tops[-1]), max(tops[-1])
-        behind = tuple(sorted(rank for rank, value in last.counts.get(operation, {}).items() if value < high))
-        ahead = tuple(sorted(rank for rank, value in last.counts.get(operation, {}).items() if value == high))
+        counts = last.counts.get(operation, {})
+        behind = tuple(sorted(rank for rank, value in counts.items() if value < high))
+        ahead = tuple(sorted(rank for rank, value in counts.items() if value == high))
         unnamed = last.crowds.get(operation, {}).get(low, 0)
-        return _finding(last, operation, (low, high), behind, ahead, unnamed, len(seen), samples)
+        return _Lag(last, operation, low, high, behind, ahead, unnamed, len(seen))
     return None
 
 
-def _finding(
-    last: Communicator, operation: str, counts: tuple[int, int], behind: tuple[int, ...], ahead: tuple[int, ...],
-    unnamed: int, number: int, samples: Sequence[Sample],
-) -> Finding:  # fmt: skip
-    low, high = counts
-    once = "" if number > 1 else "; one sample cannot tell a lag from a hang, take a second one"
-    confidence = Confidence.LIKELY if number > 1 else Confidence.POSSIBLE
+def _job_places(samples: Sequence[Sample]) -> tuple[int, dict[tuple[str, int, int], int]]:
+    """The size of the job, and the rank of each place by its largest communicator."""
+    world = max(sample.world for sample in samples)
+    largest = max(samples[-1].communicators.values(), key=lambda c: c.size, default=None)
+    return world, {place: rank for rank, place in largest.places.items()} if largest is not None else {}
+
+
+def _in_job(found: Finding, communicator: Communicator, samples: Sequence[Sample]) -> Finding:
+    """A finding with the ranks of the whole job in place of those of a part of it; with none where nothing tells."""
+    world, places = _job_places(samples)
+    if not communicator.size or communicator.size >= world:
+        return found
+    known = [places.get(communicator.places.get(rank, ("", -1, -1)), -1) for rank in found.ranks]
+    return replace(found, ranks=tuple(sorted(known)) if known and min(known) >= 0 else ())
+
+
+def _sends(communicator: Communicator, rank: int) -> bool:
+    """Whether a rank sends or receives messages in a communicator: then it may wait in one."""
+    return any(communicator.counts.get(operation, {}).get(rank) for operation in _POINT_TO_POINT)
+
+
+def _cause(lags: Sequence[_Lag], samples: Sequence[Sample]) -> Finding:
+    """Of several communicators in which ranks stay behind, the one that holds up the others."""
+    world, places = _job_places(samples)
+    if len(lags) == 1:
+        return _finding(lags[0], lags[0].job_ranks(lags[0].behind, places, world), samples)
+    behind = [lag.job_ranks(lag.behind, places, world) for lag in lags]
+    ahead = [lag.job_ranks(lag.ahead, places, world) for lag in lags]
+    names = ", ".join(f"{lag.communicator.name} ({lag.operation})" for lag in lags[:4])
+    if any(ranks is None for ranks in (*behind, *ahead)) or any(lag.unnamed for lag in lags):
+        text = f"ranks stay behind in {count(len(lags), 'communicator')}, and RAS does not tell which of them: {names}"
+        return Finding("rank-not-joined", text, (), Confidence.POSSIBLE, evidence=_where(samples))
+    waits = set[int]().union(*(ranks for ranks in ahead if ranks is not None))
+    free = [(lag, (ranks or set()) - waits) for lag, ranks in zip(lags, behind, strict=True)]
+    roots = [(lag, ranks) for lag, ranks in free if ranks]
+    if not roots:
+        text = f"ranks stay behind in one communicator and wait in another: {names}"
+        return Finding("group-deadlock", text, (), Confidence.POSSIBLE, evidence=_where(samples))
+    lag, ranks = min(roots, key=lambda one: (len(one[1]), one[0].communicator.size))
+    return _unless_in_message(_finding(lag, ranks, samples, sure=len(ranks) == 1), samples)
+
+
+def _unless_in_message(found: Finding, samples: Sequence[Sample]) -> Finding:
+    """Who is behind in several communicators and exchanges messages may wait for one: then RAS accuses nobody."""
+    _, places = _job_places(samples)
+    for communicator in samples[-1].communicators.values():
+        for rank, place in communicator.places.items():
+            if places.get(place) in found.ranks and _sends(communicator, rank):
+                text = f"{found.summary}; they may wait for a message, which RAS does not tell"
+                return replace(found, summary=text, ranks=(), confidence=Confidence.POSSIBLE)
+    return found
+
+
+def _finding(lag: _Lag, ranks: set[int] | None, samples: Sequence[Sample], *, sure: bool = True) -> Finding:
+    """`ranks` are those behind as the job numbers them, None where only the communicator's own numbers are known."""
+    last, operation, low, high = lag.communicator, lag.operation, lag.low, lag.high
+    once = "" if lag.samples > 1 else "; one sample cannot tell a lag from a hang, take a second one"
+    confidence = Confidence.LIKELY if lag.samples > 1 and sure else Confidence.POSSIBLE
     where = f"communicator {last.name} of {count(last.size, 'rank')}" if last.size else f"communicator {last.name}"
-    if behind and not unnamed:
-        text = f"{ranks_do(behind, 'are')} at {operation} #{low} in {where} while the others launched #{high}{once}"
-        return Finding("rank-not-joined", text, behind, confidence, group=last.name, evidence=_where(samples))
-    others = f"{count(unnamed, 'rank')} that RAS does not name" if unnamed else "the others"
-    text = (
-        f"{others} stay at {operation} #{low} in {where}; {ranks_do(ahead, 'are')} ahead at #{high}, not behind{once}"
-    )
-    everybody = range(last.size) if last.size and unnamed == last.size - len(ahead) - len(behind) else ()
-    ranks = tuple(rank for rank in everybody if rank not in ahead) or behind
-    return Finding("rank-not-joined", text, ranks, Confidence.POSSIBLE, group=last.name, evidence=_where(samples))
+    if lag.behind and not lag.unnamed:
+        who = ranks_do(lag.behind if ranks is None else ranks, "are")
+        own = " by its own numbers" if ranks is None else ""
+        text = f"{who} at {operation} #{low} in {where}{own} while the others launched #{high}{once}"
+        named = tuple(sorted(ranks or ()))
+        return Finding("rank-not-joined", text, named, confidence, group=last.name, evidence=_where(samples))
+    others = f"{count(lag.unnamed, 'rank')} that RAS does not name" if lag.unnamed else "the others"
+    ahead = ranks_do(lag.ahead, "are")
+    text = f"{others} stay at {operation} #{low} in {where}; {ahead} ahead at #{high}, not behind{once}"
+    rest = last.size - len(lag.ahead) - len(lag.behind)
+    everybody = range(last.size) if last.size and lag.unnamed == rest and ranks is not None else ()
+    named = tuple(rank for rank in everybody if rank not in lag.ahead) or tuple(sorted(ranks or ()))
+    return Finding("rank-not-joined", text, named, Confidence.POSSIBLE, group=last.name, evidence=_where(samples))
 
 
 def _still(samples: Sequence[Sample]) -> Finding | None:

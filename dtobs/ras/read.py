@@ -36,6 +36,7 @@ class Communicator:
     missing: dict[int, bool] = field(default_factory=dict)  #: rank → considered dead
     errors: dict[int, int] = field(default_factory=dict)  #: rank → its asynchronous error
     hosts: dict[int, str] = field(default_factory=dict)
+    places: dict[int, tuple[str, int, int]] = field(default_factory=dict)  #: rank → host, process and device
 
     def tops(self, operation: str) -> dict[int, int]:
         """How many ranks have each count."""
@@ -120,6 +121,9 @@ def _sample_of(value: dict[str, Any], where: str) -> Sample:
             if isinstance(status, dict) and _whole(status.get("async_error")) not in (0, 7):
                 communicator.errors[number] = _whole(status.get("async_error"))
             communicator.hosts[number] = str(rank.get("host", ""))[:80]
+            if "pid" in rank:
+                place = communicator.hosts[number], _whole(rank["pid"]), _whole(rank.get("cuda_dev"))
+                communicator.places[number] = place
             counts = rank.get("collective_counts")
             for operation, count in counts.items() if isinstance(counts, dict) else ():
                 communicator.counts.setdefault(str(operation)[:40], {})[number] = _whole(count)

@@ -91,18 +91,17 @@ def _different_calls(waiting: Stood, seen: dict[int, RankStack], *, live: bool, 
         text = f"{ranks_do(waiting, 'are')} all {next(iter(waiting.values())).words()}, and nothing moves"
         return Finding("network-stalled", text, (), Confidence.POSSIBLE, evidence=_records(waiting, seen, waiting))
     sizes = sorted(crowds.values(), key=lambda ranks: (-len(ranks), ranks))
-    odd = tuple(sorted(r for ranks in sizes[1:] for r in ranks)) if 2 * len(sizes[0]) > len(waiting) else ()
-    ranks = odd or tuple(sorted(waiting))
     calls = {call for doing, call, _ in crowds if doing in (Doing.COLLECTIVE, Doing.MESSAGE)}
+    # A stack does not tell the group of a call: of more than two ranks the few may be right, and wait for one of many.
+    ranks = tuple(sorted(waiting)) if len(waiting) == 2 and all_seen else ()
     if all(doing is Doing.MESSAGE for doing, _, _ in crowds):
-        code, confidence = "p2p-unmatched", Confidence.POSSIBLE
+        code = "p2p-unmatched"
     else:
-        # The calls of different groups look the same in a stack: only two ranks can be sure to be in one group.
         code = "collective-mismatch" if len(calls) > 1 or len({d for d, _, _ in crowds}) > 1 else "call-site-mismatch"
-        certain = live and all_seen and len(crowds) == 2 and code == "collective-mismatch" and len(calls) > 1
-        confidence = Confidence.LIKELY if certain else Confidence.POSSIBLE
+    sure = live and ranks and code == "collective-mismatch" and len(calls) > 1
     places = "; ".join(f"{ranks_text(r)} {waiting[r[0]].words()}" for r in sizes[:_SHOWN])
     text = f"ranks wait in different calls: {places}"
+    confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
     return Finding(code, text, ranks, confidence, evidence=_records([r[0] for r in sizes], seen, waiting))
 
 

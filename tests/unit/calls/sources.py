@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from dtobs.diagnose import diagnose_logs
 from dtobs.findings import Finding
+from dtobs.host.stacks import Frame
 from dtobs.ras import judge, read_samples
-from dtobs.testing.layout import step_of
+from dtobs.stacks import RankStack
+from dtobs.stacks import judge as judge_stacks
+from dtobs.testing.layout import PIPE, step_of
 from dtobs.testing.simulate import Issued, simulate
 from dtobs.testing.synthetic_dumps import Job
 from tests.unit.logs.generator import dump_signal, status, steps, work, write
@@ -60,29 +65,72 @@ def from_console(job: Job, folder: Path) -> Finding | None:
 
 
 def from_ras(job: Job, folder: Path, samples: int = 2) -> Finding | None:
-    """What RAS counts: launches of each operation by each rank of a communicator. A job that stands still, twice."""
+    """What RAS counts: launches of each operation by each rank of a communicator. A job with a fault stands still."""
+    folder.mkdir(parents=True)
+    for number in range(samples):
+        now = job if job.faults else replace(job, steps=job.steps + number)
+        (folder / f"sample{number}.json").write_text(json.dumps(_ras_answer(now)))
+    findings, _ = judge(read_samples(folder))
+    return next(iter(findings), None)
+
+
+def _ras_answer(job: Job) -> dict[str, Any]:
     layout = job.layout
     counts: dict[str, dict[int, Counter[str]]] = {}
+    pids: dict[str, dict[int, int]] = {}
     for rank, by_axis in enumerate(collectives(job)):
         for axis, calls in by_axis.items():
             place = layout.members(rank, axis).index(rank)
             launched = Counter(_IN_RAS[one.call.operation] for one in calls)
             counts.setdefault(layout.group_name(rank, axis), {})[place] = launched
-    answer = {
+            pids.setdefault(layout.group_name(rank, axis), {})[place] = 1000 + rank
+        if layout.pp > 1:
+            name, place = layout.group_name(rank, PIPE), layout.members(rank, PIPE).index(rank)
+            counts.setdefault(name, {})[place] = Counter({"Send": job.steps, "Recv": job.steps})
+            pids.setdefault(name, {})[place] = 1000 + rank
+    return {
         "nccl_version": "2.28.7",
         "communicators": [
             {
                 "hash": f"0x{int(name):x}",
                 "size": len(ranks),
                 "missing_ranks": [],
-                "ranks": [{"rank": place, "collective_counts": dict(launched)} for place, launched in ranks.items()],
+                "ranks": [
+                    {
+                        "rank": place,
+                        "host": "a",
+                        "pid": pids[name][place],
+                        "cuda_dev": 0,
+                        "collective_counts": dict(made),
+                    }
+                    for place, made in ranks.items()
+                ],
             }
             for name, ranks in counts.items()
         ],
         "ras": {},
     }
-    folder.mkdir(parents=True)
-    for number in range(samples):
-        (folder / f"sample{number}.json").write_text(json.dumps(answer))
-    findings, _ = judge(read_samples(folder))
+
+
+def from_stacks(job: Job, folder: Path, *, still: bool | None = True) -> Finding | None:
+    """What the Python stacks of all ranks show: the line each is at, and nothing of groups, sizes or numbers."""
+    library = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    stacks = []
+    for rank, issued in enumerate(simulate(job.layout, job.faults, job.simulated_steps, job.run_ahead).issued):
+        blocked = next((made.call for made in issued if made.state != "completed"), None)
+        if blocked is None:
+            frames = (Frame("/home/me/train.py", 99, "elsewhere"),)
+            done = job.fault is None or len(issued) == len(_program(job, rank))
+            if done:
+                continue  # it did all of its steps and ended
+        else:
+            file, line, name = blocked.site.split(":")
+            frames = (Frame(library, 2000, blocked.operation), Frame(f"/home/me/{file}", int(line), name))
+        stacks.append(RankStack(rank, frames, still=still))
+    findings, _ = judge_stacks(stacks, job.layout.world_size)
     return next(iter(findings), None)
+
+
+def _program(job: Job, rank: int) -> list[Issued]:
+    """What a rank would issue if nothing were wrong."""
+    return simulate(job.layout, (), job.simulated_steps, job.run_ahead).issued[rank]
