@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dtobs.diagnose.combine import Told, combine
 from dtobs.diagnose.dumps import OURS, diagnosis_of
 from dtobs.diagnose.logs import diagnosis_of_logs
 from dtobs.diagnose.model import Diagnosis, RankStatus
-from dtobs.errors import DtobsError, TargetError, opening
-from dtobs.flight_recorder import load_dumps, looks_like_dump
+from dtobs.errors import DtobsError, DumpError, TargetError, opening
+from dtobs.flight_recorder import dumps_from_objects, load_dumps, looks_like_dump
+from dtobs.flight_recorder.clog import looks_like_clog, read_clog
 from dtobs.flight_recorder.names import find_dumps
 from dtobs.logs import LogFile, analyse_logs, looks_like_log
 from dtobs.logs.outside import holds_outside, read_outside
@@ -36,6 +38,7 @@ class Sorted:
     """Files by what they hold. A console log that holds stacks is in both lists."""
 
     dumps: list[Path] = field(default_factory=list)  #: folders
+    clogs: list[Path] = field(default_factory=list)
     logs: list[Path] = field(default_factory=list)
     stacks: list[Path] = field(default_factory=list)
     ras: list[Path] = field(default_factory=list)
@@ -47,7 +50,7 @@ def holds_evidence(path: Path) -> bool:
     if not path.is_dir() or any((path / name).exists() for name in OURS):
         return False
     found = sort_files([path])
-    return any((found.dumps, found.logs, found.stacks, found.ras, found.outside))
+    return any((found.dumps, found.clogs, found.logs, found.stacks, found.ras, found.outside))
 
 
 def sort_files(targets: Iterable[Path]) -> Sorted:
@@ -70,7 +73,9 @@ def sort_files(targets: Iterable[Path]) -> Sorted:
 
 
 def _sort(path: Path, found: Sorted, *, named: bool) -> None:
-    if looks_like_ras(path):
+    if looks_like_clog(path):
+        found.clogs.append(path)
+    elif looks_like_ras(path):
         found.ras.append(path)
     elif holds_outside(path):
         found.outside.append(path)
@@ -89,7 +94,7 @@ def diagnose_folder(*targets: Path) -> Diagnosis:
             target.stat()
     found = sort_files(targets)
     name = ", ".join(map(str, targets))
-    parts = [*_dumps(found, name), *_logs(found, name), *_stacks(found, name), *_ras(found, name)]
+    parts = [*_dumps(found, name), *_clogs(found, name), *_logs(found, name), *_stacks(found, name), *_ras(found, name)]
     if found.outside:
         findings, notes = read_outside(found.outside)
         parts.append(("the scheduler", Diagnosis(name, 0, None, tuple(findings), notes=tuple(notes))))
@@ -139,6 +144,26 @@ def _dumps(found: Sorted, name: str) -> list[tuple[str, Diagnosis]]:
     if problems and not said and not (found.logs or found.stacks or found.ras or found.outside):
         raise problems[0]
     return said
+
+
+def _clogs(found: Sorted, name: str) -> list[tuple[str, Diagnosis]]:
+    """What torchcomms' logs of collectives say, one file a rank."""
+    objects: dict[int, Any] = {}
+    problems: list[DumpError] = []
+    for path in found.clogs:
+        try:
+            rank, dump = read_clog(path)
+        except DumpError as error:
+            problems.append(error)
+        else:
+            objects.setdefault(rank, dump)
+    if not objects:
+        if problems and not (found.dumps or found.logs or found.stacks or found.ras or found.outside):
+            raise TargetError(str(problems[0])) from problems[0]
+        return []
+    said = diagnosis_of(name, dumps_from_objects(objects))
+    notes = (*said.notes, *(f"not used: {error}" for error in problems[:4]))
+    return [("the clog", replace(said, notes=notes))]
 
 
 def _logs(found: Sorted, name: str) -> list[tuple[str, Diagnosis]]:
