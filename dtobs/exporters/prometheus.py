@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _PLACE = "@rank@"
 """Stands for the rank in the line that is repeated."""
+FEW = 32
+"""So many lines may be repeated: one for each part of a step, for example."""
 
 
 class RunCollector:
@@ -38,8 +40,8 @@ class RunCollector:
 def exposition(look: Look) -> bytes:
     """The text format. Raises DependencyMissing without prometheus_client.
 
-    Of a metric with a value a rank, prometheus_client writes the first sample, and the others repeat its line with
-    their rank and value: at 1,024 ranks that is a third of the time.
+    Of a metric with values of many ranks, prometheus_client writes the first sample, and the others repeat its line
+    with their rank and value: at 1,024 ranks that is a third of the time.
     """
     try:
         import prometheus_client.utils  # noqa: F401
@@ -48,8 +50,9 @@ def exposition(look: Look) -> bytes:
         raise DependencyMissing("prometheus-client", "prometheus") from None
     parts: list[bytes] = []
     for metric in TABLE:
-        if metric.labels == RANK and metric.source is not None:
-            parts.append(_per_rank(metric, list(metric.source(look)), look.run))
+        samples = list(metric.source(look)) if metric.labels[:1] == RANK and metric.source is not None else []
+        if 0 < len({labels[1:] for labels, _ in samples}) <= FEW:
+            parts.append(_per_rank(metric, samples, look.run))
         elif (family := _family(metric, look)).samples:
             parts.append(generate_latest(_Families([family])))
     return b"".join(parts)
@@ -69,15 +72,22 @@ def _per_rank(metric: Metric, samples: list[Sample], run: str) -> bytes:
     from prometheus_client import utils
     from prometheus_client.exposition import generate_latest
 
-    if not samples:
-        return b""
     written: Callable[[float], str] = utils.floatToGoString
-    family = _empty(metric)
-    family.add_metric([run, _PLACE], 0.0)
-    head, _, line = generate_latest(_Families([family])).decode().rstrip("\n").rpartition("\n")
-    before, _, after = line.rpartition(_PLACE)
-    after = after.removesuffix("0.0")
-    lines = [f"{before}{rank}{after}{written(value)}\n" for (rank,), value in samples]
+    head, around = (
+        "",
+        dict[tuple[str, ...], tuple[str, str]](),
+    )  # by the labels after the rank: what stands before and after it in the line
+    lines: list[str] = []
+    for (rank, *others), value in samples:
+        rest = tuple(others)
+        if rest not in around:
+            family = _empty(metric)
+            family.add_metric([run, _PLACE, *rest], 0.0)
+            head, _, line = generate_latest(_Families([family])).decode().rstrip("\n").rpartition("\n")
+            before, _, after = line.partition(f'rank="{_PLACE}"')  # no label's value has such quotes
+            around[rest] = f'{before}rank="', f'"{after.removesuffix("0.0")}'
+        before, after = around[rest]
+        lines.append(f"{before}{rank}{after}{written(value)}\n")
     return f"{head}\n{''.join(lines)}".encode()
 
 

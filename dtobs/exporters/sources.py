@@ -149,8 +149,8 @@ def noise_scale(look: Look) -> Iterator[Sample]:
     if not look.leads:
         return
     view = look.view
-    said = [set(view.meta(rank).layout.get("data_ranks") or ()) for rank in view.ranks]
-    peers = max(said, key=len, default=set())
+    said = [view.meta(rank).layout.get("data_ranks") or () for rank in view.ranks]
+    peers = set(max(said, key=len, default=()))
     rows = [row for row, rank in enumerate(view.ranks) if rank in peers]
     if len(rows) < 2 or len(rows) < len(peers):
         return

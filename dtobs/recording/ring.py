@@ -15,6 +15,7 @@ import os
 import re
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -201,6 +202,12 @@ def adapt(path: Path, records: npt.NDArray[np.void], expected: np.dtype[np.void]
         elif name in _NOT_MEASURED:
             adapted[name] = _NOT_MEASURED[name]
     return adapted
+
+
+def joined(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
+    """Records of one type in a row. Given them as they are, `np.concatenate` compares their types field by field."""
+    raw = np.concatenate([np.ascontiguousarray(part).view(f"V{part.itemsize}") for part in parts])
+    return raw.view(parts[0].dtype)
 
 
 def whole_records(

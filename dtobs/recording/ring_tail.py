@@ -15,9 +15,10 @@ _AHEAD = 64
 """Slots read beyond the newest record found: the writer goes on while we look."""
 
 
-def read_tail(path: Path, last: int) -> npt.NDArray[np.void]:
+def read_tail(path: Path, last: int, after: int = 0) -> npt.NDArray[np.void]:
     """The newest `last` whole records, oldest first: what ``read_ring(path)[-last:]`` gives.
 
+    Where the newest is known to be the `after`-th or one not much newer, the search for it is short.
     Raises RecordingError when the head of the file is not that of a ring of ours.
     """
     if last <= 0:
@@ -25,7 +26,7 @@ def read_tail(path: Path, last: int) -> npt.NDArray[np.void]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = _tail(path, fd, last)
+            found = _tail(path, fd, last, after)
         finally:
             os.close(fd)
     except OSError as error:
@@ -33,7 +34,7 @@ def read_tail(path: Path, last: int) -> npt.NDArray[np.void]:
     return read_ring(path)[-last:] if found is None else found
 
 
-def _tail(path: Path, fd: int, last: int) -> npt.NDArray[np.void] | None:
+def _tail(path: Path, fd: int, last: int, after: int) -> npt.NDArray[np.void] | None:
     """None where only the whole ring can tell: it is small, empty, cut, damaged, or the writer overtook us."""
     dtype, capacity = parse_head(path, os.pread(fd, HEADER_BYTES, 0))
     size, count = dtype.itemsize, last + 2 * _AHEAD
@@ -48,10 +49,13 @@ def _tail(path: Path, fd: int, last: int) -> npt.NDArray[np.void] | None:
     first = stamp(0)
     if not first:
         return None
-    low, high = (
-        0,
-        capacity - 1,
-    )  # the newest is the last place whose record is not older than the one in place 0
+    # The newest is the last place whose record is not older than the one in place 0.
+    low, high = 0, capacity - 1
+    if first <= after and (after - 1) % capacity == after - first and stamp(after - first) == after:
+        low, step = after - first, 1
+        while low + step < capacity and stamp(low + step) >= first:
+            low, step = low + step, 2 * step
+        high = min(high, low + step - 1)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if stamp(middle) >= first else (low, middle - 1)

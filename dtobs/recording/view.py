@@ -28,7 +28,7 @@ from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
 from dtobs.recording.rank import TAIL_EVENTS, OpenWait, Rank, open_wait
-from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, read_ring
+from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, joined, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.shared_files import SharedFile, read_shared_files
@@ -214,8 +214,8 @@ class RunView:
 
     def recent_steps(self, rank: int, last: int) -> npt.NDArray[np.void]:
         """The newest `last` of `rank_steps`, without reading the rest."""
-        if rank in self._steps:
-            return self._steps[rank][-last:]
+        if rank in self._steps or rank in self._kept_steps:
+            return self.rank_steps(rank)[-last:]
         path = RunDirectory(self.root).steps(rank, self._attempt(rank))
         return shift(self._ring(path, STEP_DTYPE, last), self._clock.get(rank, 0))
 
@@ -265,18 +265,23 @@ class RunView:
         before, clock = kept.pop(rank, None), self._clock.get(rank, 0)
         fresh, capacity = _FRESH[dtype]
         if before is not None and len(before):
-            tail = shift(self._ring(path, dtype, fresh), clock)
+            tail = shift(self._ring(path, dtype, fresh, int(before["stamp"][-1])), clock)
+            if len(tail) and tail["stamp"][0] == 1:
+                return tail  # it is all there is
             # The newest that were there before may have been amended since.
             if len(tail) and int(tail["stamp"][0]) + _AMENDED <= int(before["stamp"][-1]) <= int(tail["stamp"][-1]):
-                return np.concatenate([before[before["stamp"] < tail["stamp"][0]], tail])[-capacity:]
+                known = int(np.searchsorted(before["stamp"], tail["stamp"][0]))
+                return joined([before[:known], tail])[-capacity:]
         return shift(self._ring(path, dtype), clock)
 
-    def _ring(self, path: Path, expected: np.dtype[np.void] | None, last: int | None = None) -> npt.NDArray[np.void]:
+    def _ring(
+        self, path: Path, expected: np.dtype[np.void] | None, last: int | None = None, after: int = 0
+    ) -> npt.NDArray[np.void]:
         empty = np.zeros(0, expected if expected is not None else [("step", "<i8")])
         if not path.exists():
             return empty
         try:
-            records = read_ring(path) if last is None else read_tail(path, last)
+            records = read_ring(path) if last is None else read_tail(path, last, after)
             return records if expected is None else adapt(path, records, expected)
         except RecordingError as error:
             if str(error) not in self.damaged:
@@ -315,7 +320,7 @@ def load_run(
         damaged += [f"{run.pages(node)}: the page of local rank {slot} is broken" for slot in reader.torn]
     if not run.nodes() and not run.run_json.exists():
         raise TargetError(f"{root} is not a run directory of dtobs: it holds neither run.json nor nodes/")
-    pages = np.concatenate(parts) if parts else np.zeros(0, PAGE_DTYPE)
+    pages = joined(parts) if parts else np.zeros(0, PAGE_DTYPE)
     if len(pages):
         pages = pages[pages["attempt"] == pages["attempt"].max()]
         pages = pages[np.lexsort((-pages["heartbeat_ns"], pages["rank"]))]
@@ -474,7 +479,8 @@ def _align(histories: list[npt.NDArray[np.void]], last: int) -> StepWindow:
     every = [h["step"] for h in histories if len(h)]
     steps = np.unique(np.concatenate(every))[-last:] if every else np.zeros(0, np.int64)
     if every and len(every) == len(histories) and all(np.array_equal(taken[-last:], steps) for taken in every):
-        return StepWindow(steps, np.stack([h[-last:] for h in histories]), np.ones((len(histories), len(steps)), bool))
+        shape = (len(histories), len(steps))
+        return StepWindow(steps, joined([h[-last:] for h in histories]).reshape(shape), np.ones(shape, bool))
     records = np.zeros((len(histories), len(steps)), STEP_DTYPE)
     valid = np.zeros((len(histories), len(steps)), bool)
     for row, history in enumerate(histories):

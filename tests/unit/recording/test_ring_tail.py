@@ -26,10 +26,10 @@ def ring(path: Path, count: int, capacity: int = CAPACITY) -> Path:
     return path
 
 
-@given(count=st.integers(0, 5 * CAPACITY), last=st.integers(1, 80))
-def test_same_as_the_end(tmp_path_factory: pytest.TempPathFactory, count: int, last: int) -> None:
+@given(count=st.integers(0, 5 * CAPACITY), last=st.integers(1, 80), newer=st.integers(-5, 2 * CAPACITY))
+def test_same_as_the_end(tmp_path_factory: pytest.TempPathFactory, count: int, last: int, newer: int) -> None:
     path = ring(tmp_path_factory.mktemp("tail") / "x.ring", count)
-    tail = read_tail(path, last)
+    tail = read_tail(path, last, max(0, count - newer))
     assert tail["seq"].tolist() == list(range(max(1, count - min(last, CAPACITY) + 1), count + 1))
     assert (tail == read_ring(path)[-last:]).all()
 
