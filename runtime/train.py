@@ -7,11 +7,15 @@ This is the one file of the package that knows dtobs; DTOBS_DISABLE=1 or an abse
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+if __name__ == "__main__":  # torch takes seconds to import: Ctrl-C meanwhile needs no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,4 +125,5 @@ def watch(session: Session, trainer: Trainer) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     world.exit_now(main())

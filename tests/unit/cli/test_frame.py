@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dtobs import __version__, cli
-from dtobs.findings import Finding
+from dtobs.cli import main
+from dtobs.findings import Finding, exit_code
 
 COMMAND = '''
 """Does a thing.
@@ -112,4 +114,17 @@ def test_python_m_dtobs():
 def test_exit_code_follows_the_worst_finding():
     warning = Finding("straggler", "slow")
     critical = Finding("rank-dead", "dead")
-    assert [cli.exit_code(f) for f in ([], [warning], [warning, critical])] == [0, 3, 4]
+    assert [exit_code(f) for f in ([], [warning], [warning, critical])] == [0, 3, 4]
+
+
+def test_a_misspelled_option_is_answered_with_the_one_it_looks_like(capsys):
+    assert main(["do-it", "--nwo"]) == 2
+    assert "unrecognized arguments: --nwo; did you mean '--now'?" in capsys.readouterr().err
+    assert main(["do-it", "--frobnicate"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_a_terminal_that_does_not_speak_utf8_gets_question_marks():
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "dtobs", "--help"], env=environment, capture_output=True, check=False)
+    assert (done.returncode, b"COMMAND ?" in done.stdout, done.stderr) == (0, True, b"")
