@@ -158,6 +158,7 @@ def _row(status: RankStatus, accused: bool) -> str:
     cells = [status.host, "", status.phase, status.last_collective, status.site]
     texts = [f"<td>{escape(cell)}</td>" for cell in cells]
     texts[1] = f'<td class="number">{"" if status.step is None else status.step}</td>'
+    texts[2] = f'<td class="word">{escape(status.phase)}</td>'
     mark = ' class="accused"' if accused else ""
     return f'<tr{mark}><td class="number">{status.rank}</td><td>{escape(state)}</td>{"".join(texts)}</tr>'
 

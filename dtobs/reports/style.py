@@ -19,7 +19,7 @@ th { white-space: nowrap; }
 th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   overflow-wrap: anywhere; }
 td.number, th.number { text-align: right; white-space: nowrap; overflow-wrap: normal; }
-tr.accused td { font-weight: 700; }
+td.word { overflow-wrap: break-word; } tr.accused td { font-weight: 700; }
 details > table > tbody > tr > td:first-child { white-space: nowrap; width: 1%; padding-right: 1.5rem; }
 code, pre { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere; }
 pre { overflow-x: auto; margin: .3rem 0; }
