@@ -1,8 +1,8 @@
 """Draw what the ranks did in chosen steps: phases, pipeline micro-batches, messages and waits.
 
 RUN is a run directory; without one, the newest below ./runs. Prints a line a rank, where the time of its steps went,
-and the pipeline's bubble (measured, replayed, the schedule's own). With -o it writes a Chrome trace for ui.perfetto.dev
-(.json, .json.gz) or a picture (.svg).
+the pipeline's bubble (measured, replayed, the schedule's own) and what would make it smaller. With -o it writes a
+Chrome trace for ui.perfetto.dev (.json, .json.gz) or a picture (.svg).
 
 examples:
   dtobs timeline
@@ -29,6 +29,7 @@ from dtobs.timeline.chrome import chrome_trace
 from dtobs.timeline.partition import partition
 from dtobs.timeline.picture import bubble_line, svg, text
 from dtobs.timeline.pipeline import pipelines, read_steps
+from dtobs.timeline.pipeline_advice import advise
 from dtobs.timeline.spans import Timeline, timeline
 from dtobs.tui.source import newest_run
 
@@ -54,12 +55,8 @@ def run(args: argparse.Namespace) -> int:
     with opening(target):
         view = load_run(target, with_capture=False)
     found = timeline(view, first, last)
-    bubbles = [
-        bubble
-        for plan in pipelines(view)
-        for step in read_steps(view, plan, 4096)
-        if step.step == found.steps[-1] and (bubble := measure(step)) is not None
-    ]
+    steps = [step for plan in pipelines(view) for step in read_steps(view, plan, 4096) if step.step == found.steps[-1]]
+    bubbles = [bubble for step in steps if (bubble := measure(step)) is not None]
     if args.json:
         print(json.dumps(chrome_trace(found)))
     else:
@@ -68,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
             print(line)
         for bubble in bubbles:
             print(bubble_line(bubble))
+        for line in dict.fromkeys(advice.line() for step in steps for advice in advise(step)):
+            print(f"try {line}")
     if output is not None:
         _write(output, found, bubbles[0] if len(bubbles) == 1 else None)
         if not args.json:
@@ -81,7 +80,7 @@ def _partitions(view: RunView, found: Timeline) -> list[str]:
     parts = [partition(r, steps[np.isin(steps["step"], found.steps)]) for r, steps in records.items()]
     known = [part for part in parts if part is not None]
     chosen = sorted(known, key=lambda p: -p.busy)[:_MOST]
-    return [f"rank {part.rank}: {part.line()}" for part in sorted(chosen, key=lambda p: p.rank)]
+    return [f"time of rank {part.rank}: {part.line()}" for part in sorted(chosen, key=lambda p: p.rank)]
 
 
 def _steps(given: str | None) -> tuple[int | None, int | None]:

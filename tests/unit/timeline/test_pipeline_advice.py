@@ -1,0 +1,58 @@
+"""What would make a pipeline idle less: known answers, and nothing to say where nothing is to gain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dtobs.timeline.bubble import ideal
+from dtobs.timeline.pipeline import PipelineStep
+from dtobs.timeline.pipeline_advice import advise
+from dtobs.timeline.replay import replay
+from tests.unit.timeline.test_replay import chunks_of, gpipe, one_forward_one_backward, plan
+
+
+def stretched(step: PipelineStep, stage: int, by: float) -> PipelineStep:
+    chunks = {
+        rank: tuple(replace(c, end_ns=c.begin_ns + round(c.duration_ns * by)) if c.stage == stage else c for c in row)
+        for rank, row in step.chunks.items()
+    }
+    return replace(step, chunks=chunks)
+
+
+def test_more_micro_batches():
+    step = PipelineStep(1, plan("Schedule1F1B", 4), chunks_of(one_forward_one_backward(4, 8)))
+    (found,) = advise(step)
+    assert (found.before, found.after) == (pytest.approx(3 / 11), pytest.approx(3 / 19))
+    assert found.line() == (
+        "16 micro-batches of half the size instead of 8: idle 27% → 16%;"
+        " less memory: as many micro-batches are in flight, each of half the size"
+    )
+    all_at_once = PipelineStep(1, plan("ScheduleGPipe", 4), chunks_of(gpipe(4, 8)))
+    assert "no more memory" in advise(all_at_once)[0].memory
+
+
+def test_following_the_advice_brings_what_it_says():
+    doubled = replace(plan("Schedule1F1B", 4), micro_batches=16)
+    then = PipelineStep(1, doubled, chunks_of(one_forward_one_backward(4, 16)))
+    played = replay(then)
+    assert played is not None
+    now = PipelineStep(1, plan("Schedule1F1B", 4), chunks_of(one_forward_one_backward(4, 8)))
+    assert played.bubble == pytest.approx(advise(now)[0].after)
+
+
+def test_stages_of_equal_length():
+    even = PipelineStep(1, plan("Schedule1F1B", 4), chunks_of(one_forward_one_backward(4, 8)))
+    found = advise(stretched(even, 2, 2.0))
+    assert "of what stage 2 computes goes to the others" in found[0].change
+    assert found[0].before == pytest.approx(5 / 11)
+    assert found[0].after == pytest.approx(3 / 11, abs=0.01)
+
+
+def test_nothing_to_gain():
+    long = replace(plan("Schedule1F1B", 2), micro_batches=64)
+    assert ideal(long) is not None
+    assert advise(PipelineStep(1, long, chunks_of(one_forward_one_backward(2, 64)))) == []
+    unknown = replace(plan("ScheduleOfSomebody", 4), micro_batches=8)
+    assert advise(PipelineStep(1, unknown, chunks_of(gpipe(4, 8)))) == []
