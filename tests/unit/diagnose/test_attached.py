@@ -98,8 +98,9 @@ def test_usage(capsys: pytest.CaptureFixture[str]):
     assert main(["attach", "--seconds", "0", "1"]) == 2
 
 
-def test_torch_pipe(tmp_path: Path):
+def test_torch_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A rank that reads its pipe writes a dump; one without a reader does not, and no file is made for it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pipe, dump = tmp_path / "pipe0.pipe", tmp_path / "dump0"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -133,7 +134,8 @@ def _read(fd: int) -> bytes:
         return b""
 
 
-def test_remote_exec_only_where_python_can(monkeypatch: pytest.MonkeyPatch):
+def test_remote_exec_only_where_python_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delattr(sys, "remote_exec", raising=False)
     with pytest.raises(UsageError, match=r"needs Python 3\.14"):
         remote_dumps([])
