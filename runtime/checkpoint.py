@@ -130,10 +130,10 @@ def save(
             leftovers.update(manifests.prune(root, keep, final))
 
     try:
-        _together(make_folder, step, group)
-        _together(write_shards, step, group)
-        files = {name: found for part in _together(seal, step, group) for name, found in part.items()}
-        _together(lambda: complete(files), step, group)
+        _on_all_ranks(make_folder, step, group)
+        _on_all_ranks(write_shards, step, group)
+        files = {name: found for part in _on_all_ranks(seal, step, group) for name, found in part.items()}
+        _on_all_ranks(lambda: complete(files), step, group)
     except CheckpointError:
         if rank == 0:  # a full disk is not to stay full until the next save; by now nobody writes any more
             shutil.rmtree(saving, ignore_errors=True)
@@ -142,7 +142,7 @@ def save(
     return Saved(final, size, time.perf_counter() - began, leftovers)
 
 
-def _together(work: Callable[[], T], step: int, group: dist.ProcessGroup | None) -> list[T]:
+def _on_all_ranks(work: Callable[[], T], step: int, group: dist.ProcessGroup | None) -> list[T]:
     """Do one step of a save on every rank; each rank's result, or the same CheckpointError on all of them."""
     outcome: tuple[T | None, str | None]
     try:

@@ -22,7 +22,7 @@ from runtime.manifests import Manifest
 from runtime.mesh import Layout
 
 
-def settle(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool) -> Config:
+def resolve_after_restart(config: Config, layout: Layout, checkpoints: Path, *, restarted: bool) -> Config:
     """The settings to train with. Every rank must call it; what rank 0 finds counts.
 
     After a restart the run resumes by itself. A resumed run keeps the checkpoint's global batch, unless

@@ -37,7 +37,7 @@ def emulated(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
 
 
-def obstacle(name: str, layer: nn.Linear, smallest: int, ranks: int = 1) -> str:
+def why_not_converted(name: str, layer: nn.Linear, smallest: int, ranks: int = 1) -> str:
     """Why the linear layer called `name` in its block stays as it is; "" where it is converted.
 
     `ranks` is how many tensor-parallel ranks cut one of its sides. The hardware's products take multiples of 16.
@@ -57,7 +57,7 @@ def obstacle(name: str, layer: nn.Linear, smallest: int, ranks: int = 1) -> str:
 def apply(block: nn.Module, config: PrecisionConfig, device: torch.device, *, ranks: int = 1) -> dict[str, str]:
     """Convert the linear layers of one block in place; parameter names do not change.
 
-    Returns the names of its linear layers, each with its `obstacle`. Raises UsageError where torchao is missing.
+    Returns the names of its linear layers, each with `why_not_converted`. Raises UsageError where torchao is missing.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -67,7 +67,7 @@ def apply(block: nn.Module, config: PrecisionConfig, device: torch.device, *, ra
     if emulated(device):
         settings = dataclasses.replace(settings, emulate=True)
     layers = {
-        name: obstacle(name, layer, config.fp8_smallest, ranks)
+        name: why_not_converted(name, layer, config.fp8_smallest, ranks)
         for name, layer in block.named_modules()
         if isinstance(layer, nn.Linear)
     }
@@ -78,7 +78,7 @@ def apply(block: nn.Module, config: PrecisionConfig, device: torch.device, *, ra
 def summary(layers: Mapping[str, str]) -> str:
     """One line for the start of a run: which linear layers are FP8, and why the others are not.
 
-    `layers` are names in the model (`layers.3.attention.key`) with their obstacles.
+    `layers` are names in the model (`layers.3.attention.key`) with why they were not converted.
     """
     left: dict[tuple[str, str], int] = Counter((name.split(".", 2)[2], why) for name, why in layers.items() if why)
     converted = sum(not why for why in layers.values())

@@ -31,7 +31,7 @@ _KEY = "run_dir"
 
 
 @dataclass(frozen=True)
-class Agreed:
+class RunLocation:
     """The run directory, absolute, and whether this is a restart: a launcher of this job has worked in it before.
 
     Rank 0 knows that for certain; others may read what was true of an earlier attempt in the launcher's store.
@@ -41,7 +41,7 @@ class Agreed:
     restarted: bool
 
 
-def agree(config: Config, world: World) -> Agreed:
+def resolve_run_dir(config: Config, world: World) -> RunLocation:
     """The run directory of this run; made by rank 0. Every rank must call it; no collective.
 
     Raises UsageError, on every rank, where it cannot be made.
@@ -68,10 +68,10 @@ def agree(config: Config, world: World) -> Agreed:
         (run_dir / "launch" / own).touch(mode=0o600)
     except OSError as error:
         raise UsageError(_refusal(error, run_dir)) from error
-    return Agreed(run_dir, answer["restarted"])
+    return RunLocation(run_dir, answer["restarted"])
 
 
-def enter(run_dir: Path, place: Place) -> Path:
+def make_rank_folder(run_dir: Path, place: Place) -> Path:
     """Make the folder of this rank in the run directory. Every rank must call it: it is a collective.
 
     Raises UsageError, on every rank, where one of them cannot: else the others would tell that its connection broke.

@@ -60,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(process: Process, asked: Config, layout: Layout) -> None:
     """The training of this rank, from joining the others to the last step."""
     joined = process.join(asked)
-    run = rundir.agree(asked, joined)
+    run = rundir.resolve_run_dir(asked, joined)
     checkpoints = run.path / "checkpoints"
-    process.redirect(rundir.enter(run.path, process.place), run.path, tui=asked.run.tui)
-    config = elastic.settle(asked, layout, checkpoints, restarted=run.restarted)
+    process.redirect(rundir.make_rank_folder(run.path, process.place), run.path, tui=asked.run.tui)
+    config = elastic.resolve_after_restart(asked, layout, checkpoints, restarted=run.restarted)
     config = plan.with_peak_flops(config, process.device)
     device_mesh = mesh.build(layout, process.device.type)
     session = observe(process, config, run.path, device_mesh)

@@ -125,7 +125,7 @@ def make_trainer(
         loss_scale=LossScale.of(config.precision),
         guard=NonFiniteGuard(config.optimizer.nonfinite_limit),
         statistics=FormatStatistics(
-            model.parts, config, [name for name, obstacle in model.linear_layers.items() if not obstacle]
+            model.parts, config, [name for name, why in model.linear_layers.items() if not why]
         ),
         corpus_digest=tokens.digest,
         tokenizer_digest=tokenization.vocabulary_digest(tokens.folder),

@@ -20,8 +20,8 @@ from dtobs.recording.attempts import (
     Clock,
     attempt_steps,
     earlier_attempts,
+    highest_finished_step,
     last_end_ns,
-    reached,
 )
 from dtobs.recording.view import RunView
 
@@ -143,7 +143,7 @@ class StepTotals:
             totals.span += max(0, end_ns - totals.last_end_ns) / 1e9
         totals.stamp, totals.last_end_ns = int(fresh["stamp"][-1]), end_ns
         totals.steps += len(fresh)
-        again = fresh[fresh["step"] <= reached(earlier)]
+        again = fresh[fresh["step"] <= highest_finished_step(earlier)]
         totals.redone_steps += len(again)
         for part in STEP_PARTS:
             totals.parts[part] += float(fresh[f"{part}_ns"].sum()) / 1e9

@@ -27,7 +27,7 @@ class Finder:
         self._outermost: ref[Any] | None = None
         self._over = False
 
-    def saw(self, optimizer: Any) -> None:
+    def optimizer_created(self, optimizer: Any) -> None:
         """An optimizer was built."""
         if self._over or os.getpid() != self._pid or not _is_a_rank():
             return
@@ -87,12 +87,12 @@ class Finder:
 _finder: Finder | None = None
 
 
-def saw(optimizer: Any) -> None:
+def optimizer_created(optimizer: Any) -> None:
     """An optimizer was built in this process."""
     global _finder
     if _finder is None:
         _finder = Finder()
-    _finder.saw(optimizer)
+    _finder.optimizer_created(optimizer)
 
 
 def _attach(module: Any = None, optimizers: list[Any] | None = None) -> None:

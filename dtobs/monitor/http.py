@@ -62,7 +62,7 @@ class MonitorServer:
 
         self._server = Server((host, port), _Handler, bind_and_activate=socket_fd < 0)
         if socket_fd >= 0:
-            self._server.take(socket_fd)
+            self._server.adopt_socket(socket_fd)
         self._server.pages, self._server.access = pages, access
         self._server.names = _names_of(host)
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
@@ -96,7 +96,7 @@ class _BoundedServer(ThreadingHTTPServer):
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         super().__init__(address, handler, bind_and_activate)
 
-    def take(self, fd: int) -> None:
+    def adopt_socket(self, fd: int) -> None:
         """Serve on a socket that somebody else made and that listens."""
         self.socket.close()
         self.socket = socket.socket(fileno=fd)

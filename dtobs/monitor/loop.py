@@ -19,7 +19,6 @@ from dtobs.findings import Finding, Trait
 from dtobs.host.process import ProcessState, boot_id, resting
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.console import Console
-from dtobs.monitor.excuses import Excuses
 from dtobs.monitor.exits import ProcessWatch
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.leftovers import remove_socket_folder
@@ -27,14 +26,15 @@ from dtobs.monitor.on_hang import OnHang, hang_of
 from dtobs.monitor.ranks import NodeRanks
 from dtobs.monitor.shared_files import SharedFiles
 from dtobs.monitor.stats import MonitorStats
+from dtobs.monitor.uncounted_time import Excuses
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.nodes.cluster import Cluster
-from dtobs.recording.excused import read_excused, write_excused
 from dtobs.recording.journal import Entry
 from dtobs.recording.meta import read_meta
 from dtobs.recording.policy import Policy
 from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.uncounted_time import read_excused, write_excused
 from dtobs.recording.view import RunView, load_run
 
 log = logging.getLogger("dtobs.monitor")
@@ -176,7 +176,7 @@ class Monitor:
     def _settled(self) -> bool:
         """Whether the other nodes, if there are any, have told their part in what happens."""
         stalled = self.watchdog.stalled is not None
-        return self.cluster is None or self.cluster.settled(self.ranks.troubles(), stalled=stalled)
+        return self.cluster is None or self.cluster.settled(self.ranks.failure_signature(), stalled=stalled)
 
     def _take_over(self) -> None:
         """Go on with the findings where the monitor that led is gone, and leave them to it when it is back."""

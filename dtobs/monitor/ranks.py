@@ -70,7 +70,7 @@ class NodeRanks:
         """Whether a process of this attempt has ended."""
         return any(not self.watch.alive(w) for w in self.watched)
 
-    def troubles(self) -> tuple[int, ...]:
+    def failure_signature(self) -> tuple[int, ...]:
         """What differs when a rank has ended or failed."""
         gone = [w.rank for w in self.watched if not self.watch.alive(w)]
         return (*gone, -1, *(int(p["rank"]) for p in self.pages if int(p["state"]) == RankState.FAILED))

@@ -114,13 +114,13 @@ class Cluster:
         others = self._all()
         alone = bool(others) and all(p.contact.lost for p in others)
         return {
-            p.node: replace(p.contact, asked_by=self.node, alone=alone and p.contact.lost) for p in others if p.heard_s
+            p.node: replace(p.contact, asked_by=self.node, alone=alone and p.contact.lost) for p in others if p.heard_at
         }
 
     def told_findings(self) -> list[Finding]:
         """What the monitor that led last had found."""
         led = [p for p in self._all() if p.node < self.node and p.head is not None]
-        for peer in sorted(led, key=lambda p: -p.heard_s):
+        for peer in sorted(led, key=lambda p: -p.heard_at):
             with suppress(DecodeError):  # a newer version's
                 return [_on_our_clock(f, peer) for f in decode(list[Finding], peer.head.findings if peer.head else [])]
         return []
@@ -139,8 +139,8 @@ class Cluster:
         self._stalled = stalled
         if stalled and any(p.fresh_seconds > _UNCERTAIN_INTERVALS * self.interval for p in there):
             return False
-        news = max([self._news_s, *(p.news_s for p in self._all())])
-        return not news or all(p.answered_s >= news + _AFTER_NEWS_SECONDS for p in there)
+        news = max([self._news_s, *(p.news_at for p in self._all())])
+        return not news or all(p.answered_at >= news + _AFTER_NEWS_SECONDS for p in there)
 
     def may_end(self, idle_seconds: float) -> bool:
         """Asked when nothing is left to watch here: whether the others know, or have had the time to."""

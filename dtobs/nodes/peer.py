@@ -51,9 +51,9 @@ class Peer:
         self.node, self.address = node, address
         self.contact = Contact(node, address, "answers")
         self.processes: dict[int, ProcessState] = {}
-        self.answered_s = 0.0  #: monotonic; when the question was asked that its last answer is for; 0: never
-        self.heard_s = 0.0  #: monotonic; when that answer came
-        self.news_s = 0.0  #: when a rank there was last seen to have ended or failed
+        self.answered_at = 0.0  #: monotonic; when the question was asked that its last answer is for; 0: never
+        self.heard_at = 0.0  #: monotonic; when that answer came
+        self.news_at = 0.0  #: when a rank there was last seen to have ended or failed
         self.head: NodeHead | None = None
         self.ahead_ns = 0  #: what to add to times in `head`
         self.asking = False
@@ -72,7 +72,7 @@ class Peer:
     @property
     def fresh_seconds(self) -> float:
         """Age of what it said last."""
-        return time.monotonic() - (self.answered_s or self._since_s)
+        return time.monotonic() - (self.answered_at or self._since_s)
 
     def moved(self, address: str) -> None:
         """Its monitor is at `address` from now on, or has begun again at the old one."""
@@ -110,7 +110,7 @@ class Peer:
             raise ServiceError(f"the monitor at {self.address} is that of another node")
         by_ns = self._clocks(head, asked_s)
         if self.mirror is not None:
-            if not self.heard_s:  # write the marker before the first copied byte
+            if not self.heard_at:  # write the marker before the first copied byte
                 write_contact(self._run, replace(self.contact, mirrored=True))
             self.mirror.apply(parts, local_ranks, self._skew_ns)
         self._understood(head, asked_s, by_ns)
@@ -148,14 +148,14 @@ class Peer:
             failed = int(np.count_nonzero(self.mirror.pages["state"] == RankState.FAILED))
         troubles = (sum(not p.alive for p in processes.values()), failed)
         self.head, self.processes, self.contact, self.ahead_ns = head, processes, contact, by
-        self.answered_s, self.heard_s, self._misses = asked_s, time.monotonic(), 0
+        self.answered_at, self.heard_at, self._misses = asked_s, time.monotonic(), 0
         if troubles != self._troubles:
-            self._troubles, self.news_s = troubles, time.monotonic()
+            self._troubles, self.news_at = troubles, time.monotonic()
 
     def _missed(self, kind: State, why: str) -> None:
         self._misses += 1
-        silent_s = time.monotonic() - (self.heard_s or self._since_s)
-        if silent_s >= (LOST_SECONDS if self.heard_s else FIRST_SECONDS) and self._misses >= 2:
+        silent_s = time.monotonic() - (self.heard_at or self._since_s)
+        if silent_s >= (LOST_SECONDS if self.heard_at else FIRST_SECONDS) and self._misses >= 2:
             self.contact = replace(self.contact, state=kind, why=why)
             self.processes = {}
 

@@ -20,12 +20,12 @@ from dtobs.host.process import ProcessState, boot_id
 from dtobs.nodes.bundle import Part, encode_bundle
 from dtobs.recording.capture import Capture
 from dtobs.recording.contact import Contact
-from dtobs.recording.excused import Excused
 from dtobs.recording.laws import LAWS
 from dtobs.recording.page import PAGE_DTYPE, PageReader
 from dtobs.recording.ring import HEADER_BYTES, describe, parse_head
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.uncounted_time import Excused
 from dtobs.recording.view import RunView
 
 BUDGET_BYTES = 16 << 20

@@ -11,7 +11,7 @@ import time
 from dtobs.errors import UsageError
 from dtobs.findings import exit_code
 from dtobs.preflight import hosts, launch
-from dtobs.preflight.meeting import Meeting, join, keep
+from dtobs.preflight.board import Meeting, join, keep
 from dtobs.preflight.model import Evidence, Report
 from dtobs.preflight.rank import Options, Place, Rank, live
 from dtobs.preflight.reporter import Reporter

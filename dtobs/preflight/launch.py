@@ -23,8 +23,8 @@ import dtobs
 from dtobs.errors import ServiceError
 from dtobs.findings import exit_code
 from dtobs.preflight import hosts
+from dtobs.preflight.board import GONE, Meeting, join, keep
 from dtobs.preflight.judge import judge
-from dtobs.preflight.meeting import GONE, Meeting, join, keep
 from dtobs.preflight.model import Evidence, Report
 from dtobs.preflight.rank import Options, choose_backend
 from dtobs.preflight.reporter import Reporter

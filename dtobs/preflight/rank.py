@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dtobs.preflight import blame, collectives, disk, links, machine, reach
-from dtobs.preflight.meeting import GONE, Meeting
+from dtobs.preflight.board import GONE, Meeting
 from dtobs.preflight.model import Hello, Link, Reached, Wrong
 
 BEAT_SECONDS = 0.5

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from dtobs.codec import decode
-from dtobs.preflight.meeting import Meeting
+from dtobs.preflight.board import Meeting
 from dtobs.preflight.model import Evidence, Facts, Hello, Link, Reached, Speed, Wrong
 from dtobs.preflight.rank import Options
 

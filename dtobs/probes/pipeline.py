@@ -14,7 +14,7 @@ from typing import Any
 
 from dtobs.events import Phase, PipelineOp
 from dtobs.probes import patches
-from dtobs.probes import pipeline_schedule as private
+from dtobs.probes import pipeline_schedule as torch_pipelining
 from dtobs.probes.base import Probe
 from dtobs.probes.device_times import DeviceTimes, stream_marks
 from dtobs.probes.pipeline_messages import MESSAGE_METHODS, Messages
@@ -90,26 +90,26 @@ class PipelineProbe(Probe):
         """Watch one schedule; again does nothing. Raises NotASchedule, RecordingDisabled."""
         if schedule in self._watched:
             return
-        plan, own = private.plan(schedule), private.stages(schedule)
+        plan, own = torch_pipelining.plan(schedule), torch_pipelining.stages(schedule)
         recorder = self.context.recorder
         if self._ring is None:
             self._ring = PipelineWriter(recorder.run_dir.pipeline(recorder.rank, recorder.attempt))
         if own[0].device.type == "cuda":
             self._device = DeviceTimes(stream_marks(own[0].device))
-        recorder.meta.add("pipeline", **vars(plan), messages=private.has_messages())
+        recorder.meta.add("pipeline", **vars(plan), messages=torch_pipelining.has_messages())
         if self._messages is None:
             self._messages = Messages(self._write_message, self.guard)
-        if not self._watched and private.has_messages():
-            module = private.message_owner()
-            self.undo.callback(patches.replace(module, private.BATCH, self._messages.around_batch))
-            self.undo.callback(patches.replace(module, private.WAIT, self._messages.around_wait))
+        if not self._watched and torch_pipelining.has_messages():
+            module = torch_pipelining.message_owner()
+            self.undo.callback(patches.replace(module, torch_pipelining.BATCH, self._messages.around_batch))
+            self.undo.callback(patches.replace(module, torch_pipelining.WAIT, self._messages.around_wait))
         self._plan = plan
         self._watched.add(schedule)
         for chunk, stage in enumerate(own):
             self._wrap_stage(stage, chunk)
-        last = private.last_stage(own)
-        if last is not None and private.has_loss(schedule):
-            self._around_compute(schedule, private.LOSS, last, len(own) - 1, lambda *_: PipelineOp.LOSS)
+        last = torch_pipelining.last_stage(own)
+        if last is not None and torch_pipelining.has_loss(schedule):
+            self._around_compute(schedule, torch_pipelining.LOSS, last, len(own) - 1, lambda *_: PipelineOp.LOSS)
         self.around(schedule, "step", self._begin_turn, self._end_turn)
 
     # the schedule
@@ -141,12 +141,12 @@ class PipelineProbe(Probe):
 
     def _wrap_stage(self, stage: Any, chunk: int) -> None:
         number = int(stage.stage_index)
-        forward, backward, weight = private.COMPUTE
+        forward, backward, weight = torch_pipelining.COMPUTE
         self._around_compute(stage, forward, stage, chunk, lambda *_args, **_named: PipelineOp.FORWARD)
         self._around_compute(stage, backward, stage, chunk, _which_backward)
         self._around_compute(stage, weight, stage, chunk, lambda *_args, **_named: PipelineOp.BACKWARD_WEIGHT)
         self._modules[number] = stage.submod
-        self.around(stage, private.REDUCE, lambda *_args, **_named: self._stage_done(number), _nothing)
+        self.around(stage, torch_pipelining.REDUCE, lambda *_args, **_named: self._stage_done(number), _nothing)
         assert self._messages is not None
         for name, op in MESSAGE_METHODS.items():
             self.undo.callback(patches.replace(stage, name, self._messages.around_ops(op, number, chunk)))

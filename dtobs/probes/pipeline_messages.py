@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from dtobs.events import PipelineOp
-from dtobs.probes import pipeline_schedule as private
+from dtobs.probes import pipeline_schedule as torch_pipelining
 
 MESSAGE_METHODS = {
     "get_fwd_send_ops": PipelineOp.SEND_FORWARD,
@@ -103,7 +103,7 @@ class Messages:
 
     def _note_issued(self, ops: list[Any], works: Any, begin: int) -> None:
         found = [
-            (message, *private.size_and_peer(op))
+            (message, *torch_pipelining.size_and_peer(op))
             for op in ops
             if (message := self._prepared.pop(id(op), None)) is not None
         ]

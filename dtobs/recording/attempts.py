@@ -69,7 +69,7 @@ def attempt_steps(root: Path, rank: int, number: int, clock: Clock) -> npt.NDArr
     return shift(records, _shift_ns(read_meta(run.meta(rank, number)).process, clock))
 
 
-def reached(attempts: Sequence[Attempt]) -> int:
+def highest_finished_step(attempts: Sequence[Attempt]) -> int:
     """The highest step that any of the attempts finished, as far as their numbers say so; -1 for none."""
     return max((a.last_step for a in attempts if a.numbered), default=-1)
 
@@ -80,11 +80,11 @@ def last_end_ns(attempts: Sequence[Attempt]) -> int:
     return ends[-1] if ends else next((a.attach_ns for a in attempts), 0)
 
 
-def setback(attempts: Sequence[Attempt], step: int, now_ns: int) -> Setback | None:
+def restart_cost(attempts: Sequence[Attempt], step: int, now_ns: int) -> Setback | None:
     """What it costs to go on after `step`; None where no attempt before has finished one."""
     if not any(a.end_ns for a in attempts):
         return None
-    return Setback(max(0, reached(attempts) - step), max(0, now_ns - last_end_ns(attempts)) / 1e9)
+    return Setback(max(0, highest_finished_step(attempts) - step), max(0, now_ns - last_end_ns(attempts)) / 1e9)
 
 
 def _attempt(run: RunDirectory, number: int, clock: Clock) -> Attempt | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.recording.attempts import Clock, attempt_steps, earlier_attempts, last_end_ns, reached
+from dtobs.recording.attempts import Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
 from dtobs.recording.view import RunView
 from dtobs.words import count, duration_text
 
@@ -82,7 +82,7 @@ def summarise(view: RunView) -> Summary | None:
     first = next(iter(found))
     clock = Clock(str(view.meta(first).process.get("boot_id")), int(view.page(first)["clock_offset_ns"]))
     earlier = earlier_attempts(view.root, view.attempt, clock)
-    done = reached(earlier)
+    done = highest_finished_step(earlier)
     each, walls, tokens = [], [], 0.0
     for rank, records in found.items():
         begin = int(records["begin_ns"][0])

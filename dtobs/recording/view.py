@@ -23,7 +23,6 @@ from dtobs.host.process import ProcessState, boot_id, pid_namespace, read_proces
 from dtobs.recording.capture import Capture, latest_capture
 from dtobs.recording.clocks import shift, shifts
 from dtobs.recording.contact import Contact, read_contacts
-from dtobs.recording.excused import Excused, read_excused
 from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
@@ -32,6 +31,7 @@ from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, joined, r
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.shared_files import SharedFile, read_shared_files
+from dtobs.recording.uncounted_time import Excused, read_excused
 
 KEPT_BYTES = 256 << 20
 """Of steps and events that one look hands to the next; where they are more, each look reads them again."""

@@ -83,7 +83,7 @@ _agreed: dict[str, int] = {}
 """How often this process has agreed on a run, so that a second time gets a key of its own."""
 
 
-def agree(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tuple[Path, int]:
+def resolve_run_dir(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tuple[Path, int]:
     """The run's directory, absolute, and the number of this attempt in it, the same on all ranks.
 
     The directory is `asked`, else DTOBS_RUN_DIR, else a new one that rank 0 chooses. The attempt is the first that

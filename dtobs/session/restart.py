@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtobs.errors import DtobsError
 from dtobs.host.process import boot_id
-from dtobs.recording.attempts import Clock, earlier_attempts, setback
+from dtobs.recording.attempts import Clock, earlier_attempts, restart_cost
 from dtobs.words import count, duration_text
 
 
@@ -16,7 +16,7 @@ def describe_setback(run_dir: Path, attempt: int, step: int) -> str:
     now_ns = time.monotonic_ns()
     clock = Clock(boot_id(), time.time_ns() - now_ns)
     try:
-        cost = setback(earlier_attempts(run_dir, attempt, clock), step, now_ns)
+        cost = restart_cost(earlier_attempts(run_dir, attempt, clock), step, now_ns)
     except (DtobsError, OSError):  # an unreadable recording costs a line on the console, not the training
         return ""
     if cost is None:

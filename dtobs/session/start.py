@@ -17,7 +17,7 @@ from dtobs.recording.policy import VARIABLE as ON_HANG
 from dtobs.recording.policy import Policy
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory, new_run_path
-from dtobs.session.identity import Identity, agree
+from dtobs.session.identity import Identity, resolve_run_dir
 from dtobs.session.nodes import VARIABLE
 from dtobs.session.run_info import describe_run
 from dtobs.session.session import LiveSession, Session
@@ -132,7 +132,7 @@ def _start(
     from dtobs.session.probe_set import references, together
 
     who = Identity.find()
-    root, attempt = agree(run_dir, name, who)
+    root, attempt = resolve_run_dir(run_dir, name, who)
     who = replace(who, attempt=attempt)
     run = RunDirectory(root)
     run.create()

@@ -32,8 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import Phase, RankState
-from dtobs.recording.excused import excused_ns
 from dtobs.recording.rank import END_SIGNALS
+from dtobs.recording.uncounted_time import excused_ns
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
 

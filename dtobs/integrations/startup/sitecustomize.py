@@ -69,19 +69,19 @@ def _tell_of_optimizers(module: Any) -> None:
 
 def _tell_of_groups(module: Any) -> None:
     original = module.init_process_group
-    _guarded(lambda: _ours("session.meeting").started())
+    _guarded(lambda: _ours("session.early_rendezvous").started())
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         # Only now is torch imported whole.
-        seen = _guarded(lambda: _ours("session.meeting").wrap_init_process_group(original, kwargs)) or original
+        seen = _guarded(lambda: _ours("session.early_rendezvous").wrap_init_process_group(original, kwargs)) or original
         return seen(*args, **kwargs)
 
     module.init_process_group = init_process_group
 
 
 def _saw(optimizer: Any) -> None:
-    _guarded(lambda: _ours("integrations.auto").saw(optimizer))
+    _guarded(lambda: _ours("integrations.auto").optimizer_created(optimizer))
 
 
 def _guarded(action: Callable[[], Any]) -> Any:

@@ -20,11 +20,11 @@ from dtobs.host.process import ProcessState, boot_id
 from dtobs.recording.arrivals import Arrival, write_arrival
 from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.contact import Contact, write_contact
-from dtobs.recording.excused import Excused, write_excused
 from dtobs.recording.journal import Entry
 from dtobs.recording.page import HALF_BYTES, HEADER_BYTES, PAGE_DTYPE
 from dtobs.recording.plan import Plan
 from dtobs.recording.ring import RingWriter, read_ring
+from dtobs.recording.uncounted_time import Excused, write_excused
 from dtobs.reports import html, json, text
 from dtobs.testing.fake_run import FakeRun
 from tests.fuzz.expect import one_line

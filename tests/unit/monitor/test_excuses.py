@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dtobs.detectors.hangs.stall import last_movement_ns, stall
 from dtobs.host.process import ProcessState, boot_id
-from dtobs.monitor.excuses import Excuses, run_delay
-from dtobs.recording.excused import Excused, excused_ns, read_excused, write_excused
+from dtobs.monitor.uncounted_time import Excuses, run_delay
+from dtobs.recording.uncounted_time import Excused, excused_ns, read_excused, write_excused
 from dtobs.testing.fake_run import FakeRun
 
 SECOND = 10**9

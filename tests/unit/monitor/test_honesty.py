@@ -15,7 +15,7 @@ from dtobs.detectors.hangs.stall import last_movement_ns
 from dtobs.host.process import ProcessState
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.recording.capture import Capture, RankCapture
-from dtobs.recording.excused import Excused
+from dtobs.recording.uncounted_time import Excused
 from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRun
 

@@ -9,7 +9,7 @@ import pytest
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.findings import Confidence, Finding
 from dtobs.reports import html, text
-from dtobs.reports.likeness import readable, stacks_by_likeness
+from dtobs.reports.ranks_and_stacks import readable, stacks_by_likeness
 
 VERDICT = Finding(
     "stuck-in-dataloader",

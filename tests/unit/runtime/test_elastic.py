@@ -126,7 +126,7 @@ def test_the_first_start_tells_the_restart_what_was_there(tmp_path: Path, monkey
 
     def resumes(restarted: bool) -> str:
         asked = settings("--resume", str(base))
-        return elastic.settle(asked, Layout(), own, restarted=restarted).checkpoint.resume
+        return elastic.resolve_after_restart(asked, Layout(), own, restarted=restarted).checkpoint.resume
 
     assert [resumes(False), resumes(True)] == [str(base), str(base)]
     save(own, 21)
@@ -169,7 +169,7 @@ class Nodes:
         monkeypatch.setattr(rundir, "_group", lambda: (self.local.rank, self.size))
         self.size = 0
 
-    def start(self, config: Config, *launchers: str) -> list[rundir.Agreed]:
+    def start(self, config: Config, *launchers: str) -> list[rundir.RunLocation]:
         """One start of the ranks: what each agrees on."""
         self.size = len(launchers)
         store, found = HashStore(), {}
@@ -177,7 +177,7 @@ class Nodes:
         def rank(number: int) -> None:
             self.local.rank, self.local.launcher = number, launchers[number]
             place = Place(number, self.size, 0, 1)
-            found[number] = rundir.agree(config, World(place, PrefixStore("runtime", store), None))  # type: ignore[arg-type]
+            found[number] = rundir.resolve_run_dir(config, World(place, PrefixStore("runtime", store), None))  # type: ignore[arg-type]
 
         threads = [threading.Thread(target=rank, args=(number,)) for number in range(self.size)]
         for thread in threads:
@@ -197,7 +197,7 @@ def test_a_restart_finds_its_directory_whichever_node_is_first(tmp_path: Path, m
     )
     for launchers in (("b",), ("c", "b"), ("c",)):  # a is lost; c joins, and is rank 0; b is lost
         for agreed in nodes.start(config, *launchers):
-            assert agreed == rundir.Agreed(first.path, True)
+            assert agreed == rundir.RunLocation(first.path, True)
     (other,) = nodes.start(config, "d")
     assert not other.restarted
     assert other.path != first.path

@@ -313,11 +313,14 @@ def test_the_number_of_parameter_tensors(arguments: tuple[str, ...]) -> None:
 def test_fp8_says_which_layers_stay_as_they_are_and_why() -> None:
     names = {"attention.query": (128, 128), "attention.key": (128, 24), "attention.output": (128, 128)}
     layers = {name: nn.Linear(*sides) for name, sides in names.items()}
-    found = {f"layers.0.{name}": float8.obstacle(name, layer, 16, 4) for name, layer in layers.items()}
-    found["layers.0.feed_forward.router"] = float8.obstacle("feed_forward.router", nn.Linear(128, 16), 16)
+    found = {f"layers.0.{name}": float8.why_not_converted(name, layer, 16, 4) for name, layer in layers.items()}
+    found["layers.0.feed_forward.router"] = float8.why_not_converted("feed_forward.router", nn.Linear(128, 16), 16)
     assert float8.summary(found) == (
         "fp8: 2 of 4 linear layers in rank 0's blocks; the rest of the model in bf16;"
         " 1 x attention.key stays in bf16: 128 x 6 on a rank, not multiples of 16;"
         " 1 x feed_forward.router stays in bf16: its numbers decide where tokens go"
     )
-    assert float8.obstacle("attention.key", layers["attention.query"], 256) == "128 x 128 on a rank, a side below 256"
+    assert (
+        float8.why_not_converted("attention.key", layers["attention.query"], 256)
+        == "128 x 128 on a rank, a side below 256"
+    )

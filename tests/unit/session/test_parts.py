@@ -26,7 +26,7 @@ from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import load_run
 from dtobs.session import Session, identity
-from dtobs.session.identity import Identity, agree
+from dtobs.session.identity import Identity, resolve_run_dir
 from dtobs.session.restart import describe_setback
 from dtobs.session.run_info import git_revision, hide_arguments, without_secrets
 from dtobs.testing.fake_run import FakeRun
@@ -246,11 +246,11 @@ def test_without_the_queue_of_callbacks_backward_is_still_seen(
 
 def test_a_second_run_in_a_directory_is_another_attempt(tmp_path: Path):
     who = Identity(rank=0, world_size=1, local_rank=0, node=0, attempt=0)
-    assert agree(tmp_path, "run", who) == (tmp_path, 0)
+    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 0)
     Recorder(RunDirectory(tmp_path), 0, 1).close()
-    assert agree(tmp_path, "run", who) == (tmp_path, 1)
+    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 1)
     Recorder(RunDirectory(tmp_path), 3, 4, attempt=1).close()  # rank 0 was on a node with a disk of its own
-    assert agree(tmp_path, "run", who) == (tmp_path, 2)
+    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 2)
 
 
 def test_ranks_under_agents_that_count_restarts_differently_find_each_other(
@@ -263,10 +263,10 @@ def test_ranks_under_agents_that_count_restarts_differently_find_each_other(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     first = Identity(rank=0, world_size=2, local_rank=0, node=0, attempt=1)
     late = Identity(rank=1, world_size=2, local_rank=0, node=1, attempt=0)
-    assert agree(tmp_path, "run", first) == (tmp_path, 0)
+    assert resolve_run_dir(tmp_path, "run", first) == (tmp_path, 0)
     monkeypatch.setattr(identity, "_agreed", {})
     monkeypatch.setattr(identity, "AGREE_SECONDS", 1.0)
-    assert agree(tmp_path, "run", late) == (tmp_path, 0)
+    assert resolve_run_dir(tmp_path, "run", late) == (tmp_path, 0)
 
 
 def test_every_rank_of_a_second_live_job_is_refused_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -277,10 +277,10 @@ def test_every_rank_of_a_second_live_job_is_refused_the_directory(tmp_path: Path
     for rank in (0, 1):
         monkeypatch.setattr(identity, "_agreed", {})
         with pytest.raises(UsageError, match=said):
-            agree(tmp_path, "run", Identity(rank, world_size=2, local_rank=rank, node=0, attempt=0))
+            resolve_run_dir(tmp_path, "run", Identity(rank, world_size=2, local_rank=rank, node=0, attempt=0))
     for mine in (os.getpid(), os.getppid()):
         monkeypatch.setattr(identity, "living", lambda path, mine=mine: {0: mine})
-        assert agree(tmp_path, "run", Identity(0, 1, 0, 0, 0)) == (tmp_path, 0)
+        assert resolve_run_dir(tmp_path, "run", Identity(0, 1, 0, 0, 0)) == (tmp_path, 0)
 
 
 def test_a_second_live_job_trains_on_unrecorded(

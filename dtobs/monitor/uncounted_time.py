@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dtobs.host.process import ProcessState
-from dtobs.recording.excused import Excused
+from dtobs.recording.uncounted_time import Excused
 
 LATE_NS = 2_000_000_000
 """This monitor woke that much later than it meant to: it was not running, and then nobody may have been."""
