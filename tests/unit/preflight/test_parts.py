@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtobs.errors import ServiceError, UsageError
-from dtobs.preflight import disk, hosts, links, machine, meeting, reach
+from dtobs.preflight import board, disk, hosts, links, machine, reach
 from dtobs.preflight.blame import corrupting, to_measure_again
 from dtobs.preflight.collectives import contribution
 from dtobs.preflight.environment import RULES, Setting, differences
@@ -226,4 +226,4 @@ def test_whom_a_host_connects_to():
 )
 def test_a_rendezvous_that_is_not_there(address: str, text: str):
     with pytest.raises(ServiceError, match=text):
-        meeting.join(address, 1, 0.0)
+        board.join(address, 1, 0.0)
