@@ -60,6 +60,10 @@ class RunDirectory:
     def captures(self) -> Path:
         return self.root / "captures"
 
+    @property
+    def traces(self) -> Path:
+        return self.root / "traces"
+
     def node(self, node: int) -> Path:
         return self.root / "nodes" / f"{node:05d}"
 
