@@ -88,7 +88,7 @@ def records(session: Session, stream: Stream) -> np.ndarray:
 
 def run(session: Session, stream: Stream, model: nn.Module, steps: int, wait: float = 200.0) -> None:
     progress = session._probes.progress
-    optimizer = session._probes.context.optimizer
+    optimizer = session._probes.context.optimizers[-1]()
     for _ in range(steps):
         with session.phase("data"):
             stream.host += MS  # the loader is ahead
@@ -163,7 +163,7 @@ def test_waiting_in_the_thread_of_autograd(attach: Attach):
     stream = Stream()
     session, _ = started(attach, stream)
     progress = session._probes.progress
-    optimizer = session._probes.context.optimizer
+    optimizer = session._probes.context.optimizers[-1]()
     for _ in range(4):
         depth = progress.begin(4)  # backward
         stream.launch(400)
