@@ -122,7 +122,7 @@ def pipeline(
         rank.meta("layout", kind="plain", data_ranks=peers, stage=stage, coordinates={}, dropout=0)
         members = tuple(range(copy * stages, (copy + 1) * stages))
         plan = Plan("Schedule1F1B", micro, (stage,), stages, members)
-        rank.meta("pipeline", **plan.to_json())
+        rank.meta("pipeline", **vars(plan))
         for _ in range(steps):
             begin, own = rank.clock_ns, compute[stage]
             fields = {
