@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,12 +25,12 @@ from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DependencyMissing, TargetError, UsageError
 from dtobs.findings import Trait
-from dtobs.integrations.launch import Command, environment
+from dtobs.integrations.launch import UNSEEN, Command, environment
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import living, load_run
-from dtobs.words import duration_text
+from dtobs.words import count, duration_text
 
 _LOOK_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 3.0
@@ -77,15 +78,21 @@ def run(args: argparse.Namespace) -> int:
     given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")
     root = Path(given).absolute() if given else new_run_path(args.name)
     _refuse_a_live_run(root)
-    command = Command(words, environment(os.environ, root, args.name, args.hang_timeout))
-    if args.tui:
-        code = _with_screen(command, RunDirectory(root), args.name)
-    else:
-        _say(f"recording to {root}; 'dtobs top {root}' shows it live")
-        Thread(target=_watch_rendezvous, args=(root,), daemon=True).start()
-        code = command.run()
-    _conclude(root, words, code)
+    with tempfile.TemporaryDirectory(prefix="dtobs-", ignore_cleanup_errors=True) as folder:
+        unseen = Path(folder, "unseen")
+        values = {**environment(os.environ, root, args.name, args.hang_timeout), UNSEEN: str(unseen)}
+        code = _train(Command(words, values), root, args)
+        spawned = len(set(unseen.read_text().split())) if unseen.exists() else 0
+    _conclude(root, words, code, spawned)
     return code
+
+
+def _train(command: Command, root: Path, args: argparse.Namespace) -> int:
+    if args.tui:
+        return _with_screen(command, RunDirectory(root), args.name)
+    _say(f"recording to {root}; 'dtobs top {root}' shows it live")
+    Thread(target=_watch_rendezvous, args=(root,), daemon=True).start()
+    return command.run()
 
 
 def _refuse_a_live_run(root: Path) -> None:
@@ -122,7 +129,7 @@ def _watch_rendezvous(root: Path) -> None:
             return
 
 
-def _conclude(root: Path, words: list[str], code: int) -> None:
+def _conclude(root: Path, words: list[str], code: int, spawned: int) -> None:
     """Say what was found, if anything, and where to read on."""
     try:
         _wait_for_last_words(root)
@@ -130,9 +137,15 @@ def _conclude(root: Path, words: list[str], code: int) -> None:
         diagnosis = diagnose(evidence)
     except TargetError:  # no run directory has come about
         diagnosis = None
+    if spawned:
+        _say(
+            f"not recorded: {count(spawned, 'process', 'processes')} that the program started and that trained without"
+            " a process group; dtobs.attach(model, optimizer, run_dir=…) in each records it by itself"
+        )
     if diagnosis is None or not (diagnosis.ranks or diagnosis.findings):
         disabled = os.environ.get("DTOBS_DISABLE") == "1"
-        _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else "no process built a torch optimizer"))
+        why = "no rank built a torch optimizer" if spawned else "no process built a torch optimizer"
+        _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else why))
         if code and Path(words[0]).name.startswith("python") and "RANK" not in os.environ:
             _say("a distributed script needs a launcher: dtobs run -- torchrun --nproc-per-node 2 train.py")
         return

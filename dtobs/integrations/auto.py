@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing import parent_process
 from typing import Any
 from weakref import ref
 
+from dtobs.integrations.launch import UNSEEN
 from dtobs.session.start import attach, current
 
 
@@ -29,7 +31,7 @@ class Finder:
 
     def optimizer_created(self, optimizer: Any) -> None:
         """An optimizer was built."""
-        if self._over or os.getpid() != self._pid or not _is_a_rank():
+        if self._over or os.getpid() != self._pid or _loads_data():
             return
         if not self._handles:
             if current() is not None:  # the program attached for itself
@@ -37,7 +39,7 @@ class Finder:
                 return
             self._begin()
         self._optimizers.append(ref(optimizer))
-        if _group_is_there() or "RANK" not in os.environ:
+        if _group_is_there() or ("RANK" not in os.environ and _is_a_rank()):
             _attach()
 
     def _begin(self) -> None:
@@ -74,12 +76,18 @@ class Finder:
             self._over = True
             for handle in self._handles:
                 handle.remove()
+            if not _is_a_rank():
+                _note_unseen()
+                return
             _attach(module, [*mine, *(o for o in living if o not in mine)])
 
     def _step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         """Before the first step: from here on steps are seen, also where the parameters are of no module we saw."""
         self._over = True
         self._handles[0].remove()  # this hook itself stays: torch is iterating over its kind
+        if not _is_a_rank():
+            _note_unseen()
+            return
         living = [other for seen in self._optimizers if (other := seen()) is not None and other is not optimizer]
         _attach(self._outermost() if self._outermost is not None else None, [optimizer, *living])
 
@@ -104,13 +112,23 @@ def _parameters_of(optimizer: Any) -> Iterable[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _is_a_rank() -> bool:
-    """Whether this process trains: no data-loader worker, and no child of one that trains."""
+def _loads_data() -> bool:
     from torch.utils.data import get_worker_info
 
-    if get_worker_info() is not None:
-        return False
-    return parent_process() is None or _group_is_there()
+    return get_worker_info() is not None
+
+
+def _is_a_rank() -> bool:
+    """Whether this process trains as one of the job: a child that multiprocessing made is one when it has a group."""
+    return not _loads_data() and (parent_process() is None or _group_is_there())
+
+
+def _note_unseen() -> None:
+    """Say to ``dtobs run`` that this process trains and is no rank."""
+    path = os.environ.get(UNSEEN, "")
+    if path:
+        with suppress(OSError), open(path, "a") as file:  # dtobs run may be gone
+            file.write(f"{os.getpid()}\n")
 
 
 def _group_is_there() -> bool:

@@ -17,6 +17,8 @@ from dtobs.errors import UsageError
 
 STARTUP = Path(__file__).resolve().parent / "startup"
 """The folder whose ``sitecustomize`` Python runs first."""
+UNSEEN = "DTOBS_UNSEEN"
+"""Names the file in which processes that train and are no ranks say so, a line each."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 

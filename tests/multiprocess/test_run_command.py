@@ -108,6 +108,21 @@ def test_data_loader_workers_and_children_do_not_attach(tmp_path: Path):
     assert (view.ranks, view.attempt, len(view.rank_steps(0))) == ([0], 0, 3)
 
 
+def test_processes_that_train_without_a_group_are_counted(tmp_path: Path):
+    child = script(tmp_path).rename(tmp_path / "child.py")
+    train = tmp_path / "train.py"
+    train.write_text(
+        "import multiprocessing, runpy\n"
+        "if __name__ == '__main__':\n"
+        f"    for _ in range(2):\n        p = multiprocessing.Process(target=runpy.run_path, args=({str(child)!r},))\n"
+        "        p.start()\n        p.join()\n"
+    )
+    with observed("--run-dir", "here", "--", sys.executable, train, cwd=tmp_path) as job:
+        job.check()
+    assert "not recorded: 2 processes that the program started" in job.stderr
+    assert "nothing was recorded: no rank built a torch optimizer" in job.stderr
+
+
 def test_a_program_that_attaches_for_itself_is_left_to_it(tmp_path: Path):
     train = tmp_path / "train.py"
     train.write_text("import dtobs\ndtobs.attach(run_dir='own')\n" + LOOP.format(strike="pass", workers=0))
