@@ -1,4 +1,7 @@
-"""The gradient after reduction, as the optimizer finds it (so after clipping), on sampled steps.
+"""The gradient after reduction and before clipping, on sampled steps.
+
+Where torch's ``clip_grad_norm_`` is called it is read there, else just before the optimizer steps: what a loop did to
+it by itself until then is in it, and a loop that clips by itself says so by reporting its own norm.
 
 Whether it is finite is looked at in every step in which the local gradient is not read whole: a NaN may arise in a
 tensor that nobody sampled, and the step after it everything is NaN everywhere. One that a matrix product makes fills a
@@ -7,6 +10,8 @@ share the tensors between them. A single element is found within a turn, or by w
 
 ``reduced_square``  this rank's share of the squared norm: the shares of all ranks add up to the whole model's
 ``reduced_norm``    the norm, where one rank holds all of it
+
+Private torch: ``clip_grad._clip_grads_with_norm_``, which is given what is about to be clipped; tried with 2.13.
 
 A loop that reports its own norm (``session.report(gradient_norm=)``) is believed, and nothing is read here.
 """
@@ -44,7 +49,9 @@ class ReducedGradientProbe(Probe):
         self._every = LEAST_REDUCED_PERIOD
         self._own_norm = math.nan
         self._whole = False
-        self._found: list[tuple[float | torch.Tensor, float]] = []  # squares of this step and this rank's shares
+        # Squares of this step and this rank's shares, by tensor; which of them were read before clipping.
+        self._found: dict[int, tuple[float | torch.Tensor, float]] = {}
+        self._clipped: set[int] = set()
 
     def install(self) -> None:
         """Remember whose gradients to read."""
@@ -56,11 +63,14 @@ class ReducedGradientProbe(Probe):
         self._rows = {id(t): row for row, t in enumerate(tensors)}
         self._whole_every = period([t.tensor for t in tensors], gradients.WHOLE_BYTES_A_STEP)
         self._every, self._bad = reduced_period(self._whole_every), False
+        clip: Any = getattr(torch.nn.utils, "clip_grad", None)
+        if getattr(clip, "_clip_grads_with_norm_", None) is not None:
+            self.around(clip, "_clip_grads_with_norm_", self._before_clipping, lambda _began: None, _not_traced)
         self._whole = all(not isinstance(t.tensor, DTensor) and t.row.replica for t in self._tensors)
 
     def remove(self) -> None:
         """Let go of the model."""
-        self._tensors, self._found = [], []
+        self._tensors, self._found, self._clipped = [], {}, set()
         super().remove()
 
     def before_optimizer(self) -> None:
@@ -69,10 +79,29 @@ class ReducedGradientProbe(Probe):
             return
         step = self.context.step
         tensors = self._given()
+        if self._clipped:
+            self._clipped -= {id(named) for named in tensors}  # what they get now is settled
         if step % self._every == 0 and not self._reported():
-            self._read(tensors)
+            self._read([named for named in tensors if id(named) not in self._found])  # others were read before clipping
         if self._whole_every > 1 and step % self._whole_every and not self._bad:
             self._check(tensors)
+
+    def _before_clipping(self, parameters: Any, *_args: Any, **_named: Any) -> None:
+        """The gradients of `parameters` are about to be multiplied by what brings their norm down."""
+        step = self.context.step
+        if step % self._every or not self._tensors or not isinstance(parameters, (list, tuple)) or self._reported():
+            return
+        mine = {id(parameter) for parameter in parameters}
+        before = set(self._found)
+        self._read([n for n in self._tensors if id(n.tensor) in mine and id(n) not in before])  # the first clip counts
+        self._clipped |= self._found.keys() - before
+
+    def backward_begin(self, tensors: Any) -> None:
+        """More is added to gradients that were clipped: what was read of them is not what the optimizer gets."""
+        if self._clipped and self.context.stepping is None:
+            for key in self._clipped:
+                self._found.pop(key, None)
+            self._clipped = set()
 
     def _given(self) -> list[Named]:
         """The tensors of the optimizer that steps; all of them where there is one optimizer."""
@@ -124,7 +153,7 @@ class ReducedGradientProbe(Probe):
         return of_this_step or not (math.isnan(said) or said == self._own_norm)
 
     def _read(self, tensors: list[Named]) -> None:
-        found: list[tuple[float | torch.Tensor, float]] = []
+        found: dict[int, tuple[float | torch.Tensor, float]] = {}
         for named in tensors:
             gradient = named.tensor.grad
             if gradient is None:
@@ -133,19 +162,19 @@ class ReducedGradientProbe(Probe):
                 return  # not reduced yet as far as this tensor goes: the sum over ranks would be wrong
             values = local_tensor(gradient)
             values = values.coalesce().values() if values.is_sparse else values
-            found.append((host_square(values) if values.is_cpu else device_square(values), named.share))
-        self._found += found
+            found[id(named)] = (host_square(values) if values.is_cpu else device_square(values), named.share)
+        self._found |= found
 
     def step_begin(self) -> None:
         """Nothing has been given to an optimizer yet."""
-        self._found = []
+        self._found, self._clipped = {}, set()
 
     def step_end(self) -> None:
         """Put together what the step's optimizers were given."""
         if not self._found:
             return
-        found, shares = zip(*self._found, strict=True)
-        self._found = []
+        found, shares = zip(*self._found.values(), strict=True)
+        self._found = {}
         context = self.context
         step, whole = context.step, self._whole
         said = not math.isnan(float(context.record["reduced_norm"]))  # by the loop, after the optimizer's step
@@ -173,3 +202,7 @@ def cross(values: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
         values = values.view(len(values), -1)
     rows, columns = values.shape[:2]
     return values.select(0, place(step, rows)), values.select(1, place(step, columns))
+
+
+def _not_traced(*_arguments: Any) -> bool:
+    return not torch.compiler.is_compiling()

@@ -82,7 +82,7 @@ def test_copies_share_the_tensors_and_leave_none_out(step: int) -> None:
         probe._bad = False
         events = SimpleNamespace(write=lambda *_args, seq, **_named: said.append(seq))
         probe.context = SimpleNamespace(step=step, phase=0, recorder=SimpleNamespace(events=events))  # type: ignore[assignment]
-        probe._check()
+        probe._check(probe._tensors)
         return said
 
     for bad in range(7):

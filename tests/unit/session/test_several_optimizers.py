@@ -206,3 +206,52 @@ def test_optimizers_that_step_inside_the_backward(attach: Attach, way: str):
     assert steps["local_norm"][1:] == pytest.approx(true[1:])
     assert steps["reduced_norm"][9] == pytest.approx(true[9])
     assert look(session).page(0)["probe_failures"] == 0
+
+
+def test_the_norm_is_the_one_before_clipping(attach: Attach):
+    """It was 0.1 for every loop that clips at 0.1, whatever its gradients were."""
+    from torch.nn.utils import clip_grad_norm_
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    norms = []
+    with attach(model, optimizer) as session:
+        for _ in range(11):
+            model(torch.ones(4, 8)).square().mean().backward()
+            norms.append(float(clip_grad_norm_(model.parameters(), 1e-3)))
+            optimizer.step()
+            optimizer.zero_grad()
+    steps = steps_of(session)
+    assert norms[9] > 0.01
+    assert steps["reduced_norm"][9] == pytest.approx(norms[9])
+
+
+def test_parameters_that_are_not_clipped_are_in_the_norm(attach: Attach):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with attach(model, optimizer) as session:
+        norms = []
+        for _ in range(11):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            norms.append(sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5)
+            nn.utils.clip_grad_norm_(model[0].parameters(), 1e-3)
+            optimizer.step()
+    assert steps_of(session)["reduced_norm"][9] == pytest.approx(norms[9])
+
+
+def test_what_comes_after_a_clipping_is_in_the_norm(attach: Attach):
+    """A loop that clips what each micro-batch has added so far, and clips twice."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with attach(model, optimizer) as session:
+        norms = []
+        for _ in range(11):
+            for _ in range(2):
+                model(torch.ones(4, 8)).square().mean().backward()
+                norms.append(sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5)
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert steps_of(session)["reduced_norm"][9] == pytest.approx(norms[19])
