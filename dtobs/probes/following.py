@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import is_fsdp, wrappers
+from dtobs.probes.modules import compiler_is_there, untraced
 
 SEARCH_STEPS = 64
 """Steps for which a model is looked for: the search costs something in each call of any module."""
@@ -50,8 +51,18 @@ class Following(Probe):
     def install(self) -> None:
         """Watch every optimizer's step; look for the models of those that are followed."""
         self._known, self._places = {}, []
-        self.undo.callback(register_optimizer_step_pre_hook(self.guard(self._steps)).remove)
+        self._listen()
         self._look_for_models()
+
+    def _listen(self) -> None:
+        self._compiler = compiler_is_there()
+        self.undo.callback(register_optimizer_step_pre_hook(untraced(self.guard(self._steps))).remove)
+
+    def backward_begin(self, tensors: Any) -> None:
+        """Listen anew where a compiler has turned up since; torch is calling no hook of an optimizer now."""
+        if not self._compiler and self.context.stepping is None and compiler_is_there():
+            self.undo.close()
+            self._listen()
 
     def remove(self) -> None:
         """Let go of everything."""

@@ -7,6 +7,7 @@ dictionary, so they would be copied with ``deepcopy(model)``, break its pickling
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,18 @@ class Forward(Probe):
             return progress.begin(Phase.VALIDATION)
         progress.claim_training_thread()
         return progress.begin(Phase.FORWARD)
+
+
+def compiler_is_there() -> bool:
+    """Whether torch's compiler has been imported, so that it may trace an optimizer's step and what is hooked to it."""
+    return "torch._dynamo" in sys.modules
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, which no compiler looks into. A step that is compiled as one graph cannot be had with any hook."""
+    disable: Any = torch.compiler.disable
+    disabled: Callable[..., Any] = disable(hook) if compiler_is_there() else hook
+    return disabled
 
 
 def roots(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -90,7 +103,7 @@ class OptimizerSteps(Probe):
         self.after: list[Callable[[], object]] = []
 
     def install(self) -> None:
-        self._inside = 0
+        self._inside, self._compiler = 0, compiler_is_there()
         optimizers = self.context.watched_optimizers()
         others = len(self.context.optimizers) > 1
         for number, optimizer in optimizers.items():
@@ -98,6 +111,12 @@ class OptimizerSteps(Probe):
         if others:
             names = [type(optimizer).__name__ for optimizer in optimizers.values()]
             self.context.recorder.meta.add("process", optimizers=names[:MOST_NAMED], optimizer_count=len(names))
+
+    def backward_begin(self, tensors: Any) -> None:
+        """Hook in anew where a compiler has turned up since; torch is calling no hook of an optimizer now."""
+        if not (self._compiler or self._inside) and compiler_is_there():  # a closure runs inside a step
+            self.undo.close()
+            self.install()
 
     def _follow(self, number: int, optimizer: torch.optim.Optimizer, *, others: bool) -> None:
         begin, end = self.guard(self._begin), self.guard(self._end)
@@ -123,8 +142,8 @@ class OptimizerSteps(Probe):
             stepped(number, others=others)
 
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            self.undo.callback(optimizer.register_step_pre_hook(before).remove)
-            self.undo.callback(optimizer.register_step_post_hook(after).remove)
+            self.undo.callback(optimizer.register_step_pre_hook(untraced(before)).remove)
+            self.undo.callback(optimizer.register_step_post_hook(untraced(after)).remove)
             return
 
         def begin_call(called: Any, *_args: Any, **_named: Any) -> Any:

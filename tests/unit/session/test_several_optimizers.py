@@ -255,3 +255,19 @@ def test_what_comes_after_a_clipping_is_in_the_norm(attach: Attach):
             optimizer.step()
             optimizer.zero_grad()
     assert steps_of(session)["reduced_norm"][9] == pytest.approx(norms[19])
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_compiled_step_is_seen_and_dtobs_is_not_compiled_with_it(attach: Attach):
+    """The compiler traced the hooks: a probe failed in it, and the recording's own code was compiled."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(1e-2))
+    with attach(model, optimizer) as session:
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            step()
+    view = look(session)
+    assert len(steps_of(session)) == 4
+    assert view.page(0)["probe_failures"] == 0
