@@ -16,6 +16,7 @@ from tests.plain.programs import (  # noqa: F401 - each lists its own
     pipelines,
     precision,
     routine,
+    several,
     sharded,
 )
 
