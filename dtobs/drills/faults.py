@@ -2,7 +2,7 @@
 
 A `Fault` says where in a job it strikes, the code that names it, and which ranks that code must name. Those without a
 code are healthy: nothing may be found in them. `FAULTS` hang or crash a job; of `TROUBLES` nothing raises and nothing
-hangs, and only what the detectors read can tell.
+hangs, and only what the detectors read can tell; `LOSSES` cost time and nothing else.
 """
 
 from __future__ import annotations
@@ -190,7 +190,35 @@ _TROUBLES = (
     _trouble("starved", "data-starved"),
 )
 TROUBLES: dict[str, Fault] = {trouble.name: trouble for trouble in _TROUBLES}
-"""Every silent error and every loss of time by name."""
+"""Every silent error, and the slow and the starved rank, by name."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One way in which a whole job loses time, and the code that names it.
+
+    A micro-batch computes for `compute` seconds and the reduction of its gradients takes `transfer` more;
+    `micro_batches` make a step, and `steps` of them the run, as long as the detectors want before they say anything.
+    """
+
+    name: str
+    code: str | None
+    compute: float = 0.3
+    transfer: float = 0.0
+    micro_batches: int = 1
+    steps: int = 64
+
+
+_LOSSES = (
+    Loss("none", None, transfer=0.02),
+    Loss("slow-reduction", "exposed-communication", compute=0.2, transfer=0.3, steps=44),
+    Loss("no-sync-forgotten", "sync-every-microbatch", compute=0.2, transfer=0.06, micro_batches=4, steps=24),
+    Loss("garbage", "host-bound", compute=0.2, steps=60),
+    Loss("long-sequences", "sequence-imbalance", compute=0.4, steps=50),
+    Loss("slower-later", "throughput-drop", compute=0.4, steps=80),
+)
+LOSSES: dict[str, Loss] = {loss.name: loss for loss in _LOSSES}
+"""Every way in which a whole job loses time, by name."""
 
 
 @dataclass(frozen=True)
@@ -216,4 +244,6 @@ def known() -> list[Drill]:
         for f in FAULTS.values()
         for wrapper in f.wrappers
     ]
-    return hangs + [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
+    silent = [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
+    lost = [Drill("time", loss.name, "ddp", loss.code) for loss in LOSSES.values()]
+    return [*hangs, *silent, *lost]

@@ -53,10 +53,10 @@ class Outcome:
     def found(self) -> str | None:
         """The expected code where it was found, else that of the verdict; None without a finding.
 
-        A silent fault may be true under two codes: a rank that is starved of data is slow as well.
+        What neither hangs nor raises may be true under two codes: a rank that is starved of data is slow as well.
         """
         codes = self._codes()
-        if self.drill.family == "silent" and self.drill.expected in codes:
+        if self.drill.family in ("silent", "time") and self.drill.expected in codes:
             return self.drill.expected
         return codes[0] if codes else None
 
@@ -166,7 +166,7 @@ def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path, group: Path | 
     if drill.family == "hangs":
         fields |= {"fault": drill.name, "mark": mark}
     else:
-        fields |= {"trouble": drill.name}
+        fields |= {"loss" if drill.family == "time" else "trouble": drill.name}
     ranks = []
     for rank in range(WORLD):
         ours, theirs = context().Pipe()

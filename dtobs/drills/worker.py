@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtobs.drills import job, silent
+from dtobs.drills import job, lost_time, silent
 
 
 def main(
@@ -47,6 +47,9 @@ def main(
 
     if family == "hangs":
         job.meet_and_train(job.Job(**fields), meet)
+    elif family == "time":
+        meet()
+        lost_time.train(lost_time.TimeJob(**fields))
     else:
         meet()
         silent.train(silent.SilentJob(**fields))

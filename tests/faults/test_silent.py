@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from dtobs.detectors import run_detectors
-from dtobs.drills.faults import TROUBLES, Fault
+from dtobs.drills.faults import LOSSES, TROUBLES, Fault, Loss
+from dtobs.drills.lost_time import TimeJob
 from dtobs.drills.silent import SilentJob
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import load_run
-from tests.faults.silent_programs import run_silent, run_silent_sampled
+from tests.faults.silent_programs import run_losing_time, run_silent, run_silent_sampled
 from tests.harness import run_ranks
 
 CASES = [
@@ -29,12 +30,13 @@ CONSEQUENCES = {
     "rescaled": {"replica-divergence"},
     "overwritten": {"replica-divergence"},
     "coarse": {"optimizer-stale"},
+    "long-sequences": {"data-uneven"},
 }
 """What may be found beside the trouble itself, because it is true as well."""
 
 
-def findings(job: SilentJob, world: int = 2, program=run_silent) -> list[Finding]:
-    run_ranks(program, world, job, timeout=90)
+def findings(job: SilentJob | TimeJob, world: int = 2, program=run_silent, timeout: float = 90) -> list[Finding]:
+    run_ranks(program, world, job, timeout=timeout)
     view = load_run(job.run_dir)
     assert [int(page["probe_failures"]) for page in view.pages] == [0] * world
     found = run_detectors(view)
@@ -61,6 +63,13 @@ def test_trouble_is_found_and_named(tmp_path: Path, trouble: Fault, wrapper):
         assert finding.ranks == (0, 1)  # of two that differ, none can be accused
     else:
         assert finding.ranks == ((1,) if trouble.names == "odd" else (0, 1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("loss", [pytest.param(loss, id=loss.name) for loss in LOSSES.values()])
+def test_lost_time_is_found_and_nothing_else(tmp_path: Path, loss: Loss):
+    found = findings(TimeJob(tmp_path, loss.name), program=run_losing_time, timeout=180)
+    assert {f.code for f in found} - CONSEQUENCES.get(loss.name, set()) == {loss.code} - {None}
 
 
 @pytest.mark.parametrize("name", ["flipped-bit", "declared-seed"])

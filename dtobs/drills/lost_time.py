@@ -1,0 +1,92 @@
+"""A small real job that loses time in the ways of `LOSSES`; "none" is the healthy twin of them all.
+
+It sleeps for as long as computing and sending would take, so that the load of the machine hardly plays a part.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtobs
+from dtobs.drills.faults import LOSSES, Loss
+
+_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class TimeJob:
+    """What to train and how to lose time; picklable."""
+
+    run_dir: Path
+    loss: str = "none"
+    wrapper: str = "ddp"
+    monitor: bool = False
+
+
+class _Layer(nn.Module):
+    """A layer that takes as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, inputs: torch.Tensor, seconds: float) -> torch.Tensor:
+        time.sleep(seconds)
+        result: torch.Tensor = self.linear(inputs)
+        return result
+
+
+def train(job: TimeJob) -> None:
+    """Train in the process group that exists, observed by dtobs."""
+    lost, rank = LOSSES[job.loss], dist.get_rank()
+    torch.manual_seed(7)
+    model = nn.parallel.DistributedDataParallel(_Layer())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if lost.transfer:
+        # DDP reads the annotations of a hook, and takes none that are text: a lambda has none.
+        model.register_comm_hook(lost.transfer, lambda seconds, bucket: _reduce_slowly(seconds, bucket))
+    heap = [[number] for number in range(400_000)] if lost.name == "garbage" else []
+    numbers = torch.Generator().manual_seed(100 + rank)
+    with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor):
+        for step in range(lost.steps):
+            for micro in range(lost.micro_batches):
+                rows, seconds = _work(lost, step, numbers)
+                last = micro == lost.micro_batches - 1
+                model.require_backward_grad_sync = last or lost.name == "no-sync-forgotten"
+                inputs = torch.randn(rows, _WIDTH, generator=numbers)
+                predicted = model(inputs, seconds)
+                if heap:
+                    gc.collect()
+                (predicted.square().mean() / lost.micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _work(lost: Loss, step: int, numbers: torch.Generator) -> tuple[int, float]:
+    """Rows of the next micro-batch, and how long they take."""
+    if lost.name == "long-sequences":
+        rows = int(torch.randint(4, 64, (), generator=numbers))
+        return rows, lost.compute * rows / 32
+    if lost.name == "slower-later" and 2 * step >= lost.steps:
+        return 8, 2 * lost.compute
+    return 8, lost.compute
+
+
+def _reduce_slowly(seconds: float, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average as DDP does, over a link that takes `seconds` for it."""
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+
+    def later(done: torch.futures.Future[Any]) -> torch.Tensor:
+        time.sleep(seconds)
+        reduced: torch.Tensor = done.value()[0]
+        return reduced.div_(dist.get_world_size())
+
+    return work.get_future().then(later)  # type: ignore[no-any-return]
