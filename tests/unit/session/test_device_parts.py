@@ -56,7 +56,9 @@ class Stream:
 
 
 class Launching(nn.Module):
-    """A layer whose forward and backward are so long on the stream."""
+    """A layer whose forward and backward are so long on the stream; and the optimizer that trains it."""
+
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, stream: Stream, forward: float, backward: float) -> None:
         super().__init__()
@@ -86,9 +88,8 @@ def records(session: Session, stream: Stream) -> np.ndarray:
     return load_run(session.run_dir).rank_steps(0)
 
 
-def run(session: Session, stream: Stream, model: nn.Module, steps: int, wait: float = 200.0) -> None:
+def run(session: Session, stream: Stream, model: Launching, steps: int, wait: float = 200.0) -> None:
     progress = session._probes.progress
-    optimizer = session._probes.context.optimizers[-1]()
     for _ in range(steps):
         with session.phase("data"):
             stream.host += MS  # the loader is ahead
@@ -97,12 +98,13 @@ def run(session: Session, stream: Stream, model: nn.Module, steps: int, wait: fl
         stream.launch(wait)
         progress.wait_end(7, 1)
         stream.launch(100)
-        optimizer.step()
+        model.optimizer.step()
 
 
-def started(attach: Attach, stream: Stream, forward: float = 300, backward: float = 500) -> tuple[Session, nn.Module]:
+def started(attach: Attach, stream: Stream, forward: float = 300, backward: float = 500) -> tuple[Session, Launching]:
     model = Launching(stream, forward, backward)
-    session = attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    model.optimizer = torch.optim.SGD(model.parameters(), 0.1)  # a session keeps none alive
+    session = attach(model, model.optimizer)
     on_device(session, stream)
     session._probes.progress.dimensions[7] = 2  # tensor
     return session, model
@@ -138,7 +140,7 @@ def test_a_host_that_is_too_slow_is_seen(attach: Attach):
         stream.host += 30 * MS
         progress.end_named(3)
         model(torch.ones(2, 4)).sum().backward()
-        session._probes.context.optimizer.step()
+        model.optimizer.step()
     row = records(session, stream)[3]
     assert row["device_idle_marks"] >= 0.5 * row["device_marks"]
     assert row["data_ns"] >= 45 * MS, "now the device does wait for data"
@@ -161,9 +163,8 @@ def test_a_graph_that_is_captured_is_left_alone(attach: Attach):
 
 def test_waiting_in_the_thread_of_autograd(attach: Attach):
     stream = Stream()
-    session, _ = started(attach, stream)
+    session, model = started(attach, stream)
     progress = session._probes.progress
-    optimizer = session._probes.context.optimizers[-1]()
     for _ in range(4):
         depth = progress.begin(4)  # backward
         stream.launch(400)
@@ -176,7 +177,7 @@ def test_waiting_in_the_thread_of_autograd(attach: Attach):
         progress.stream_goes_on()
         progress.end(depth)
         assert not progress.stream_waits(7), "nothing waits outside of a backward pass"
-        optimizer.step()
+        model.optimizer.step()
     row = records(session, stream)[2]
     assert (row["backward_ns"], row["exposed_tensor_ns"]) == (400 * MS, 60 * MS)
 
