@@ -210,7 +210,7 @@ class Loss:
 
 
 _LOSSES = (
-    Loss("none", None, transfer=0.02),
+    Loss("none", None, compute=0.1, transfer=0.06, micro_batches=4, steps=72),
     Loss("slow-reduction", "exposed-communication", compute=0.2, transfer=0.3, steps=44),
     Loss("no-sync-forgotten", "sync-every-microbatch", compute=0.2, transfer=0.06, micro_batches=4, steps=24),
     Loss("garbage", "host-bound", compute=0.2, steps=60),
