@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -117,34 +114,6 @@ def diloco_with_long_periods(rank: int, world: int, watch: Watch) -> list[float]
     assert_learned(losses)
     assert_replicas_equal(model.parameters())
     return losses
-
-
-def _spawned(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    model = DDP(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    torch.save(losses, f"{folder}/{rank}")
-    dist.destroy_process_group()
-
-
-@program(ranks=1, group=False)
-def spawns_its_ranks(rank: int, world: int, watch: Watch) -> list[float]:
-    """torch.multiprocessing starts the ranks, and their parent trains nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_spawned, (2, folder), nprocs=2)
-        return [loss for each in range(2) for loss in torch.load(Path(folder, str(each)))]
 
 
 @program()
