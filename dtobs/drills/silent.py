@@ -123,7 +123,9 @@ def train(job: SilentJob) -> None:
                     inputs, wanted = inputs[: _BATCH // 2], wanted[: _BATCH // 2]
                 synchronise(model, job.wrapper, now=micro == micros - 1)
                 spoiled = nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
-                with torch.autocast("cpu", torch.float16, enabled=is_now == "small-loss"):
+                narrow = torch.float16 if is_now == "small-loss" else torch.bfloat16
+                cast = is_now == "small-loss" or (mine and is_now == "other-precision")
+                with torch.autocast("cpu", narrow, enabled=cast):
                     predicted = plain(inputs) if is_now == "unwrapped" else model(inputs)
                 if is_now == "wiped":
                     optimizer.zero_grad()  # before each micro-batch instead of once a step

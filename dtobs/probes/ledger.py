@@ -11,6 +11,7 @@ say why.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from dtobs.probes.base import Context, Probe
 from dtobs.probes.fsdp import Gathered, fsdp_shards
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.rotation import Rotation
-from dtobs.probes.sketches import Window, sketch, sketch_shard, window
+from dtobs.probes.sketches import Window, fine_share, sketch, sketch_shard, window
 from dtobs.recording.laws import LEDGER, SKETCHES, Ledger, Side
 
 COLUMNS = 16
@@ -59,6 +60,7 @@ class _Look:
 
     at: Window
     local: list[torch.Tensor] = field(default_factory=list)  # by column, [parts, 1 + SKETCHES]
+    fine: torch.Tensor | None = None  # of the last of them
     held_back: bool = False
     bad: bool = False
 
@@ -164,6 +166,7 @@ class LedgerProbe(Probe):
         for number in now:
             del self._now[number]  # a second step of the same optimizer in the same step is not looked at
         written: list[tuple[int, Side, int, int, int, torch.Tensor]] = []
+        fine: list[torch.Tensor | None] = []
         for number, look in now.items():
             final = self._final(self._rows[number], look)
             if final is None or look.bad:
@@ -171,9 +174,11 @@ class LedgerProbe(Probe):
             for micro, values in enumerate(look.local):
                 for n, part in enumerate(look.at.parts):
                     written.append((number, Side.LOCAL, micro, part, 0, values[n]))
+                    fine.append(look.fine)
             part = self._part(self._rows[number])
             written.append((number, Side.FINAL, 0, part, self._flags(self._rows[number], look), final[0]))
-        self._write(written)
+            fine.append(None)
+        self._write(written, fine)
         self._rotation.spent(time.perf_counter_ns() - begin)
 
     def _reader(self, look: _Look) -> Any:
@@ -188,6 +193,7 @@ class LedgerProbe(Probe):
             values = local_tensor(gradient)
             with torch.no_grad():
                 found = sketch(values, look.at)
+                look.fine = fine_share(values)
             if len(look.local) < COLUMNS:
                 look.local.append(found)
             else:
@@ -217,7 +223,9 @@ class LedgerProbe(Probe):
         flags = Ledger.HELD_BACK if look.held_back else 0
         return flags | (Ledger.CUSTOM_HOOK if getattr(ddp, "_comm_hooks", None) else 0)
 
-    def _write(self, written: list[tuple[int, Side, int, int, int, torch.Tensor]]) -> None:
+    def _write(
+        self, written: list[tuple[int, Side, int, int, int, torch.Tensor]], fine: list[torch.Tensor | None]
+    ) -> None:
         if not written:
             return
         step, ring, record = self._step, self.context.recorder.law(LEDGER), self._record
@@ -226,15 +234,19 @@ class LedgerProbe(Probe):
             for (row, side, micro, part, flags, _), found in zip(written, values, strict=True):
                 record["step"], record["row"], record["side"], record["micro"] = step, row, side, micro
                 record["part"], record["flags"] = part, flags
-                record["scale"], record["value"] = found[0], found[1:]
+                record["scale"], record["value"], record["fine"] = found[0], found[1:-1], found[-1]
                 ring.append(record)
             return True
 
         device = next((w[-1].device for w in written if not w[-1].is_cpu), None)
         if device is None:
-            arrived([values.tolist() for *_, values in written])
+            shares = [math.nan if share is None else share.item() for share in fine]
+            arrived([[*values.tolist(), share] for (*_, values), share in zip(written, shares, strict=True)])
         else:
-            self.late.put(torch.stack([values.to(device) for *_, values in written]), arrived)
+            numbers = torch.stack([values.to(device) for *_, values in written])
+            unknown = numbers.new_full((), math.nan)
+            shares_late = torch.stack([unknown if share is None else share.to(device) for share in fine])
+            self.late.put(torch.cat([numbers, shares_late[:, None]], 1), arrived)
 
     def _off(self, reason: str, short: str = "") -> None:
         self.context.recorder.meta.add("probe", name=self.name, state="off", reason=reason, short=short)

@@ -21,6 +21,8 @@ ELEMENTS = 1 << 14
 COLUMNS = 1 << 13
 PARTS = 64
 """Shards of one tensor that are sketched in one step at most."""
+FIRST = 256
+"""Elements whose mantissa is looked at."""
 _SEED = 20_240_607
 
 _signs: dict[torch.device, torch.Tensor] = {}
@@ -78,6 +80,17 @@ def sketch(gradient: torch.Tensor, at: Window) -> torch.Tensor:
 def sketch_shard(gradient: torch.Tensor, at: Window) -> torch.Tensor:
     """The same of the one shard that this rank holds: float32[1, 1 + SKETCHES]."""
     return _sketch(gradient, at, at.first, 1)
+
+
+def fine_share(gradient: torch.Tensor) -> torch.Tensor | None:
+    """Which share of the first elements that are not zero needs more than BF16's mantissa; NaN where all are zero.
+
+    Products that were computed in BF16 need none of it, whatever format they are kept in. None where it is not FP32.
+    """
+    if gradient.dtype != torch.float32 or not gradient.is_contiguous():
+        return None
+    bits = gradient.view(-1)[:FIRST].view(torch.int32)
+    return (bits & 0xFFFF).count_nonzero() / bits.count_nonzero()
 
 
 def _sketch(gradient: torch.Tensor, at: Window, start: int, parts: int) -> torch.Tensor:

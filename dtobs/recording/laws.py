@@ -66,6 +66,7 @@ LEDGER = Law(
         ("flags", "<u4"),
         ("scale", "<f8"),  # root of the sum of squares of what was sketched: what errors are measured against
         ("value", "<f8", (SKETCHES,)),
+        ("fine", "<f8"),  # LOCAL: share of an FP32 gradient's elements that BF16 could not hold; NaN: not known
     ),
     1 << 13,
 )

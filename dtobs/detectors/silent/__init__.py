@@ -10,6 +10,7 @@ from dtobs.detectors.silent.data_not_resumed import data_not_resumed
 from dtobs.detectors.silent.data_overlap import data_overlap
 from dtobs.detectors.silent.data_repeat import data_repeat
 from dtobs.detectors.silent.data_uneven import data_uneven
+from dtobs.detectors.silent.effective_precision import effective_precision
 from dtobs.detectors.silent.fp8_saturation import fp8_saturation
 from dtobs.detectors.silent.fp16_underflow import fp16_underflow
 from dtobs.detectors.silent.gradient_ledger import gradient_ledger
@@ -48,6 +49,7 @@ DETECTORS: tuple[Detector, ...] = (
     fp16_underflow,
     fp8_saturation,
     config_mismatch,
+    effective_precision,
     learning_rate_mismatch,
     data_repeat,
     data_not_resumed,
