@@ -49,8 +49,7 @@ def looks_like_dump(path: Path) -> bool:
         return False
     if head[:1] == b"\x80":
         return b"}" in head[2:12]  # after the protocol, and from protocol 4 on a frame of nine bytes
-    own = b'"pg_config"' in head or (b'"entries"' in head and b'"collective_seq_id"' in head)
-    return own and head.lstrip()[:1] == b"{"
+    return head.lstrip()[:1] == b"{" and (b'"pg_config"' in head or b'"entries"' in head)
 
 
 def decode(data: bytes, max_bytes: int = MAX_BYTES) -> Any:

@@ -235,7 +235,7 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "law":
             meta.laws[decode(str, e["name"])] = e
         case "pass":
-            meta.passes.append(decode(dict[str, int], {name: e[name] for name in PASS_FIELDS}))
+            meta.passes.append(decode(dict[str, int | bool], {name: e[name] for name in PASS_FIELDS}))
         case "save":
             save = decode(Save, e)
             meta.saves[save.function, save.site] = save

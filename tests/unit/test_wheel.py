@@ -61,6 +61,7 @@ def test_command_license_and_extras(metadata_folder: zipfile.Path):
         "otel",
         "trace",
         "grafana",
+        "mcp",
         "tui",
         "all",
         "test",
