@@ -84,11 +84,19 @@ def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> st
 
 
 def _replicas(view: RunView) -> list[list[int]]:
-    """Ranks at the same place along all but the tensor dimensions."""
+    """Ranks at the same place along all but the tensor dimensions.
+
+    Where two ranks are at the same place along all dimensions, the mesh is a part of the job's: its other dimensions
+    are not known, and so neither are the replicas.
+    """
     together: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    taken: set[tuple[tuple[str, int], ...]] = set()
     for rank in view.ranks:
         place = view.meta(rank).layout.get("coordinates") or {}
         if _TENSOR.intersection(place):
-            rest = sorted((str(name), int(at)) for name, at in place.items() if name not in _TENSOR)
-            together[tuple(rest)].append(rank)
+            whole = tuple(sorted((str(name), int(at)) for name, at in place.items()))
+            if whole in taken:
+                return []
+            taken.add(whole)
+            together[tuple(at for at in whole if at[0] not in _TENSOR)].append(rank)
     return [ranks for ranks in together.values() if len(ranks) > 1]

@@ -124,7 +124,7 @@ def replicas(
     """Two by two ranks: rank = 2 * data + tensor; a sampler deals to `dealt` ranks."""
     run = FakeRun(root, 4, layout=None)
     for rank in run.ranks:
-        place = {names[0]: rank.number // 2, names[1]: rank.number % 2}
+        place = {name: at for name, at in zip(names, (rank.number // 2, rank.number % 2), strict=True) if name}
         rank.meta("layout", kind="dtensor", coordinates=place, data_ranks=[rank.number % 2, rank.number % 2 + 2])
         rank.meta("pass", step=0, sampler=0, shuffles=True, seed=0, epoch=0, replicas=dealt, samples=80)
         for step in range(12):
@@ -142,6 +142,11 @@ def alike(rank: int, step: int) -> int:
 
 def no_longer_alike(rank: int, step: int) -> int:
     return own(rank, step) if rank < 2 and step > 5 else alike(rank, step)
+
+
+def test_a_mesh_that_is_a_part_of_the_jobs_names_no_replicas(tmp_path: Path):
+    """Two tensor-parallel groups, and nothing says which ranks are in which."""
+    assert replicas(tmp_path, no_longer_alike, names=("", "tp")) == []
 
 
 def test_tensor_parallel_ranks_that_read_apart_are_found(tmp_path: Path):
