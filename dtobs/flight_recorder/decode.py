@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import re
 import stat
 import zlib
 from pathlib import Path
@@ -21,6 +22,7 @@ from dtobs.errors import DumpError
 MAX_BYTES = 1 << 29
 """Largest dump, before and after decompression. 2,000 entries with deep stacks are a few MB."""
 _HEAD = 4096
+_ENTRIES = re.compile(rb'"entries"\s{0,9}:\s{0,9}\[')
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -49,7 +51,7 @@ def looks_like_dump(path: Path) -> bool:
         return False
     if head[:1] == b"\x80":
         return b"}" in head[2:12]  # after the protocol, and from protocol 4 on a frame of nine bytes
-    return head.lstrip()[:1] == b"{" and (b'"pg_config"' in head or b'"entries"' in head)
+    return head.lstrip()[:1] == b"{" and (b'"pg_config"' in head or bool(_ENTRIES.search(head)))
 
 
 def decode(data: bytes, max_bytes: int = MAX_BYTES) -> Any:

@@ -1,4 +1,4 @@
-"""config-mismatch, seen in the numbers: a rank's gradients are those of products in BF16, its peers' are not.
+"""config-mismatch: seen in the numbers, a rank's gradients are those of products in BF16, its peers' are not.
 
 What it does: a product that was computed in BF16 leaves the lower half of an FP32 gradient's mantissa empty, whatever
 any setting says. Looked at is a sample of each gradient that the ledger sketches anyway (`recording.laws.LEDGER`).
