@@ -185,10 +185,10 @@ def _perform(chosen: list[Drill], folder: Path, at_once: int, *, quiet: bool) ->
 def _tell(outcome: Outcome) -> None:
     drill, verdict = outcome.drill, outcome.diagnosis.verdict if outcome.diagnosis else None
     name = "(healthy twin)" if drill.name == _TWIN else drill.name
-    found = "not tried" if outcome.skipped else outcome.found or "nothing"
+    found = "not tried" if outcome.skipped else "no recording" if outcome.broken else outcome.found or "nothing"
     ranks = ",".join(map(str, verdict.ranks[:4])) if verdict else ""
     seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f}"
-    mark = "" if outcome.passed else "  WRONG"
+    mark = "" if outcome.passed else f"  WRONG{': ' * bool(outcome.broken)}{outcome.broken}"
     expected = drill.expected or "nothing"
     print(f"{name:<20} {drill.wrapper:<8} {expected:<22} {found:<22} {ranks:<6} {seconds:>7}{mark}", flush=True)
 
@@ -206,4 +206,5 @@ def _row(outcome: Outcome) -> dict[str, object]:
         "seconds": outcome.seconds,
         "passed": outcome.passed,
         "skipped": outcome.skipped or None,
+        "broken": outcome.broken or None,
     }

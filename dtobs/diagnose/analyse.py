@@ -34,7 +34,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """The diagnosis of what was gathered."""
     view = evidence.view
     seen = [] if evidence.judged else run_detectors(view)
-    before = [e for e in evidence.journal if not _went_on(view, e)]
+    gone_on = [e for e in evidence.journal if _went_on(view, e)]
+    before = [e for e in evidence.journal if e not in gone_on]
     found, caused = without_consequences(merge(seen, before), before, _working(view))
     ordered = rank_causes(as_it_ended(view, finding) for finding in found)
     quiet, ranks = silence(view), statuses(view)
@@ -48,7 +49,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         notes.append(ended)
     notes += spent.lines() if spent is not None and spent.settled else []
     notes += [off.text for off in comparisons_off(view)] if len(view.pages) else []
-    notes += [*dict.fromkeys(view.damaged), *map(_past, evidence.past[-_MAX_PAST:])]
+    over = [*evidence.past, *(e for e in gone_on if not e.finding.early)]
+    notes += [*dict.fromkeys(view.damaged), *map(_past, over[-_MAX_PAST:])]
     return Diagnosis(
         target=evidence.target,
         world_size=view.world_size,
@@ -230,11 +232,12 @@ def _ended_from_outside(view: RunView) -> str:
 
 
 def _past(entry: Entry) -> str:
-    """One matter that is over: what, when, how long."""
-    finding = entry.finding
+    """One matter that is over: what, when, how long. The monitor may have ended before it saw that it was."""
+    finding, seen = entry.finding, entry.event == "cleared"
     lost = entry.lost_seconds if Trait.RECOVERABLE in finding.traits else 0.0
-    stood = f", stood still for {duration_text(lost)}" if lost else ""
-    return f"over since {entry.utc[11:19]} UTC{stood}: {finding.code}: {finding.summary}"
+    stood = f", stood still for {duration_text(lost)}{'' if seen else ' or more'}" if lost else ""
+    when = f"over since {entry.utc[11:19]} UTC" if seen else f"over, found at {entry.utc[11:19]} UTC"
+    return f"{when}{stood}: {finding.code}: {finding.summary}"
 
 
 def _pause(view: RunView, quiet: Stall) -> str:

@@ -19,6 +19,7 @@ from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import worker
 from dtobs.drills.faults import ODD, WORLD, Drill
 from dtobs.drills.permitted import memory_group, refused
+from dtobs.errors import DtobsError
 from dtobs.findings import CATALOGUE
 from dtobs.host.process import read_process
 from dtobs.recording.journal import read_journal
@@ -41,13 +42,15 @@ _IMPORTED_LATE = (
 class Outcome:
     """What became of a drill. `seconds` from the strike to the finding; None where nobody saw the moment.
 
-    `skipped` says why this machine does not permit the drill; there is no diagnosis then.
+    There is no diagnosis where this machine does not permit the drill, which `skipped` explains, and where its job
+    left nothing that could be read, which `broken` explains.
     """
 
     drill: Drill
     diagnosis: Diagnosis | None
     seconds: float | None
     skipped: str = ""
+    broken: str = ""
 
     @property
     def found(self) -> str | None:
@@ -94,7 +97,10 @@ def perform_all(
     def one(drill: Drill) -> Outcome:
         if refusals[drill.needs]:
             return Outcome(drill, None, None, refusals[drill.needs])
-        return perform(drill, folder / f"{drill.family}-{drill.name}-{drill.wrapper}", take_capture)
+        try:
+            return perform(drill, folder / f"{drill.family}-{drill.name}-{drill.wrapper}", take_capture)
+        except (DtobsError, OSError) as error:  # its ranks may have died before they recorded anything
+            return Outcome(drill, None, None, broken=str(error))
 
     outcomes = []
     with ThreadPoolExecutor(at_once, thread_name_prefix="drill") as pool:

@@ -9,8 +9,9 @@ import pytest
 
 from dtobs.cli import main
 from dtobs.cli.drill import _choose
-from dtobs.drills import injectors
+from dtobs.drills import injectors, perform
 from dtobs.drills.faults import FAULTS, known
+from dtobs.errors import TargetError
 from dtobs.findings import CATALOGUE
 
 
@@ -57,3 +58,14 @@ def test_keep_takes_an_empty_folder(tmp_path, capsys):
     (tmp_path / "something").touch()
     assert main(["drill", "stopped", "--keep", str(tmp_path)]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_job_that_died_before_it_recorded_anything_is_one_failed_row(tmp_path, monkeypatch, capsys):
+    def nothing_left(drill, folder, take_capture):
+        raise TargetError(f"there is no {folder / 'run'}")
+
+    monkeypatch.setattr(perform, "perform", nothing_left)
+    assert main(["drill", "stopped", "killed", "--wrapper", "ddp", "--keep", str(tmp_path / "kept")]) == 1
+    out = capsys.readouterr().out
+    assert out.count("WRONG: there is no") == 3  # with the healthy twin
+    assert "0 of 3 as expected" in out

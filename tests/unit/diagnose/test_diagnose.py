@@ -355,11 +355,14 @@ def test_what_was_found_and_is_over_is_told_with_what_it_cost(hung):
 
 def test_a_hang_that_passed_is_history(hung):
     view = hung.view(later=40)
-    found = Finding("rank-stopped", "rank 1 is suspended", (1,), Confidence.CERTAIN)
+    found = Finding("rank-stopped", "rank 1 is suspended", (1,), Confidence.CERTAIN, since_ns=view.now_ns - 30 * 10**9)
     before = replace(entry(found), t_ns=view.now_ns)
     assert [f.code for f in diagnose(Evidence("x", view, (before,))).findings] == ["rank-stopped"]
     hung.rank(1).advance(100).step().collective()
-    assert diagnose(Evidence("x", hung.view(), (before,))).findings == ()
+    later = diagnose(Evidence("x", hung.view(), (before,)))
+    assert later.findings == ()
+    (note,) = [n for n in later.notes if n.startswith("over, found at ")]
+    assert note.endswith("UTC, stood still for 30 s or more: rank-stopped: rank 1 is suspended")
 
 
 def dead(*ranks: int, confidence: Confidence = Confidence.CERTAIN, since: int = 0) -> Finding:
