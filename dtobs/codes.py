@@ -31,6 +31,7 @@ class Trait(Flag):
     RAISES = auto()  #: programs check for it and raise an exception about it
     MACHINE = auto()  #: a host or a link is to blame, not the program
     TRANSIENT = auto()  #: nobody can say whether the same program fails again
+    HANG = RECOVERABLE | DEADLOCK | DISAGREEMENT  #: it is over only when the run moves on
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from dtobs.words import duration_text
 
 _NOTICED_SECONDS = 5.0
 _MAX_PAST = 5
-_HANG = Trait.RECOVERABLE | Trait.DEADLOCK | Trait.DISAGREEMENT
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
 
@@ -82,7 +81,7 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
             or (_merely_gone(earlier) and earlier.confidence is not Confidence.CERTAIN)
         ):
             continue
-        if same is None or earlier.confidence.order > same.confidence.order:
+        if same is None or earlier.confidence.order > same.confidence.order or (same.early and not earlier.early):
             found[earlier.key] = earlier
         elif earlier.since_ns and (not same.since_ns or earlier.since_ns < same.since_ns):
             found[earlier.key] = replace(same, since_ns=earlier.since_ns)
@@ -108,7 +107,7 @@ def without_consequences(
     """
     causes, everything = list(found), list(found)
     told = {entry.finding.key: entry for entry in journal}
-    hangs = [told[f.key] for f in everything if f.key in told and f.traits & _HANG]
+    hangs = [told[f.key] for f in everything if f.key in told and f.traits & Trait.HANG]
     for entry in hangs:
         for finding in everything:
             earlier = finding.key in told and told[finding.key].t_ns < entry.t_ns
@@ -135,7 +134,7 @@ def _follows(finding: Finding, hang: Finding, world: Collection[int]) -> bool:
         suspended = hang.code == "rank-stopped" and set(finding.ranks) <= set(hang.ranks)
         return suspended or set(finding.ranks) >= set(world) or not (hang.early or hang.code == "network-stalled")
     if finding.code == "uncaught-exception":  # a rank that gave up waiting, though its error does not say so plainly
-        return finding.confidence is Confidence.POSSIBLE and not hang.early
+        return finding.confidence is Confidence.POSSIBLE
     recoverable = Trait.RECOVERABLE in hang.traits and hang.code != "network-stalled"
     return Trait.DISAGREEMENT in finding.traits and recoverable and not hang.early
 

@@ -231,7 +231,7 @@ def play(cell: Cell, folder: Path, take_capture: TakeCapture) -> Judged:
         _until(lambda: (folder / "struck").exists(), _PATIENCE_SECONDS)
         if cell.when == "after":
             _until(lambda: cell.expected in _found(run_dir), _PATIENCE_SECONDS)
-        else:
+        elif cell.way != "own-timeout":  # which nobody need wait for
             _until(lambda: _stood_seconds(run_dir) >= cell.stands_seconds, _PATIENCE_SECONDS)
         processes = _processes(folder)
         _end(cell, processes)
@@ -267,7 +267,7 @@ def _end(cell: Cell, processes: dict[str, _Process]) -> None:
     else:
         _until(
             lambda: not any(process.alive for process in (*ranks, *monitors)),
-            _GONE_SECONDS + _LIMIT_SECONDS[cell.when],
+            _PATIENCE_SECONDS if cell.way == "own-timeout" else _GONE_SECONDS,
         )
 
 

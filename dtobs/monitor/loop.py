@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtobs.detectors import run_detectors
 from dtobs.detectors.hangs.stall import last_movement_ns, moved_on, stall
@@ -211,6 +211,8 @@ class Monitor:
                     self.fail("detectors", line)
             self.damaged = list(view.damaged)
             moving = self.watchdog.stalled is None and not self.ranks.any_gone()
+            alarmed = {f.key for f in self.journal.findings}  # what needed no standstill is no less for one
+            found = [replace(f, early=False) if f.key in alarmed else f for f in found]
             early, found = [f for f in found if f.early], [f for f in found if not f.early]
             if not (early and self._ending(view)):  # a rank that is being ended shows no standstill any more
                 self.journal.standing(early, time.monotonic_ns())
@@ -218,7 +220,7 @@ class Monitor:
                 found,
                 time.monotonic_ns(),
                 may_clear=moving,
-                over=lambda finding, found_ns: Trait.RECOVERABLE not in finding.traits or moved_on(view, found_ns),
+                over=lambda finding, found_ns: not finding.traits & Trait.HANG or moved_on(view, found_ns),
             )
             for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)

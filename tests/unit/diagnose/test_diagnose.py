@@ -12,7 +12,7 @@ from dtobs.codec import decode
 from dtobs.detectors.hangs import detect
 from dtobs.detectors.hangs.situation import interpret
 from dtobs.diagnose import diagnose, gather
-from dtobs.diagnose.analyse import merge, rank_causes
+from dtobs.diagnose.analyse import merge, rank_causes, without_consequences
 from dtobs.diagnose.gather import Evidence
 from dtobs.errors import TargetError
 from dtobs.findings import Confidence, Finding
@@ -378,6 +378,18 @@ def test_merge_keeps_the_surer_and_the_earlier():
     assert kept.confidence is Confidence.CERTAIN
     (kept,) = merge([dead(1, since=70)], [entry(dead(1, since=50))])
     assert kept.since_ns == 50
+
+
+def test_an_alarm_is_no_less_of_one_when_the_run_then_stands_still():
+    (kept,) = merge([replace(HANG, early=True)], [entry(HANG)])
+    assert not kept.early
+
+
+def test_a_wait_that_ran_into_its_timeout_follows_from_the_standstill_before_the_alarm():
+    still = replace(HANG, code="p2p-unmatched", ranks=(0, 1), early=True)
+    gave_up = Finding("uncaught-exception", "rank 0 raised RuntimeError: timed out", (0,), Confidence.POSSIBLE)
+    found, caused = without_consequences([still, gave_up], [entry(still)], (0, 1))
+    assert ([f.code for f in found], [f.code for f in caused]) == (["p2p-unmatched"], ["uncaught-exception"])
 
 
 def test_merge_drops_what_was_outgrown_or_only_guessed():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtobs.detectors.hangs.stall import stall
-from dtobs.findings import Finding
+from dtobs.findings import Confidence, Finding
 from dtobs.monitor.address import addresses, announce, withdraw
 from dtobs.monitor.lock import NodeLock
 from dtobs.monitor.loop import Monitor, Timing
@@ -64,6 +65,16 @@ def test_a_stall_that_is_older_than_the_monitor_is_looked_into_before_it_is_judg
     monitor.watchdog.take = lambda view, reason, previous: Capture(view.now_ns, "20261120T120000.000Z", reason)
     assert monitor.tick() > 0
     assert (captured, monitor.stats.captures) == ([True], 1)
+
+
+def test_a_disagreement_that_was_found_stays_found_when_the_run_then_stands_still(run: FakeRun):
+    apart = Finding("collective-mismatch", "different collectives at #37", (0, 1), Confidence.LIKELY)
+    seen = [[apart], [replace(apart, early=True)], [replace(apart, early=True)]]
+    monitor = Monitor(run.directory, 0, detect=lambda _: seen.pop(0))
+    for _ in range(3):
+        monitor.detect()
+    assert [e.event for e in read_journal(run.directory.findings)] == ["found"]
+    assert [f.early for f in monitor.journal.findings] == [False]
 
 
 def test_a_detector_that_throws_is_counted_and_said_once(run: FakeRun, caplog: pytest.LogCaptureFixture):
