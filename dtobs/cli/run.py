@@ -13,6 +13,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from threading import Thread
 
 from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
-from dtobs.errors import DependencyMissing, TargetError, UsageError
+from dtobs.errors import DependencyMissing, RecordingDisabled, TargetError, UsageError
 from dtobs.findings import Trait
 from dtobs.integrations.launch import UNSEEN, Command, environment
 from dtobs.recording.policy import VARIABLE, Policy
@@ -78,12 +79,18 @@ def run(args: argparse.Namespace) -> int:
     given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")
     root = Path(given).absolute() if given else new_run_path(args.name)
     _refuse_a_live_run(root)
-    with tempfile.TemporaryDirectory(prefix="dtobs-", ignore_cleanup_errors=True) as folder:
-        unseen = Path(folder, "unseen")
-        values = {**environment(os.environ, root, args.name, args.hang_timeout), UNSEEN: str(unseen)}
-        code = _train(Command(words, values), root, args)
-        spawned = len(set(unseen.read_text().split())) if unseen.exists() else 0
-    _conclude(root, words, code, spawned)
+    if not _make(root):
+        return Command(words, {**os.environ, "DTOBS_DISABLE": "1"}).run()
+    try:
+        with tempfile.TemporaryDirectory(prefix="dtobs-", ignore_cleanup_errors=True) as folder:
+            unseen = Path(folder, "unseen")
+            values = {**environment(os.environ, root, args.name, args.hang_timeout), UNSEEN: str(unseen)}
+            code = _train(Command(words, values), root, args)
+            spawned = len(set(unseen.read_text().split())) if unseen.exists() else 0
+        _conclude(root, words, code, spawned)
+    finally:
+        with contextlib.suppress(OSError):
+            root.rmdir()  # where nothing was recorded it is empty
     return code
 
 
@@ -99,6 +106,16 @@ def _refuse_a_live_run(root: Path) -> None:
     """Two jobs in one directory would write over each other. Raises UsageError when one trains there."""
     for rank, pid in living(root).items():
         raise UsageError(f"{root} belongs to a job that still runs (rank {rank} is process {pid}): name another")
+
+
+def _make(root: Path) -> bool:
+    """Make the run directory; whether that worked. Training matters more than recording it."""
+    try:
+        RunDirectory(root).create()
+    except RecordingDisabled as error:
+        _say(f"not recording: {error}; give --run-dir a folder that you may write to. The command runs without dtobs")
+        return False
+    return True
 
 
 def _check_terminal() -> None:

@@ -46,6 +46,7 @@ WAYS: dict[str, str] = {
 _QUIET_SECONDS = {"before": 30.0, "after": 2.0}  # the hang timeouts
 _EARLY_SECONDS = 15.0
 _STANDS_SECONDS = 12.0  # before somebody who does not wait for the alarm ends the job
+_SEEN_SECONDS = 2.0  # for the monitor to look at a standstill
 _LIMIT_SECONDS = {"before": 12.0, "after": 30.0}  # the process group's own timeouts
 _PATIENCE_SECONDS = 90.0
 _GONE_SECONDS = 20.0
@@ -232,7 +233,7 @@ def play(cell: Cell, folder: Path, take_capture: TakeCapture) -> Judged:
         if cell.when == "after":
             _until(lambda: cell.expected in _found(run_dir), _PATIENCE_SECONDS)
         elif cell.way != "own-timeout":  # which nobody need wait for
-            _until(lambda: _stood_seconds(run_dir) >= cell.stands_seconds, _PATIENCE_SECONDS)
+            _until(lambda: _stands(run_dir, cell.stands_seconds), _PATIENCE_SECONDS)
         processes = _processes(folder)
         _end(cell, processes)
         diagnosis = diagnose(gather(run_dir, take_capture))
@@ -271,13 +272,13 @@ def _end(cell: Cell, processes: dict[str, _Process]) -> None:
         )
 
 
-def _stood_seconds(run_dir: Path) -> float:
-    """How long no rank has moved: on a busy machine a hang takes its time to come about."""
+def _stands(run_dir: Path, seconds: float) -> bool:
+    """Whether no rank has moved for so long, and for longer than the run's own slow steps on a busy machine excuse."""
     try:
         quiet = silence(load_run(run_dir))
     except TargetError:
-        return 0.0
-    return quiet.seconds if quiet is not None else 0.0
+        return False
+    return quiet is not None and quiet.seconds >= max(seconds, quiet.early_seconds + _SEEN_SECONDS)
 
 
 def _found(run_dir: Path) -> set[str]:

@@ -134,6 +134,7 @@ def _glance() -> list[Panel]:
             "table",
             (Query(f"max by (code, rank) (dtobs_finding_rank{{{_RUN}}})"),),
             metric="dtobs_finding_rank",
+            empty="no finding is open",
             width=12,
             height=7,
             instant=True,
@@ -166,6 +167,7 @@ def _learning() -> list[Panel]:
                 Query(f"max(dtobs_validation_loss{{{_RUN}}})", "validation"),
             ),
             metric="dtobs_loss",
+            empty="the loop reports no loss: session.report(loss=…)",
         ),
         Panel(
             "Gradient norm",
@@ -175,12 +177,14 @@ def _learning() -> list[Panel]:
                 Query(f"max(dtobs_reduced_gradient_norm{{{_RUN}}})", "after reduction"),
             ),
             metric="dtobs_local_gradient_norm",
+            empty="no gradient has been read",
         ),
         Panel(
             "Learning rate",
             "timeseries",
             (Query(f"max(dtobs_learning_rate{{{_RUN}}})", "learning rate"),),
             metric="dtobs_learning_rate",
+            empty="no optimizer was seen",
             unit="sci",
         ),
         Panel(
@@ -194,6 +198,7 @@ def _learning() -> list[Panel]:
                 ),
             ),
             metric="dtobs_tokens_total",
+            empty="the loop reports no tokens: session.report(tokens=…)",
             description="As the training counts them, each token once; without its figure the sum of the ranks' own.",
         ),
         Panel(
@@ -201,12 +206,14 @@ def _learning() -> list[Panel]:
             "timeseries",
             (Query(f"max(dtobs_gradient_noise_scale_tokens{{{_RUN}}})", "tokens"),),
             metric="dtobs_gradient_noise_scale_tokens",
+            empty="needs two data ranks, reported tokens and some hundred steps",
         ),
         Panel(
             "Model FLOPs utilisation",
             "timeseries",
             (Query(f"max(dtobs_mfu_ratio{{{_RUN}}})", "MFU"),),
             metric="dtobs_mfu_ratio",
+            empty="no peak is known for this device (--run.peak_flops), or no FLOPs are reported",
         ),
     ]
 
@@ -254,6 +261,7 @@ def _time() -> list[Panel]:
             "timeseries",
             (Query(f"max by (rank) (dtobs_exposed_communication_seconds{{{_RANK}}})", "rank {{rank}}"),),
             metric="dtobs_exposed_communication_seconds",
+            empty="the ranks do not communicate",
         ),
         Panel(
             "Pipeline bubble, by rank",
@@ -264,6 +272,7 @@ def _time() -> list[Panel]:
                 Query(f"max(dtobs_pipeline_bubble_ideal_ratio{{{_RUN}}})", "schedule"),
             ),
             metric="dtobs_pipeline_bubble_ratio",
+            empty="no pipeline in this run",
             description="Above the replay: communication and late ranks. Replay above the schedule: uneven stages.",
         ),
         Panel(
@@ -291,6 +300,7 @@ def _time() -> list[Panel]:
             "timeseries",
             (Query(f"max(dtobs_checkpoint_age_seconds{{{_RUN}}})", "age"),),
             metric="dtobs_checkpoint_age_seconds",
+            empty="no checkpoint was written yet",
         ),
     ]
 
@@ -307,6 +317,7 @@ def _resources() -> list[Panel]:
                 ),
             ),
             metric="dtobs_collective_bytes_total",
+            empty="the ranks do not communicate",
             unit="Bps",
         ),
         Panel(
@@ -323,6 +334,7 @@ def _resources() -> list[Panel]:
                 Query(f"max(dtobs_device_memory_limit_bytes{{{_RUN}}})", "limit"),
             ),
             metric="dtobs_device_memory_bytes",
+            empty="no device: this run is on CPUs",
         ),
     ]
 

@@ -251,7 +251,7 @@ TABLE: tuple[Metric, ...] = (
         "gauge",
         "Gradient noise scale B_simple: a larger batch gains little",
         (),
-        "step history norms",
+        "step history norms, gradient ledger",
         s.noise_scale,
     ),
     _rank(

@@ -36,6 +36,7 @@ class Panel:
     stacked: bool = False
     instant: bool = False
     description: str = ""
+    empty: str = ""  #: why there may be nothing to draw
     mappings: tuple[dict[str, Any], ...] = ()
     transformations: tuple[dict[str, Any], ...] = ()
 
@@ -113,7 +114,7 @@ def _defaults(panel: Panel, unit: str) -> dict[str, Any]:
     steps = [{"value": value, "color": colour} for value, colour in panel.thresholds]
     defaults: dict[str, Any] = {
         "unit": unit,
-        "noValue": "not measured in this run",
+        "noValue": panel.empty or "not measured yet",
         "color": {"mode": "thresholds" if panel.kind in ("stat", "bargauge") else "palette-classic"},
         "thresholds": {"mode": "absolute", "steps": steps},
         "mappings": list(panel.mappings),

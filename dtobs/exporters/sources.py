@@ -14,6 +14,7 @@ import numpy as np
 
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.events import FP8_ROLES, STEP_PARTS, RankState
+from dtobs.exporters import noise
 from dtobs.exporters.look import Look
 from dtobs.findings import CATALOGUE
 from dtobs.recording.rank import ENDED, State
@@ -145,29 +146,9 @@ def arrival_skew(look: Look) -> Iterator[Sample]:
 
 
 def noise_scale(look: Look) -> Iterator[Sample]:
-    """B_simple of McCandlish et al. (2018) from local and reduced gradient norms over the last steps, in tokens."""
-    if not look.leads:
-        return
-    view = look.view
-    said = [view.meta(rank).layout.get("data_ranks") or () for rank in view.ranks]
-    peers = set(max(said, key=len, default=()))
-    rows = [row for row, rank in enumerate(view.ranks) if rank in peers]
-    if len(rows) < 2 or len(rows) < len(peers):
-        return
-    window = view.steps(512).complete()
-    local, reduced, tokens = window.field("local_norm"), window.field("reduced_norm"), window.field("tokens")
-    local, reduced, tokens = local[rows], reduced[rows], tokens[rows]
-    ranks = len(rows)
-    good = np.isfinite(local).all(0) & np.isfinite(reduced).all(0) & (tokens > 0).all(0)
-    if good.sum() < 16:
-        return
-    small_batch = float(tokens[:, good].mean())
-    big_batch = small_batch * ranks
-    small, big = float((local[:, good] ** 2).mean()), float((reduced[0, good] ** 2).mean())
-    signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
-    noise = (small - big) / (1 / small_batch - 1 / big_batch)
-    if signal > 0 and noise > 0:
-        yield (), noise / signal
+    found = noise.noise_scale(look.view) if look.leads else None
+    if found is not None:
+        yield (), found
 
 
 def model_flops_rate(look: Look) -> Iterator[Sample]:

@@ -11,7 +11,7 @@ from dtobs.diagnose.pictures import Strip
 from dtobs.words import duration_text
 
 MAX_ROWS = 1024
-_GUTTER, _WIDTH, _AXIS = 70, 960, 22
+_LEFT, _RIGHT, _WIDTH, _AXIS = 4, 60, 960, 22
 _LABELS = 16
 
 
@@ -23,15 +23,15 @@ def render(strip: Strip) -> str:
     unit = _WIDTH / max(1, cells.shape[1])
     used = [kind for kind in np.unique(cells).tolist() if kind]
     paths = "".join(
-        f'<path class="{_class(strip, kind)}" transform="translate({_GUTTER} 0) scale({unit:.4f} {height})" '
+        f'<path class="{_class(strip, kind)}" transform="translate({_LEFT} 0) scale({unit:.4f} {height})" '
         f'd="{_runs(cells == kind)}"/>'
         for kind in used
     )
-    total, width = len(ranks) * height, _GUTTER + _WIDTH + 10
+    total, width = len(ranks) * height, _LEFT + _WIDTH + _RIGHT
     return (
         f'<p class="quiet">{escape(strip.title)}, over {duration_text(strip.seconds)}{_stood(strip)}'
         f"{f', every {every}th rank' if every > 1 else ''}</p>{_legend(strip, used)}"
-        f'<div class="wide"><svg viewBox="0 -6 {width} {total + _AXIS + 6}" width="{width}" '
+        f'<div class="wide end"><svg viewBox="0 -6 {width} {total + _AXIS + 6}" width="{width}" '
         f'height="{total + _AXIS + 6}" role="img" aria-label="rank by time">{paths}{_labels(ranks, height)}'
         f"{_axis(strip, total)}</svg></div>"
     )
@@ -63,9 +63,10 @@ def _legend(strip: Strip, used: list[int]) -> str:
 
 
 def _labels(ranks: tuple[int, ...], height: int) -> str:
+    """At the right, where a narrow screen begins to read."""
     step = max(1, -(-len(ranks) // _LABELS), -(-13 // height))
     return "".join(
-        f'<text x="{_GUTTER - 8}" y="{row * height + (height + 9) // 2}" text-anchor="end">{ranks[row]}</text>'
+        f'<text x="{_LEFT + _WIDTH + 8}" y="{row * height + (height + 9) // 2}">{ranks[row]}</text>'
         for row in range(0, len(ranks), step)
     )
 
@@ -80,9 +81,9 @@ def _axis(strip: Strip, top: int) -> str:
     line = ""
     if strip.quiet_columns:
         ticks += [(moved, "middle", "last movement"), (_WIDTH, "end", f"+{duration_text(strip.quiet_seconds)}")]
-        line = f'<path class="edge" d="M{_GUTTER + moved:.0f} -6V{top + 3}"/>'
+        line = f'<path class="edge" d="M{_LEFT + moved:.0f} -6V{top + 3}"/>'
     else:
         ticks.append((_WIDTH, "end", "last seen"))
     return line + "".join(
-        f'<text x="{_GUTTER + x:.0f}" y="{top + 15}" text-anchor="{anchor}">{text}</text>' for x, anchor, text in ticks
+        f'<text x="{_LEFT + x:.0f}" y="{top + 15}" text-anchor="{anchor}">{text}</text>' for x, anchor, text in ticks
     )

@@ -26,6 +26,7 @@ pre { overflow-x: auto; margin: .3rem 0; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
 .quiet { opacity: .75; }
 .wide { overflow-x: auto; }
+.wide.end { direction: rtl; } .wide.end svg { direction: ltr; margin: 0 auto 0 0; }
 svg { display: block; max-width: 100%; height: auto; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 svg .name { font-weight: 700; font-size: 13px; } svg .site { font-family: ui-monospace, monospace; font-size: 11px; }
@@ -45,6 +46,7 @@ table.grid { font-size: 13px; } table.grid td { white-space: nowrap; }
 @media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem; } h1 { font-size: 1.2rem; }
   .wide svg { max-width: none; } pre { white-space: pre-wrap; } table.calls td.call { min-width: 9rem; }
   table.calls td, table.calls th { padding-right: .4rem; font-size: 13px; }
+  table.calls td code { display: block; min-width: 7rem; white-space: normal; }
   details > table > tbody > tr > td { display: block; width: auto; border: 0; } }
 @media print { details > * { display: block; } body { max-width: none; margin: 0; } }
 """

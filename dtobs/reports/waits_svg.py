@@ -28,7 +28,7 @@ def render(picture: WaitPicture) -> str:
     parts = [_edge(place[source], place[target], source) for source, target in _needed(picture, reach)]
     parts += [_node(node, *place[index]) for index, node in enumerate(picture.nodes)]
     return (
-        f'<div class="wide"><svg viewBox="-2 -2 {width + 4} {height + 4}" width="{width}" height="{height}" '
+        f'<div class="wide end"><svg viewBox="-2 -2 {width + 4} {height + 4}" width="{width}" height="{height}" '
         f'role="img" aria-label="who waits for whom">{"".join(parts)}</svg></div>'
     )
 
@@ -71,7 +71,8 @@ def _needed(picture: WaitPicture, reach: list[set[int]]) -> list[tuple[int, int]
 
 def _node(node: WaitNode, x: int, y: int) -> str:
     kind = "node accused" if node.accused else "node"
-    said = textwrap.wrap(f"{'wait in ' if node.waits else ''}{node.text}", _CHARACTERS)
+    waits = "waits in " if len(node.ranks) == 1 else "wait in "
+    said = textwrap.wrap(f"{waits if node.waits else ''}{node.text}", _CHARACTERS)
     lines = [ranks_text(node.ranks, 4), *said[:3]]
     if len(said) > 3:
         lines[-1] = f"{lines[-1][: _CHARACTERS - 1]}…"
