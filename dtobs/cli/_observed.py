@@ -10,9 +10,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dtobs.errors import DtobsError, TargetError, UsageError
+from dtobs.host.activity import family_of
+from dtobs.host.process import read_process, start_ticks
 from dtobs.integrations.launch import environment
 from dtobs.recording.view import RunView, load_run
 
@@ -70,13 +73,14 @@ def _wait(process: subprocess.Popen[bytes], run_dir: Path, timeout: float, steps
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the command's process group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(_GRACE_SECONDS)
-        except (ProcessLookupError, PermissionError):
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    """End the command and what it started: torchrun gives each rank a session of its own."""
+    ours = {pid: start_ticks(pid) for pid in family_of(process.pid)}
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_SECONDS)
+    for pid, began in ours.items():
+        if began and read_process(pid, began).alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     process.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,19 +22,35 @@ class Activity:
 
 def activities(pids: Iterable[int], proc: Path = Path("/proc")) -> dict[int, Activity]:
     """The activity of each process so far; a process that is gone has none."""
-    stats = {int(entry.name): fields for entry in _entries(proc) if (fields := _stat(entry))}
+    stats = _stats(proc)
+    found = {}
+    for pid, family in _families(pids, stats).items():
+        cpu = sum(int(ticks) for one in family if one in stats for ticks in stats[one][11:15])
+        found[pid] = Activity(cpu / _TICKS, sum(_io(proc / str(one)) for one in family))
+    return found
+
+
+def family_of(pid: int, proc: Path = Path("/proc")) -> list[int]:
+    """A process and all that live below it, also those in sessions of their own."""
+    return _families([pid], _stats(proc))[pid]
+
+
+def _families(pids: Iterable[int], stats: Mapping[int, Sequence[str]]) -> dict[int, list[int]]:
     children: dict[int, list[int]] = defaultdict(list)
     for pid, fields in stats.items():
         children[int(fields[1])].append(pid)
-    found = {}
+    families = {}
     for pid in pids:
         family, at = [pid], 0
         while at < len(family) < _MAX_BELOW:
             family += children.get(family[at], ())
             at += 1
-        cpu = sum(int(ticks) for one in family if one in stats for ticks in stats[one][11:15])
-        found[pid] = Activity(cpu / _TICKS, sum(_io(proc / str(one)) for one in family))
-    return found
+        families[pid] = family
+    return families
+
+
+def _stats(proc: Path) -> dict[int, list[str]]:
+    return {int(entry.name): fields for entry in _entries(proc) if (fields := _stat(entry))}
 
 
 def _entries(proc: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +18,15 @@ from dtobs.tui.detail import RankDetail, rank_detail
 from dtobs.tui.model import Frame, build_frame, empty_frame
 
 
-class Source:
+class Source(ABC):
     """What is looked at again and again: `look` gives the present frame."""
 
     _view: RunView | None = None
     _frame: Frame | None = None
 
+    @abstractmethod
     def look(self) -> Frame:
         """The run as it is now. Raises DtobsError."""
-        raise NotImplementedError
 
     def detail(self, rank: int) -> RankDetail | None:
         """One rank as of the last look; None when it did not record."""
