@@ -50,8 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--expect",
-        choices=("same-data", "own-data"),
-        help="declare that ranks read the same data, or each a domain of its own, on purpose",
+        choices=("same-data", "own-data", "uneven-data"),
+        help="declare that ranks read the same data, each a domain of its own, or batches of unequal size, on purpose",
     )
     parser.add_argument("--tui", action="store_true", help="show the run live in this terminal")
     parser.add_argument(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _current: LiveSession | None = None
 _parents: LiveSession | None = None  #: of the process this one was forked from: silenced, its hooks still in place
 _at_fork = False
-_EXPECTED = {"same-data": "same", "own-data": "own"}
+_EXPECTED = {"same-data": "same", "own-data": "own", "uneven-data": "uneven"}
 """What ``dtobs run --expect`` declares: `policy(data=)`."""
 
 

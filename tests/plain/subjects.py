@@ -15,6 +15,7 @@ from tests.plain.programs import (  # noqa: F401 - each lists its own
     parts,
     pipelines,
     precision,
+    recipes,
     routine,
     several,
     sharded,

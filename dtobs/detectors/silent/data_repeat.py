@@ -1,8 +1,9 @@
 """data-repeat: every epoch reads a shuffled data set in the same order.
 
 What it does: a DistributedSampler shuffles by its seed and its epoch. Each pass that training made over its data is on
-record with both; a sampler that was to shuffle and had the same ones in two passes gave the same order twice. Passes
-of loaders that nothing is trained with, and samplers that were not to shuffle, say nothing. A loader that shuffles by
+record with both; a sampler that was to shuffle and had the same ones in all passes gave the same order in each (two
+passes alike may be two phases of one epoch: that is possible, three are certain). Passes of loaders that nothing is
+trained with, and samplers that were not to shuffle, say nothing. A loader that shuffles by
 itself (``shuffle=True``) has no epoch: there the inputs of the first steps of two passes are compared.
 
 Why it hurts: batches are the same ones in every epoch, on every rank: less random than the job was meant to be, and
@@ -67,16 +68,16 @@ def _by_inputs(view: RunView) -> list[Finding]:
 
 
 def _by_epoch(view: RunView) -> list[Finding]:
+    """Samplers whose epoch never moves: one that moves and is read twice is read twice on purpose."""
     repeats: dict[int, tuple[int, int, int]] = {}  # by rank: passes alike, their epoch, the step of the second
     for rank in view.ranks:
-        shuffled = [p for p in view.meta(rank).passes if p["shuffles"] and p["replicas"] > 1]
-        orders = Counter((p["sampler"], p["seed"], p["epoch"]) for p in shuffled)
-        if not orders:
-            continue
-        order, count = orders.most_common(1)[0]
-        if count > 1:
-            steps = [p["step"] for p in shuffled if (p["sampler"], p["seed"], p["epoch"]) == order]
-            repeats[rank] = (count, order[2], steps[1])
+        samplers: dict[int, list[dict[str, int]]] = {}
+        for each in view.meta(rank).passes:
+            if each["shuffles"] and each["replicas"] > 1:
+                samplers.setdefault(each["sampler"], []).append(each)
+        for passes in samplers.values():
+            if len(passes) > 1 and len({(p["seed"], p["epoch"]) for p in passes}) == 1:
+                repeats[rank] = max(repeats.get(rank, (0, 0, 0)), (len(passes), passes[0]["epoch"], passes[1]["step"]))
     if not repeats:
         return []
     count, epoch, step = repeats[min(repeats)]
@@ -86,7 +87,7 @@ def _by_epoch(view: RunView) -> list[Finding]:
             "data-repeat",
             f"{whose} shuffled data in the same order in {count} passes: the sampler's epoch stays {epoch}",
             tuple(repeats),
-            Confidence.CERTAIN,
+            Confidence.CERTAIN if count >= LEAST_PASSES else Confidence.POSSIBLE,
             step=step,
             evidence=(
                 {

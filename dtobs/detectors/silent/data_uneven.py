@@ -2,8 +2,9 @@
 
 What it does: counts the samples of each step (rows of the batch, all micro-batches together; `sample_ledger`). Where
 every rank of a data-parallel group has the same count in all its steps, and not all have the same one, the average of
-gradients weighs their samples unequally. Batches that vary from step to step (packing, padding, last batches) are
-left alone, and so is what ``session.policy(data="uneven")`` declares.
+gradients weighs their samples unequally, unless their losses make up for it. That is known of a cross-entropy
+(`loss_weights`); of other losses the finding is only possible. Batches that vary from step to step (packing, padding,
+last batches) are left alone, and so is what ``session.policy(data="uneven")`` declares.
 
 Why it hurts: samples of the ranks with smaller batches count more than the others', and the larger ones are waited for.
 
@@ -12,13 +13,18 @@ What to do next: give every rank the same batch size, or weigh each loss by its 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dtobs.detectors.peers import data_groups, odd_ones
+from dtobs.detectors.silent.loss_weights import weights_of
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_do
 
 LEAST_STEPS = 8
+ALIKE = 1.1
+"""Weights of a sample, or of a token, that are no further apart count as the same."""
 
 
 def data_uneven(view: RunView) -> list[Finding]:
@@ -35,6 +41,12 @@ def data_uneven(view: RunView) -> list[Finding]:
                 sizes[stream.rank], first = int(rows[0]), int(stream.batches[0, 0])
         if len(sizes) < len(group) or len(set(sizes.values())) == 1:
             continue
+        weights = weights_of(view, group)
+        if weights and (
+            _alike(weight / sizes[rank] for rank, (weight, _) in weights.items())
+            or _alike(weight / tokens for weight, tokens in weights.values())
+        ):
+            continue
         odd, majority = odd_ones(sizes)
         others = sorted(set(group) - set(odd)) or odd[1:]
         said = (
@@ -45,11 +57,17 @@ def data_uneven(view: RunView) -> list[Finding]:
         found.append(
             Finding(
                 "data-uneven",
-                f"{said}: averaged gradients weigh them unequally",
+                f"{said}: averaged gradients weigh them unequally"
+                + ("" if weights else ', unless the losses make up for it; then declare session.policy(data="uneven")'),
                 tuple(odd),
-                Confidence.LIKELY,
+                Confidence.LIKELY if weights else Confidence.POSSIBLE,
                 step=first,
                 evidence=({"what": "samples a step", "by_rank": {str(r): n for r, n in sorted(sizes.items())[:64]}},),
             )
         )
     return found
+
+
+def _alike(weights: Iterable[float]) -> bool:
+    each = list(weights)
+    return max(each) <= ALIKE * min(each)

@@ -64,6 +64,22 @@ def loss_weights(view: RunView) -> list[Finding]:
     return found
 
 
+def weights_of(view: RunView, ranks: list[int]) -> dict[int, tuple[float, float]]:
+    """By rank, the weight of all its losses of a step together and how many tokens they count (medians over steps).
+
+    Empty where that is not known of every rank.
+    """
+    found = {}
+    for rank in ranks:
+        steps = _whole(view.law(LOSS_WEIGHTS, rank, NEWEST)).values()
+        sums = np.array([(here["total"].sum(), here["tokens"].sum()) for here in steps], np.float64)
+        if len(sums) < LEAST_STEPS or not (np.isfinite(sums) & (sums > 0)).all():
+            return {}
+        weight, tokens = np.median(sums, axis=0)
+        found[rank] = (float(weight), float(tokens))
+    return found
+
+
 def _steps(view: RunView, ranks: list[int]) -> dict[int, _Step]:
     """The steps in which all `ranks` were looked at and had one loss in each backward."""
     tables = [_whole(view.law(LOSS_WEIGHTS, rank, NEWEST)) for rank in ranks]

@@ -11,7 +11,7 @@ import pytest
 from dtobs.detectors.silent.loss_weights import loss_weights
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import LOSS_WEIGHTS
-from dtobs.testing.fake_run import FakeRun
+from dtobs.testing.fake_run import FakeRank, FakeRun
 from tests.unit.detectors.ledgers import Case, ledger_run, mean
 
 Tokens = Callable[[int, int, int], int]
@@ -38,17 +38,24 @@ def by_token(tokens: Sequence[int]) -> list[float]:
 
 def keep(run: FakeRun, micros: int, tokens: Tokens, weights: Callable[..., list[float]], losses: int = 1) -> FakeRun:
     """Write what each backward of twelve steps was handed; `weights` of a rank's micro-batches."""
-    record = np.zeros((), LOSS_WEIGHTS.dtype)
     for rank in run.ranks:
-        ring = rank.recorder.law(LOSS_WEIGHTS)
-        for step in range(1, 13):
-            counts = [tokens(rank.number, step, m) for m in range(micros)]
-            for micro, (counted, total) in enumerate(zip(counts, weights(counts), strict=True)):
-                record["step"], record["micro"], record["losses"] = step, micro, losses
-                record["tokens"], record["total"] = counted, total
-                record["least"] = record["largest"] = total / max(1, counted)
-                ring.append(record)
+        backwards(rank, micros, 12, tokens, weights, losses)
     return run.steps(12)
+
+
+def backwards(
+    rank: FakeRank, micros: int, steps: int, tokens: Tokens, weights: Callable[..., list[float]], losses: int = 1
+) -> None:
+    """Write what each backward of one rank was handed."""
+    record = np.zeros((), LOSS_WEIGHTS.dtype)
+    ring = rank.recorder.law(LOSS_WEIGHTS)
+    for step in range(1, steps + 1):
+        counts = [tokens(rank.number, step, m) for m in range(micros)]
+        for micro, (counted, total) in enumerate(zip(counts, weights(counts), strict=True)):
+            record["step"], record["micro"], record["losses"] = step, micro, losses
+            record["tokens"], record["total"] = counted, total
+            record["least"] = record["largest"] = total / max(1, counted)
+            ring.append(record)
 
 
 def found(root: Path, world: int, *args: object, **options: int) -> list[Finding]:

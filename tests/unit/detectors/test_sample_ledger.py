@@ -22,6 +22,7 @@ from dtobs.probes.samples import device_rows, host_rows
 from dtobs.recording.laws import SAMPLES, SAMPLES_EACH
 from dtobs.recording.view import RunView, load_run
 from dtobs.testing.fake_run import FakeRun
+from tests.unit.detectors.test_loss_weights import backwards
 
 Reads = Callable[[int, int], np.ndarray]
 """(rank, step) → numbers of the samples that the rank reads."""
@@ -34,15 +35,20 @@ def read(root: Path, reads: Reads, world: int = 2, steps: int = 20, **policy: st
     for rank in run.ranks:
         if policy:
             rank.meta("policy", **policy)
-        ring = rank.recorder.law(SAMPLES)
-        for step in range(steps):
-            record = np.zeros((), SAMPLES.dtype)
-            samples = reads(rank.number, step)
-            record["step"], record["rows"], record["count"] = step, len(samples), len(samples)
-            record["digest"][: len(samples)] = (samples + 1) * 0x9E3779B97F4A7C15 % (1 << 63)
-            ring.append(record)
+        write(rank.recorder, steps, reads, rank.number)
     run.steps(steps)
     return [*data_overlap(run.view()), *data_uneven(run.view())]
+
+
+def write(recorder: Any, steps: int, reads: Reads, rank: int) -> None:
+    """The digests of what one rank reads."""
+    ring = recorder.law(SAMPLES)
+    for step in range(steps):
+        record = np.zeros((), SAMPLES.dtype)
+        samples = reads(rank, step)
+        record["step"], record["rows"], record["count"] = step, len(samples), len(samples)
+        record["digest"][: len(samples)] = (samples + 1) * 0x9E3779B97F4A7C15 % (1 << 63)
+        ring.append(record)
 
 
 def permuted(seed: int, length: int = 160) -> np.ndarray:
@@ -106,9 +112,29 @@ def test_uneven_batches_are_found(tmp_path: Path):
     (one,) = read(tmp_path / "a", reads, 3)
     assert (one.code, one.ranks) == ("data-uneven", (2,))
     assert one.summary == (
-        "rank 2 trains on 16 samples a step, the others on 8: averaged gradients weigh them unequally"
+        "rank 2 trains on 16 samples a step, the others on 8: averaged gradients weigh them unequally,"
+        ' unless the losses make up for it; then declare session.policy(data="uneven")'
     )
     assert read(tmp_path / "b", reads, 3, data="uneven") == []
+
+
+@pytest.mark.parametrize(("weigh", "confidence"), [("rank", Confidence.LIKELY), ("sample", None), ("token", None)])
+def test_uneven_batches_and_what_their_losses_weigh(tmp_path: Path, weigh: str, confidence: Confidence | None):
+    def samples(rank: int) -> int:
+        return 16 if rank else 8
+
+    def tokens(rank: int, step: int, micro: int) -> int:
+        return samples(rank) * (5 + 3 * rank)
+
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        write(rank.recorder, 12, lambda r, s: np.arange(samples(r)).astype(object) + 1000 * r + 16 * s, rank.number)
+    shares = {"rank": 0.5, "sample": 1 / 24, "token": 1 / 168}
+    for rank in run.ranks:
+        units = {"rank": 1, "sample": samples(rank.number), "token": tokens(rank.number, 0, 0)}[weigh]
+        backwards(rank, 1, 12, tokens, lambda counts, total=units * shares[weigh]: [total])
+    found = data_uneven(run.steps(12).view())
+    assert [f.confidence for f in found] == ([confidence] if confidence else [])
 
 
 def test_batches_that_vary_are_quiet(tmp_path: Path):
