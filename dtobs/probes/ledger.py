@@ -63,6 +63,7 @@ class _Look:
     fine: torch.Tensor | None = None  # of the last of them
     held_back: bool = False
     bad: bool = False
+    version: int = -1  #: of the parameter at the last backward, as autograd counts its changes
 
 
 class LedgerProbe(Probe):
@@ -77,7 +78,7 @@ class LedgerProbe(Probe):
         self._rotation = Rotation(0)
         self._now: dict[int, _Look] = {}
         self._handles: list[Any] = []
-        self._step, self._compiled_said = 0, False
+        self._step, self._compiled_said, self._searches = 0, False, False
         self._record = np.zeros((), LEDGER.dtype)
 
     def install(self) -> None:
@@ -105,6 +106,9 @@ class LedgerProbe(Probe):
             of=[sets.index(row.ranks) for row in self._rows],
             ignored=[n for n, row in enumerate(self._rows) if row.ignored],
         )
+        inputs = self.guard(self._inputs)
+        context.on_inputs.append(inputs)
+        self.undo.callback(context.on_inputs.remove, inputs)
         split = self.guard(self._weights_made_apart)
         context.on_split_backward.append(split)
         self.undo.callback(context.on_split_backward.remove, split)
@@ -118,10 +122,13 @@ class LedgerProbe(Probe):
     def step_begin(self) -> None:
         """Choose the rows of this step."""
         self._step = self.context.step
-        self._now = {}
+        self._now, self._searches = {}, False
         for number in self._rotation.rows(self._step):
             row = self._rows[number]
             self._now[number] = _Look(window(row.shape, row.parts, self._step))
+
+    def _inputs(self, tensors: list[torch.Tensor]) -> None:
+        self._searches = self._searches or any(tensor.requires_grad for tensor in tensors)
 
     def _weights_made_apart(self, _: nn.Module) -> None:
         """A pipeline makes weight gradients apart, past AccumulateGrad: what a rank adds cannot be seen."""
@@ -137,7 +144,11 @@ class LedgerProbe(Probe):
         compiled = compiled_autograd()  # a hook would be traced
         for number, look in self._now.items():
             row = self._rows[number]
-            parameter = row.gathered.find() if row.gathered is not None else row.parameter()
+            held = row.parameter()
+            parameter = row.gathered.find() if row.gathered is not None else held
+            if held is not None:
+                self._searches = self._searches or look.version not in (-1, held._version)
+                look.version = held._version
             ddp = row.ddp() if row.ddp is not None else None
             look.held_back = ddp is not None and not ddp.require_backward_grad_sync
             if compiled and not self._compiled_said:
@@ -220,7 +231,7 @@ class LedgerProbe(Probe):
 
     def _flags(self, row: Row, look: _Look) -> int:
         ddp = row.ddp() if row.ddp is not None else None
-        flags = Ledger.HELD_BACK if look.held_back else 0
+        flags = (Ledger.HELD_BACK if look.held_back else 0) | (Ledger.SEARCHES if self._searches else 0)
         return flags | (Ledger.CUSTOM_HOOK if getattr(ddp, "_comm_hooks", None) else 0)
 
     def _write(

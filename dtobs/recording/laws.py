@@ -41,6 +41,7 @@ class Ledger(IntEnum):
 
     HELD_BACK = 1  #: the last backward was told not to reduce (``no_sync``)
     CUSTOM_HOOK = 2  #: DDP reduces by a hook of the user's
+    SEARCHES = 4  #: inputs of the model wanted a gradient, or parameters were moved between the step's backwards
 
 
 class Update(IntEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.plain.kit import PROGRAMS
 from tests.plain.programs import (  # noqa: F401 - each lists its own
+    arrangements,
     averaging,
     by_hand,
     data,

@@ -26,6 +26,7 @@ from dtobs.detectors.silent.ledger_looks import ledger_entry, looks
 from dtobs.detectors.silent.mixing import Explained, Judged, judge
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.laws import Ledger
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
@@ -62,7 +63,7 @@ def gradient_ledger(view: RunView) -> list[Finding]:
             _sort(one, matters)
     fine = {one.look.name for one in judged if not one.mistakes}
     looked = {one.look.step for one in judged}
-    kept = [matter for matter in matters.values() if not _now_and_then(matter, looked)]
+    kept = [m for m in matters.values() if not _now_and_then(m, looked) and not _searches(m)]
     averages = any(_local(matter) for matter in kept) and (declared or _meet_again(view))
     found = [_describe(matter, fine) for matter in kept if not (averages and _local(matter))]
     return [*found, *_factors(judged)]
@@ -112,6 +113,11 @@ def _now_and_then(matter: _Matter, looked: set[int]) -> bool:
     return "micro" in matter.kind and 2 * len(set(matter.steps)) < len(since)
 
 
+def _searches(matter: _Matter) -> bool:
+    """Whether backwards that were wiped look for something: worst inputs or, in sharpness-aware training, weights."""
+    return "micro" in matter.kind and bool(matter.flags & Ledger.SEARCHES)
+
+
 def _meet_again(view: RunView) -> bool:
     """Whether parameters that differed were equal afterwards: these ranks average parameters."""
     for copies in replica_sets(view, always=True):
@@ -130,11 +136,11 @@ def _describe(matter: _Matter, fine: set[str]) -> Finding:
     code = "accumulation-not-normalized" if "micro" in matter.kind else "gradients-not-synchronized"
     text, ranks = _words(matter)
     confidence = Confidence.CERTAIN if len(set(matter.steps)) >= LASTING else Confidence.LIKELY
-    if _local(matter) and matter.flags:
+    if _local(matter) and matter.flags & (Ledger.HELD_BACK | Ledger.CUSTOM_HOOK):
         confidence = Confidence.POSSIBLE
         text += "; if they average parameters instead, declare session.policy(average_every=STEPS)"
-    elif "micro" in matter.kind and matter.micros == 2:
-        confidence = Confidence.POSSIBLE  # what sharpness-aware optimizers do on purpose
+    elif "micro" in matter.kind:  # sharpness-aware optimizers do it with two backwards, and on purpose
+        confidence = Confidence.POSSIBLE if matter.micros == 2 else Confidence.LIKELY
     others = fine - set(matter.names)
     return Finding(
         code,

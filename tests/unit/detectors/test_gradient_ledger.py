@@ -103,7 +103,8 @@ def test_a_fault_is_named(tmp_path: Path, name: str):
     (found,) = judged(tmp_path, case)
     assert (found.code, found.ranks) == (code, ranks)
     assert text in found.summary
-    expected = Confidence.LIKELY if "one step" in name else Confidence.CERTAIN
+    unsure = "one step" in name or "wiped" in name
+    expected = Confidence.LIKELY if unsure else Confidence.CERTAIN
     assert found.confidence == expected
 
 
@@ -225,6 +226,12 @@ def test_two_backwards_of_which_one_is_thrown_away(tmp_path: Path):
     """Sharpness-aware optimizers do so."""
     (found,) = judged(tmp_path, Case(micros=2, final=shared(lambda case, rank, g: g[:, -1].sum(0) / 4)))
     assert (found.code, found.confidence) == ("accumulation-not-normalized", Confidence.POSSIBLE)
+
+
+@pytest.mark.parametrize("name", ["wiped but the last", "wiped, the last two", "wiped, not reduced"])
+def test_backwards_that_look_for_inputs_or_weights_are_not_micro_batches(tmp_path: Path, name: str):
+    """Adversarial and sharpness-aware training throw away what all but the last backward left."""
+    assert judged(tmp_path, replace(FAULTS[name][0], flags=Ledger.SEARCHES)) == []
 
 
 def test_experts_that_nobody_averages(tmp_path: Path):
