@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from dtobs.calls.frontier import NOTHING_PENDING, Frontier
 from dtobs.diagnose.pictures import (
     MAX_TABLES,
     STRIP_COLUMNS,
@@ -23,7 +24,6 @@ from dtobs.findings import Finding
 from dtobs.flight_recorder.analyse import DumpAnalysis, Matched
 from dtobs.flight_recorder.columns import COMPLETED
 from dtobs.flight_recorder.disagreements import fitting
-from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier
 from dtobs.flight_recorder.model import Group
 from dtobs.flight_recorder.wording import Words
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dtobs.calls.frontier import NOTHING_PENDING, Frontier
 from dtobs.calls.order import RECENT
+from dtobs.calls.waits import Call, PendingPair, Root, build, calls_held_up, queues_of, roots
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.flight_recorder.align import Aligned, align
 from dtobs.flight_recorder.callsites import Desync, find_desyncs
+from dtobs.flight_recorder.columns import STARTED
 from dtobs.flight_recorder.disagreements import desync_finding, find_mismatches, mismatch_findings
-from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier, frontiers
+from dtobs.flight_recorder.frontier import frontiers
 from dtobs.flight_recorder.model import DumpProblem, Dumps
-from dtobs.flight_recorder.p2p import PendingPair, pending_pairs
-from dtobs.flight_recorder.queues import queues_of
+from dtobs.flight_recorder.p2p import pending_pairs
 from dtobs.flight_recorder.snapshot import judge
 from dtobs.flight_recorder.verdicts import Verdicts
-from dtobs.flight_recorder.waits import Call, Root, build, calls_held_up, roots
 from dtobs.flight_recorder.wording import Words
 
 _MAX_TOLD = 4
@@ -87,11 +88,18 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
             notes.append(snapshot.moving)
         else:
             standing = True
-            queues = queues_of(dumps, states, pairs)
-            calls = calls_held_up(dumps, states, queues, explained, snapshot.stale)
+            entries, operations = dumps.entries, dumps.operations
+            queues = queues_of(
+                len(dumps.ranks),
+                states,
+                pairs,
+                lambda entry: bool(entries["state"][entry] == STARTED),
+                lambda entry: operations[int(entries["signature"][entry])].synchronising,
+            )
+            calls = calls_held_up(states, queues, explained, snapshot.stale)
             verdicts = Verdicts(dumps, states)
             odd_calls = [d for d in desyncs if not d.proved and d.group not in explained]
-            for root in roots(build(dumps, states, queues, calls, pairs)):
+            for root in roots(build(states, queues, calls, pairs)):
                 odd = next((d for d in odd_calls if _leads_to(d, root, states)), None)
                 finding = verdicts.of(root) if odd is None else desync_finding(Words(dumps), odd)
                 if finding is not None:

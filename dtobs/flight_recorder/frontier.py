@@ -1,47 +1,16 @@
-"""How far every rank came in every group: the last call it issued, and the first that it has not completed."""
+"""The frontiers of a job from its dumps: how far every rank came in every group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.frontier import NOTHING_PENDING, Frontier
 from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.columns import COMPLETED, SCHEDULED, STARTED
 from dtobs.flight_recorder.model import Dumps
-
-NOTHING_PENDING = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True)
-class Frontier:
-    """One group. Arrays are per member rank with a usable dump, in the order of `rows`.
-
-    `issued`: last sequence number, 0 when the dump holds no call of this group; `pending`: the first not completed,
-    NOTHING_PENDING when there is none; `last_entry`, `pending_entry`: their entries, −1 for none. `absent`: ranks of
-    the group without a usable dump; `unknown`: how many more must exist beyond those known.
-    """
-
-    group: int
-    rows: npt.NDArray[np.int64]
-    issued: npt.NDArray[np.int64]
-    pending: npt.NDArray[np.int64]
-    last_entry: npt.NDArray[np.int64]
-    pending_entry: npt.NDArray[np.int64]
-    absent: npt.NDArray[np.int64]
-    unknown: int
-
-    @property
-    def waits(self) -> bool:
-        """Whether a rank has issued a call of this group that is not completed."""
-        return bool((self.pending != NOTHING_PENDING).any())
-
-    @property
-    def seq(self) -> int:
-        """The first call that a rank has issued and not completed."""
-        return int(self.pending.min())
 
 
 def frontiers(dumps: Dumps, aligned: Aligned) -> dict[int, Frontier]:

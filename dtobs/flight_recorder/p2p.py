@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.waits import PendingPair
 from dtobs.flight_recorder.columns import COMPLETED, MAX_SEQ, SCHEDULED, STARTED
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.operations import Kind
-
-
-@dataclass(frozen=True)
-class PendingPair:
-    """An uncompleted send or receive of rank `row`.
-
-    `peer_row`: the other side, −1 when there is no dump of rank `peer_rank`. `partner`: the entry of the other half,
-    −1 when the other side never issued it. `misfit`: both halves are there and their sizes differ.
-    """
-
-    entry: int
-    row: int
-    peer_rank: int
-    peer_row: int
-    partner: int
-    misfit: bool = False
 
 
 def pending_pairs(dumps: Dumps) -> list[PendingPair]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dtobs.calls.frontier import Frontier
 from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.columns import COMPLETED, SCHEDULED, STARTED
-from dtobs.flight_recorder.frontier import Frontier
 from dtobs.flight_recorder.model import Dumps
 from dtobs.words import duration_text
 

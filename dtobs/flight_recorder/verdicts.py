@@ -6,15 +6,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dtobs.calls.frontier import Frontier
 from dtobs.calls.order import History, came_before, odd_ranks
+from dtobs.calls.waits import Call, PendingPair, Root
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.columns import STARTED
-from dtobs.flight_recorder.frontier import Frontier
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.operations import Kind
-from dtobs.flight_recorder.p2p import PendingPair
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
-from dtobs.flight_recorder.waits import Call, Root
 from dtobs.flight_recorder.wording import Words
 from dtobs.words import ranks_do, ranks_text, verb
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dtobs.calls.waits import circle_in
 from dtobs.detectors.hangs.situation import Situation
 
 
@@ -9,7 +10,7 @@ def circle(situation: Situation, left: frozenset[int]) -> list[int]:
     """The ranks of the first circle among those that are left, in its order; [] when there is none."""
     if not situation.stuck:
         return []
-    return _circle({rank: situation.awaited(rank) for rank in situation.blocked if rank in left})
+    return circle_in({rank: situation.awaited(rank) for rank in situation.blocked if rank in left})
 
 
 def unmatched(situation: Situation, rank: int) -> bool:
@@ -21,20 +22,3 @@ def unmatched(situation: Situation, rank: int) -> bool:
         for mine, other in (("recv", "send"), ("send", "recv"))
         for group in calls.exchange_groups(rank, peer)
     )
-
-
-def _circle(waits_for: dict[int, list[int]]) -> list[int]:
-    finished: set[int] = set()
-    for start in sorted(waits_for):
-        path: list[int] = []
-        rank = start
-        while rank not in finished and rank in waits_for:
-            if rank in path:
-                return path[path.index(rank) :]
-            path.append(rank)
-            onward = [r for r in waits_for[rank] if r in waits_for and r not in finished]
-            if not onward:
-                break
-            rank = min(onward)
-        finished.update(path)
-    return []

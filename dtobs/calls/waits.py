@@ -1,29 +1,93 @@
-"""Who waits for whom, across groups and between pairs, and where the waiting begins.
+"""Who waits for whom, across groups and between pairs, and where the waiting begins: for every source alike.
 
-Nodes are ranks, calls (one a group: its first uncompleted one) and a place that stands for dumps we do not have. A
+Nodes are ranks, calls (one a group: its first uncompleted one) and a place that stands for ranks that nobody told of. A
 rank points to the call it waits in, a call to the ranks that hold it up. Where the arrows end is the cause; where
 they go round in a circle, it is a deadlock; everybody else merely waits.
 
-A call that all have issued is held up by those of them that wait in an older one (`queues`): only what is the oldest
-of all its ranks can be what stands still.
+A call that all have issued is held up by those of them that wait in an older one (`Queues`): only what is the oldest
+of all its ranks can be what stands still. A host may run ahead of its device: it issues calls that wait for the one
+before them, not for other ranks. Without a device's own word ("started": TORCH_NCCL_ENABLE_TIMING, off by default) only
+the order tells them apart. That a call is not the oldest of its rank is no proof that it queues, as groups have streams
+of their own: nobody is accused by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.flight_recorder.columns import STARTED
-from dtobs.flight_recorder.frontier import NOTHING_PENDING, Frontier
-from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.p2p import PendingPair
-from dtobs.flight_recorder.queues import Queues
+from dtobs.calls.frontier import NOTHING_PENDING, Frontier
 
 Held = Literal["not-issued", "device", "queued", "absent", "stalled", "explained"]
+
+
+@dataclass(frozen=True)
+class PendingPair:
+    """An uncompleted send or receive of rank `row`.
+
+    `peer_row`: the other side, −1 when nothing was heard of rank `peer_rank`. `partner`: the entry of the other half,
+    −1 when the other side never issued it. `misfit`: both halves are there and their sizes differ.
+    """
+
+    entry: int
+    row: int
+    peer_rank: int
+    peer_row: int
+    partner: int
+    misfit: bool = False
+
+
+@dataclass(frozen=True)
+class Queues:
+    """What each rank has issued and not completed, oldest first: what it waits in, and what only queues behind that.
+
+    `lines`: row → its uncompleted entries (of a group's collectives the first); `head`: i64[rows], the first of each
+    line, −1 for none; `messages`: entries that are sends and receives. `started` tells whether a device says that it
+    runs an entry, `synchronising` whether nobody can complete the entry's operation alone.
+    """
+
+    lines: dict[int, list[int]]
+    head: npt.NDArray[np.int64]
+    messages: frozenset[int]
+    started: Callable[[int], bool]
+    synchronising: Callable[[int], bool]
+
+    def waited_in(self, row: int) -> set[int]:
+        """The entries a rank may wait for: its oldest (or the batch of messages it begins), and every started one."""
+        line = self.lines[row]
+        batch = takewhile(self.messages.__contains__, line)
+        return {line[0], *batch, *(entry for entry in line if self.started(entry))}
+
+    def queues(self, row: int, entry: int) -> bool:
+        """Whether an uncompleted entry has an older one before it, and no device says that it runs."""
+        return entry != self.head[row] and entry in self.lines[row] and not self.started(entry)
+
+
+def queues_of(
+    rows: int,
+    states: Mapping[int, Frontier],
+    pairs: Sequence[PendingPair],
+    started: Callable[[int], bool],
+    synchronising: Callable[[int], bool],
+) -> Queues:
+    """The lines of `rows` ranks, whose entries are numbered in the order in which each rank issued them. Pure."""
+    lines: dict[int, list[int]] = {}
+    for state in states.values():
+        for row, entry in zip(state.rows.tolist(), state.pending_entry.tolist(), strict=True):
+            if entry >= 0:
+                lines.setdefault(row, []).append(entry)
+    for pair in pairs:
+        lines.setdefault(pair.row, []).append(pair.entry)
+    head = np.full(rows, -1, np.int64)
+    for row, line in lines.items():
+        line.sort()
+        head[row] = line[0]
+    return Queues(lines, head, frozenset(pair.entry for pair in pairs), started, synchronising)
 
 
 @dataclass(frozen=True)
@@ -57,9 +121,10 @@ class Root:
 
 @dataclass
 class WaitGraph:
-    """Built by `build`; `roots` reads it."""
+    """Built by `build`; `roots` reads it. `rows`, `groups`: how many ranks and groups there are."""
 
-    dumps: Dumps
+    rows: int
+    groups: int
     calls: dict[int, Call]
     pairs: list[PendingPair]
     edges: dict[int, set[int]] = field(default_factory=dict)
@@ -68,33 +133,32 @@ class WaitGraph:
     pair_of: dict[int, PendingPair] = field(default_factory=dict)  #: node of a pair in flight
 
     def node_of_call(self, group: int) -> int:
-        return len(self.dumps.ranks) + group
+        return self.rows + group
 
     @property
     def absent(self) -> int:
-        """The node that stands for ranks without a dump."""
-        return len(self.dumps.ranks) + len(self.dumps.groups)
+        """The node that stands for ranks that nobody told of."""
+        return self.rows + self.groups
 
     def link(self, source: int, targets: Iterable[int]) -> None:
         self.edges.setdefault(source, set()).update(targets)
 
 
 def calls_held_up(
-    dumps: Dumps,
-    states: dict[int, Frontier],
+    states: Mapping[int, Frontier],
     queues: Queues,
-    explained: dict[int, int],
-    stale: frozenset[int],
+    explained: Mapping[int, int] | None = None,
+    stale: frozenset[int] = frozenset(),
 ) -> dict[int, Call]:
     """For each group somebody waits in: what holds its first uncompleted call up.
 
-    `explained`: group → sequence number from which a mismatch explains everything; `stale`: rows whose dump is older
-    than the wait.
+    `explained`: group → sequence number from which a mismatch explains everything; `stale`: rows whose evidence is
+    older than the wait.
     """
-    return {g: _call(dumps, s, queues, explained.get(g), stale) for g, s in states.items() if s.waits}
+    return {g: _call(s, queues, (explained or {}).get(g), stale) for g, s in states.items() if s.waits}
 
 
-def _call(dumps: Dumps, state: Frontier, queues: Queues, explained: int | None, stale: frozenset[int]) -> Call:
+def _call(state: Frontier, queues: Queues, explained: int | None, stale: frozenset[int]) -> Call:
     seq = state.seq
     old = np.isin(state.rows, list(stale)) if stale else np.zeros(len(state.rows), bool)
     inside = state.pending == seq
@@ -104,7 +168,7 @@ def _call(dumps: Dumps, state: Frontier, queues: Queues, explained: int | None, 
     entry = int(state.pending_entry[int(np.argmax(inside))])
     oldest = state.pending_entry == queues.head[state.rows]
     waiting = state.pending != NOTHING_PENDING
-    lagging = _lagging(dumps, state, entry, inside, finished, oldest)
+    lagging = _lagging(state, queues, entry, inside, finished, oldest)
     held: Held = "stalled"
     held_by = np.zeros(len(state.rows), bool)
     if explained is not None and explained <= seq:
@@ -129,8 +193,8 @@ def _call(dumps: Dumps, state: Frontier, queues: Queues, explained: int | None, 
 
 
 def _lagging(
-    dumps: Dumps,
     state: Frontier,
+    queues: Queues,
     entry: int,
     inside: npt.NDArray[np.bool_],
     finished: npt.NDArray[np.bool_],
@@ -139,22 +203,17 @@ def _lagging(
     """Of the ranks in a call those whose device is behind: by what their peers completed or started, or by the order
     of their own calls.
     """
-    operation = dumps.operations[int(dumps.entries["signature"][entry])]
-    if operation.synchronising and finished.any() and inside.sum() <= finished.sum():
+    if finished.any() and inside.sum() <= finished.sum() and queues.synchronising(entry):
         return inside
-    started = inside & (dumps.entries["state"][state.pending_entry] == STARTED)
+    started = inside & np.array([queues.started(int(entry)) for entry in state.pending_entry], bool)
     return inside & ~started if started.any() else inside & ~oldest
 
 
 def build(
-    dumps: Dumps,
-    states: dict[int, Frontier],
-    queues: Queues,
-    calls: dict[int, Call],
-    pairs: list[PendingPair],
+    states: Mapping[int, Frontier], queues: Queues, calls: dict[int, Call], pairs: list[PendingPair]
 ) -> WaitGraph:
     """Draw the arrows."""
-    graph = WaitGraph(dumps, calls, pairs)
+    graph = WaitGraph(len(queues.head), max(states, default=-1) + 1, calls, pairs)
     target: dict[int, int] = {}  # uncompleted entry → node, −1 where its own rank holds it up
     for group, call in calls.items():
         node = graph.node_of_call(group)
@@ -204,7 +263,7 @@ def roots(graph: WaitGraph) -> list[Root]:
         node = next(iter(component))
         if node not in reached:
             continue
-        if node < len(graph.dumps.ranks):
+        if node < graph.rows:
             _assign(graph, node, sinks)
         elif node == graph.absent:
             calls = [c for c in graph.calls.values() if c.absent]
@@ -212,7 +271,7 @@ def roots(graph: WaitGraph) -> list[Root]:
         elif node in graph.pair_of:
             found.append(Root("link", (), pairs=(graph.pair_of[node],)))
         else:
-            call = graph.calls[node - len(graph.dumps.ranks)]
+            call = graph.calls[node - graph.rows]
             if call.held == "stalled":
                 found.append(Root("stalled", (), (call,)))
     for (kind, group), rows in sorted(_joined(graph, sinks).items()):
@@ -246,7 +305,7 @@ def _closed(edges: dict[int, set[int]]) -> list[set[int]]:
 
 def _reached(graph: WaitGraph) -> set[int]:
     """Nodes that a rank waits for; what nobody waits in holds nobody up."""
-    waited_in = set().union(*(t for n, t in graph.edges.items() if n < len(graph.dumps.ranks)))
+    waited_in = set().union(*(t for n, t in graph.edges.items() if n < graph.rows))
     return waited_in.union(*(graph.edges.get(n, set()) for n in waited_in))
 
 
@@ -278,13 +337,29 @@ def _assign(graph: WaitGraph, row: int, sinks: dict[tuple[str, int], set[int]]) 
 
 
 def _cycle(graph: WaitGraph, component: set[int]) -> Root:
-    ranks = len(graph.dumps.ranks)
+    ranks = graph.rows
     rows = tuple(sorted(n for n in component if n < ranks))
     calls = tuple(graph.calls[n - ranks] for n in sorted(component) if ranks <= n < graph.absent)
     pairs = tuple(p for p in graph.pairs if p.row in rows and p.peer_row in rows and p.partner < 0)
     if not calls and not pairs:  # both halves of all of them are there
         return Root("link", (), pairs=(next(graph.pair_of[n] for n in sorted(component) if n > graph.absent),))
     return Root("cycle", rows, calls, pairs)
+
+
+def circle_in(waits_for: Mapping[int, Iterable[int]]) -> list[int]:
+    """The circle of the lowest rank that is in one, each waiting for the next; [] when there is none.
+
+    `waits_for`: of every rank that waits, all for whom it does; others are no part of a circle.
+    """
+    edges = {rank: {other for other in others if other in waits_for} for rank, others in waits_for.items()}
+    component = min((c for c in _components(edges) if len(c) > 1), key=min, default=set[int]())
+    path: list[int] = [min(component)] if component else []
+    while path:
+        onward = min(edges[path[-1]] & component)
+        if onward in path:
+            return path[path.index(onward) :]
+        path.append(onward)
+    return path
 
 
 def _components(edges: dict[int, set[int]]) -> list[set[int]]:

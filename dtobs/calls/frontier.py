@@ -1,0 +1,41 @@
+"""How far every rank came in a group: the last call it issued, and the first that it has not completed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+NOTHING_PENDING = np.iinfo(np.int64).max
+UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """One group. Arrays are per member rank of which something was heard, in the order of `rows`.
+
+    `rows`, `last_entry` and `pending_entry` are the source's own numbers: of ranks, of the last call and of the first
+    that is not completed (−1 for none); a rank's later call has the larger one. `issued`: last sequence number, 0 when
+    there was no call, UNKNOWN where nobody tells; `pending`: the first not completed, NOTHING_PENDING when there is
+    none. `absent`: ranks of the group of which nothing was heard; `unknown`: how many more there are beyond those.
+    """
+
+    group: int
+    rows: npt.NDArray[np.int64]
+    issued: npt.NDArray[np.int64]
+    pending: npt.NDArray[np.int64]
+    last_entry: npt.NDArray[np.int64]
+    pending_entry: npt.NDArray[np.int64]
+    absent: npt.NDArray[np.int64]
+    unknown: int
+
+    @property
+    def waits(self) -> bool:
+        """Whether a rank has issued a call of this group that is not completed."""
+        return bool((self.pending != NOTHING_PENDING).any())
+
+    @property
+    def seq(self) -> int:
+        """The first call that a rank has issued and not completed."""
+        return int(self.pending.min())
