@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,3 +40,15 @@ class Frontier:
     def seq(self) -> int:
         """The first call that a rank has issued and not completed."""
         return int(self.pending.min())
+
+    def with_unknown(self, rows: Sequence[int]) -> Frontier:
+        """The same with further ranks, of which nobody tells where they stand."""
+        none, more = np.full(len(rows), -1, np.int64), np.array(rows, np.int64)
+        return replace(
+            self,
+            rows=np.append(self.rows, more),
+            issued=np.append(self.issued, np.full(len(rows), UNKNOWN)),
+            pending=np.append(self.pending, np.full(len(rows), NOTHING_PENDING)),
+            last_entry=np.append(self.last_entry, none),
+            pending_entry=np.append(self.pending_entry, none),
+        )

@@ -8,7 +8,9 @@ the group ranks that occur twice.
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dtobs.logs.evidence import Sign
@@ -73,10 +75,20 @@ class GroupFrontier:
                 }
         return tuple(sorted(ranks))
 
-    def may_hold(self, rank: int) -> bool:
-        """Whether `rank` may be a member that was not seen: a group's ranks ascend, so only past the last one seen."""
-        seen = {s.group_rank: s.rank for s in self.standings.values() if s.group_rank is not None}
-        return rank not in self.standings and (not seen or rank > max(seen.items())[1])
+    def unseen(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that may be members nobody named: a group's ranks ascend, so they fit between those seen.
+
+        Where a group rank below the last one seen is missing, a rank below it is a member, and none need be above it.
+        """
+        seen = sorted((s.rank, s.group_rank) for s in self.standings.values() if s.group_rank is not None)
+        between, beyond = [], []
+        for rank in sorted(set(ranks) - self.standings.keys()):
+            place = bisect(seen, (rank, 0))
+            if place == len(seen):
+                beyond.append(rank)
+            elif seen[place][1] - (seen[place - 1][1] if place else -1) > 1:
+                between.append(rank)
+        return between or beyond
 
 
 def frontiers(signs: list[Sign]) -> list[GroupFrontier]:

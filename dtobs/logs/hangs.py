@@ -6,16 +6,24 @@ blame for what it has not joined: the rule follows it there, and where that lead
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from dtobs.calls.agree import judge
+from dtobs.calls.frontier import NOTHING_PENDING, UNKNOWN, Frontier
+from dtobs.calls.waits import PendingPair, Root, build, calls_held_up, queues_of, roots
 from dtobs.findings import Confidence, Finding
 from dtobs.logs.frontier import P2P, SAME_NUMEL, GroupFrontier, Standing
 from dtobs.words import ranks_do, ranks_text
 
 _EVIDENCE = 8
+_MAX_GROUPS = 1 << 20
+_ONE_SIDED = ("BROADCAST", "SCATTER")
+"""Calls that their root may complete before its peers have come."""
+_ORDER = ("device", "not-issued", "cycle", "queued", "link", "stalled", "absent", "explained")
 
 
 @dataclass(frozen=True)
@@ -30,19 +38,22 @@ class Heard:
 
 @dataclass(frozen=True)
 class Stall:
-    """One group that waits: `waiting` in `seq`, `behind` by their own numbers, `silent` though heard, `unheard`."""
+    """One group that waits, as `calls.waits` reads it; `behind` by their own numbers, `unheard`: no log of them."""
 
     group: GroupFrontier
-    seq: int
-    waiting: tuple[int, ...]
-    behind: tuple[int, ...]
-    silent: tuple[int, ...]
+    state: Frontier
+    behind: frozenset[int]
     unheard: tuple[int, ...]
 
     @property
-    def absent(self) -> tuple[int, ...]:
-        """Who did not join, as far as the logs tell."""
-        return tuple(sorted({*self.behind, *self.silent}))
+    def waiting(self) -> tuple[int, ...]:
+        """Who waits in the first call that is not completed."""
+        return tuple(self.state.rows[self.state.pending == self.state.seq].tolist())
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Who has not joined it, as far as the logs tell."""
+        return tuple(self.state.rows[self.state.issued < self.state.seq].tolist())
 
     @property
     def standing(self) -> Standing:
@@ -52,34 +63,55 @@ class Stall:
     def call(self) -> str:
         """``ALLREDUCE #12 of group default_pg``."""
         label = f" of group {self.group.label}" if self.group.label else ""
-        return f"{self.standing.call()} (#{self.seq}{label})"
+        return f"{self.standing.call()} (#{self.state.seq}{label})"
 
 
 def hangs(groups: Iterable[GroupFrontier], heard: Heard) -> list[Finding]:
     """The findings of a hang, at most one cause; nothing where no rank timed out."""
     waiting = [group for group in groups if any(s.stuck is not None for s in group.standings.values())]
     for group in waiting:
-        found = _disagreement(group) or _device(group)
+        found = _disagreement(group)
         if found is not None:
             return [found]
-    stalls = [stall for group in waiting if (stall := _stall(group, heard)) is not None]
+    stalls = [_stall(index, group, heard) for index, group in enumerate(waiting)]
     if not stalls:
         return []
-    stuck = {rank for stall in stalls for rank in stall.waiting}
-    collective = [stall for stall in stalls if stall.standing.op not in P2P]
-    free = [(s, [rank for rank in s.absent if rank not in stuck]) for s in collective]
-    roots = [(stall, ranks) for stall, ranks in free if ranks]
-    if roots:
-        stall, ranks = min(roots, key=lambda one: (len(one[1]), -len(one[0].waiting)))
-        return [_not_joined(stall, tuple(ranks), heard)]
-    circle = _circle(collective) or _half_circle(collective)
-    if circle is not None:
-        return [circle]
-    whole = [stall for stall in collective if not stall.absent] or collective
+    _add_possible_members(stalls)
+    collective = {stall.state.group: stall for stall in stalls if stall.standing.op not in P2P}
+    begins = sorted(_roots(stalls, heard), key=lambda root: _ORDER.index(root.kind))
+    first = next((root for root in begins if root.calls and root.kind in ("device", "not-issued", "cycle")), None)
+    if first is not None and first.kind == "device":
+        return [_device(collective[first.calls[0].group], first)]
+    if first is not None and first.kind == "not-issued":
+        roots = [root for root in begins if root.kind == "not-issued" and root.calls]
+        root = min(roots, key=lambda one: (len(one.rows), -len(one.calls[0].waiting)))
+        return [_not_joined(collective[root.calls[0].group], root.rows, heard)]
+    if first is not None:
+        return [_circle([collective[call.group] for call in first.calls])]
+    stuck = {int(rank) for stall in stalls for rank in stall.waiting}
+    whole = [stall for stall in collective.values() if not stall.missing] or list(collective.values())
     idle = tuple(sorted(heard.ranks - stuck))
     if idle and whole and not any(stall.group.is_default for stall in whole) and 3 * len(idle) <= len(stuck):
         return [_idle(whole[0], idle, stuck)]
     return [_all_in(max(whole or stalls, key=lambda s: len(s.waiting)), heard)]
+
+
+def _roots(stalls: Sequence[Stall], heard: Heard) -> list[Root]:
+    """Where the waiting begins. A watchdog gives up in each call that it names: its rank waits in all of them."""
+    pairs = [
+        PendingPair(int(entry), int(rank), -1, -1, -1)
+        for stall in stalls
+        if stall.standing.op in P2P
+        for rank, entry in zip(stall.state.rows, stall.state.pending_entry, strict=True)
+        if entry >= 0
+    ]
+    states = {stall.state.group: stall.state for stall in stalls if stall.standing.op not in P2P}
+    of_entry = {int(entry): stall for stall in stalls for entry in stall.state.pending_entry}
+    rows = 1 + max(heard.world, *(int(stall.state.rows.max()) for stall in stalls))
+    queues = queues_of(
+        rows, states, pairs, lambda entry: True, lambda entry: of_entry[entry].standing.op not in _ONE_SIDED
+    )
+    return roots(build(states, queues, calls_held_up(states, queues), pairs))
 
 
 def _in_first(group: GroupFrontier) -> tuple[int, list[Standing], list[Standing]]:
@@ -129,51 +161,75 @@ def _disagreement(group: GroupFrontier) -> Finding | None:
     return None
 
 
-def _device(group: GroupFrontier) -> Finding | None:
-    """A few ranks that wait in a call that their peers have completed."""
-    seq, inside, past = _in_first(group)
-    if (
-        not past
-        or 2 * len(inside) >= len(inside) + len(past)
-        or any(s.op in (*P2P, "BROADCAST", "SCATTER") for s in inside)
-    ):
-        return None
-    if not any((s.completed or -1) >= seq for s in past):
-        return None
-    ranks = tuple(s.rank for s in inside)
+def _device(stall: Stall, root: Root) -> Finding:
+    """Ranks that wait in a call that their peers have completed."""
+    state, group = stall.state, stall.group
+    ranks = root.rows
+    inside = [group.standings[rank] for rank in ranks]
+    past = [group.standings[rank] for rank in root.calls[0].finished]
     return Finding(
         "device-stopped",
-        f"{ranks_text(ranks)} issued {inside[0].call()} (#{seq}{_of(group)}) and did not complete it, its peers did",
+        f"{ranks_text(ranks)} issued {stall.call()} and did not complete it, its peers did",
         ranks,
-        Confidence.LIKELY,
+        Confidence.POSSIBLE if 2 * len(ranks) > len(state.rows) else Confidence.LIKELY,
         group=group.label or None,
         evidence=evidence([*inside, *past]),
     )
 
 
-def _stall(group: GroupFrontier, heard: Heard) -> Stall | None:
+def _stall(index: int, group: GroupFrontier, heard: Heard) -> Stall:
+    """The frontier of a group in which a rank timed out. Of whom nothing tells where it stands, nothing is in it."""
     seq, inside, past = _in_first(group)
-    waiting = {s.rank for s in inside}
-    # One that is past a call its peers wait in (the root of a broadcast) has joined it.
-    joined = waiting | {s.rank for s in past}
-    behind: list[int] = []
+    done = [s for s in past if (s.completed or -1) >= seq or (s.stuck or 0) > seq]
+    all_in = bool(done) and inside[0].op not in (*P2P, *_ONE_SIDED)  # nobody completes it without all the others
+    issued: dict[int, int] = {s.rank: max(seq, s.issued or 0) for s in [*inside, *done]}
+    behind: set[int] = set()
     silent: list[int] = []
     unheard: list[int] = []
-    for rank in group.members(heard.world):
+    for rank in () if all_in else group.members(heard.world):
         standing = group.standings.get(rank)
-        if rank in joined or (standing is not None and standing.issued is not None and standing.issued >= seq):
+        known = standing.issued if standing is not None else None
+        if rank in issued or (known is not None and known >= seq):
             continue
-        if standing is not None and standing.issued is not None:
-            behind.append(rank)
+        if known is not None:
+            behind.add(rank)
+            issued[rank] = known
         else:
             (silent if rank in heard.ranks else unheard).append(rank)
-    if heard.shared and unheard and 4 * len(unheard) <= len(waiting) + 1:
+    if heard.shared and unheard and 4 * len(unheard) <= len(inside) + 1:
         silent += unheard
-    return Stall(group, seq, tuple(sorted(waiting)), tuple(behind), tuple(silent), tuple(unheard))
+    issued |= dict.fromkeys(silent, UNKNOWN)
+    rows = np.array(sorted(issued), np.int64)
+    stuck = np.array([s.stuck if (s := group.standings.get(rank)) and s.stuck is not None else -1 for rank in rows])
+    pending = np.where(stuck >= 0, stuck, NOTHING_PENDING)
+    absent = () if behind or silent else unheard  # whoever is missing holds the call up, whatever the others do
+    state = Frontier(
+        group=index,
+        rows=rows,
+        issued=np.array([issued[rank] for rank in rows.tolist()], np.int64),
+        pending=pending,
+        last_entry=np.full(len(rows), -1),
+        pending_entry=np.where(stuck >= 0, rows * _MAX_GROUPS + index, -1),
+        absent=np.array(absent, np.int64),
+        unknown=0,
+    )
+    return Stall(group, state, frozenset(behind), tuple(unheard))
+
+
+def _add_possible_members(stalls: list[Stall]) -> None:
+    """A group from which nobody is missing may have members that nobody names: those who wait for one of its ranks."""
+    for place, second in enumerate(stalls):
+        if second.missing or second.standing.op in P2P:
+            continue
+        held = set(second.waiting)
+        waiting = {r for first in stalls if held & set(first.missing) for r in first.waiting}
+        new = second.group.unseen(waiting - set(second.state.rows.tolist()))
+        if new:
+            stalls[place] = replace(second, state=second.state.with_unknown(new))
 
 
 def _not_joined(stall: Stall, ranks: tuple[int, ...], heard: Heard) -> Finding:
-    exact = set(ranks) <= set(stall.behind)
+    exact = set(ranks) <= stall.behind
     few = 2 * len(ranks) <= len(stall.waiting) + len(ranks)
     confidence = Confidence.CERTAIN if exact and not stall.unheard else Confidence.LIKELY
     if not few or (stall.unheard and not exact):
@@ -195,14 +251,11 @@ def _not_joined(stall: Stall, ranks: tuple[int, ...], heard: Heard) -> Finding:
     )
 
 
-def _circle(stalls: list[Stall]) -> Finding | None:
-    """Groups in which the absent wait in one another."""
-    parts = [s for s in stalls if s.absent]
-    if len(parts) < 2:
-        return None
-    ranks = tuple(sorted({rank for s in parts for rank in s.absent}))
-    texts = "; ".join(f"{ranks_text(s.waiting)} in {s.call()} without {ranks_text(s.absent)}" for s in parts[:4])
-    exact = all(set(s.absent) == set(s.behind) for s in parts)
+def _circle(parts: Sequence[Stall]) -> Finding:
+    """Groups in which those who are missing wait in one another."""
+    ranks = tuple(sorted({rank for s in parts for rank in s.missing}))
+    texts = "; ".join(f"{ranks_text(s.waiting)} in {s.call()} without {ranks_text(s.missing)}" for s in parts[:4])
+    exact = all(set(s.missing) == s.behind for s in parts)
     return Finding(
         "group-deadlock",
         f"ranks wait for each other across groups: {texts}",
@@ -210,24 +263,6 @@ def _circle(stalls: list[Stall]) -> Finding | None:
         Confidence.CERTAIN if exact else Confidence.LIKELY,
         evidence=evidence([s.standing for s in parts]),
     )
-
-
-def _half_circle(stalls: list[Stall]) -> Finding | None:
-    """A group waits for ranks that wait in another one, whose members may be the first group's waiting ranks."""
-    for first in stalls:
-        for second in stalls:
-            held = set(first.absent) & set(second.waiting)
-            if held and not second.absent and any(second.group.may_hold(rank) for rank in first.waiting):
-                ranks = tuple(sorted({*first.waiting, *second.waiting}))
-                text = f"{ranks_do(first.waiting, 'wait')} in {first.call()} and {ranks_do(second.waiting, 'wait')} in "
-                return Finding(
-                    "group-deadlock",
-                    f"{text}{second.call()}: ranks wait for each other across groups",
-                    ranks,
-                    Confidence.LIKELY,
-                    evidence=evidence([first.standing, second.standing]),
-                )
-    return None
 
 
 def _idle(stall: Stall, idle: tuple[int, ...], stuck: set[int]) -> Finding:

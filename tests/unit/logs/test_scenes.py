@@ -39,6 +39,14 @@ SCENES = {
         },
         ("network-stalled", ()),
     ),
+    "one of two completed what the other waits in": (
+        {"a.log": w(0, 0, 5) + w(1, 1, 6)},
+        ("device-stopped", (0,)),
+    ),
+    "rank 3 waits in a group whose first member nobody names; all others wait for rank 3": (
+        {"a.log": w(0, 0, 50) + w(1, 1, 50) + w(2, 2, 50) + w(4, 4, 50) + w(3, 1, 7, "3(b)", i=3)},
+        ("group-deadlock", (0, 1, 2, 3)),
+    ),
     "tp+dp: rank 3 absent of dp; its tp peer waits": (
         {
             "a.log": w(0, 0, 5, "2(dp)", i=2)
