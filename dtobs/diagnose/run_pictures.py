@@ -65,10 +65,13 @@ def _waits(situation: Situation, statuses: dict[int, RankStatus]) -> dict[int, R
         key = (at.group, at.seq, at.peer)
         if key not in on_of or not at.group:
             on_of[key] = tuple(situation.awaited(rank))
-        group = calls.groups.get(at.group)
-        call = calls.call(rank, at.group, at.seq)
-        operation = str(calls.op(rank, int(call["op"]))) if call is not None else "communication"
-        where = f" of {group}" if group is not None else ""
+        if at.peer >= 0:
+            operation, where = str(calls.op(rank, at.op)), ""
+        else:
+            group = calls.groups.get(at.group)
+            call = calls.call(rank, at.group, at.seq)
+            operation = str(calls.op(rank, int(call["op"]))) if call is not None else "communication"
+            where = f" of {group}" if group is not None else ""
         site = statuses[rank].site if rank in statuses else ""
         found[rank] = RankWait(f"{operation}{where}", site, on=on_of[key], exact=f"{operation} #{at.seq}{where}")
     for rank in sorted({r for wait in found.values() for r in wait.on} - found.keys()):

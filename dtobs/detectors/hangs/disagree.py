@@ -10,6 +10,7 @@ included, and connections break. Only a death that was seen and an exception of 
 
 from __future__ import annotations
 
+from dtobs.catalogue import CATALOGUE
 from dtobs.detectors.hangs.describe import Evidence, group_name
 from dtobs.detectors.hangs.desync import Desync
 from dtobs.detectors.hangs.endings import End, Ending
@@ -51,6 +52,8 @@ def _mismatch(situation: Situation, found: Mismatch) -> Finding:
     if found.parties.majority:  # the odd one first, then what the others did
         sides = [*sides[1:], sides[0]]
     place = f"#{found.seq} of group {group_name(situation, found.group)}"
+    # From different lines, the sizes are not what is wrong: one side has made a call that the other has not.
+    lines = {_site(situation, found, ranks[0]) for _, ranks in found.versions} - {""}
     return Finding(
         found.code,
         f"{_WHAT[found.code]} at {place}: {', but '.join(sides)}",
@@ -59,6 +62,7 @@ def _mismatch(situation: Situation, found: Mismatch) -> Finding:
         step=found.step,
         group=group_name(situation, found.group),
         evidence=tuple(_calls(situation, found)),
+        next_step=CATALOGUE["collective-mismatch"].next_step if len(lines) > 1 else "",
         since_ns=found.t_ns,
     )
 

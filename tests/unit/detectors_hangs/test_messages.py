@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dtobs.diagnose import diagnose
+from dtobs.diagnose.gather import Evidence
 from dtobs.events import Kind, identify
 from dtobs.host.kernel_log import XID_NOTE
 from dtobs.recording.meta import Op
@@ -45,6 +47,9 @@ def test_two_sends_that_wait_for_each_other(training):
     run = training(2)
     for rank in (0, 1):
         message(run.rank(rank), "send", 1 - rank, 1, wait=True)
+    pictures = diagnose(Evidence("x", run.view(later=61))).pictures
+    assert pictures.waits is not None
+    assert {node.text for node in pictures.waits.nodes} == {"send(float32[3]) #1"}
     (finding,) = found(run.view(later=61)).values()
     assert (finding.code, finding.ranks) == ("p2p-unmatched", (0, 1))
     assert "rank 0 sent 1 message to rank 1, which asked for 0" in finding.summary

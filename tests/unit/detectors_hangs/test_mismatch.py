@@ -55,6 +55,7 @@ def test_of_two_ranks_both_are_named_with_both_lines(training):
     assert finding.ranks == (0, 1)
     assert "at a.py:1 in f" in finding.summary
     assert "at b.py:2 in g" in finding.summary
+    assert finding.next_step.startswith("Make the order of collectives equal"), "two lines are two calls, not one"
 
 
 def test_wrong_order_is_one_finding(training):
