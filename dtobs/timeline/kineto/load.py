@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "privat
 _SYNC = ("Synchronize", "StreamWaitValue")
 _ALLOCATION = ("Malloc", "Free", "HostAlloc", "MemCreate", "MemMap", "MemUnmap", "MemRelease", "HostRegister")
 _DATA = ("enumerate(DataLoader)", "DataLoader.", "dataloader")
+_NUMBERS = {int, float}
+_HEAD = itemgetter("cat", "name", "ts", "dur", "ph")
 _HOST_COMMUNICATION = ("gloo:", "mpi:", "ucc:", "xccl:", "nccl:")
 
 
@@ -72,24 +75,19 @@ class Rank:
 
 
 class _Columns:
-    """What the events fill while they pass by."""
+    """What the events fill while they pass by: times as begin, end; whole numbers as rows of one long column."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
         self.streams: dict[tuple[Any, Any], int] = {}
         self.calls: dict[Call, int] = {}
-        self.device = [array("d"), array("d")]
-        self.rows = [array("q") for _ in range(6)]  # name, stream, kind, correlation, external id, call
-        self.runtime = [array("d"), array("d")]
-        self.runtime_rows = [array("q") for _ in range(3)]  # correlation, external id, thread
-        self.records = [array("d"), array("d")]
-        self.record_rows = [array("q") for _ in range(3)]  # call, external id, thread
-        self.spans = {what: (array("d"), array("d")) for what in ("sync", "alloc", "data", "op")}
-        self.operators = self.spans["op"]
-        self.host = [array("d"), array("d")]
-        self.host_rows = [array("q") for _ in range(3)]  # name, thread, call
+        self.device, self.rows = array("d"), array("q")  # name, stream, kind, correlation, external id, call
+        self.runtime, self.runtime_rows = array("d"), array("q")  # correlation, external id, thread
+        self.records, self.record_rows = array("d"), array("q")  # call, external id, thread
+        self.host, self.host_rows = array("d"), array("q")  # name, thread, call
+        self.spans = {what: array("d") for what in ("sync", "alloc", "data", "op")}
         self.steps: list[tuple[int, float, float]] = []
-        self.kinds: dict[str, str] = {}  #: of the names of the runtime's calls and the host's operators
+        self.kinds: dict[str, str] = {}  #: of the names of the runtime's calls
         self.handlers: dict[str, Callable[[Event, str, float, float, dict[str, Any]], None]] = {
             **dict.fromkeys(("cpu_op", "user_annotation", "operator", "Operator"), self._host),
             **dict.fromkeys((*_RUNTIME, "Runtime"), self._runtime),
@@ -111,16 +109,23 @@ class _Columns:
 
     def take(self, batch: list[Event]) -> None:
         """Take what is of use from a batch of events."""
-        handlers = self.handlers
+        handlers, operator = self.handlers, self.spans["op"].extend
         for event in batch:
-            category = event.get("cat")
-            handler = handlers.get(category) if type(category) is str else None
-            if handler is None or event.get("ph") != "X":
+            try:
+                category, name, begin, duration, phase = _HEAD(event)
+            except KeyError:
                 continue
-            begin, duration, name = event.get("ts"), event.get("dur"), event.get("name")
-            if type(begin) is not float or type(duration) is not float:
+            if phase != "X" or type(name) is not str or type(category) is not str:
+                continue
+            handler = handlers.get(category)
+            if handler is None:
+                continue
+            if type(begin) not in _NUMBERS or type(duration) not in _NUMBERS:
                 begin, duration = _number(begin), _number(duration)
-            if 0 <= duration < LATEST_US and -LATEST_US < begin < LATEST_US and type(name) is str:
+            if 0 <= duration < LATEST_US and -LATEST_US < begin < LATEST_US:
+                if name[:6] == "aten::" and category == "cpu_op":
+                    operator((begin, begin + duration))
+                    continue
                 args = event.get("args")
                 handler(event, name, begin, begin + duration, args if type(args) is dict else {})
 
@@ -134,59 +139,45 @@ class _Columns:
     def _device(
         self, event: Event, name: str, begin: float, end: float, args: dict[str, Any], kind: Kind, call: int
     ) -> None:
-        where = (str(event.get("pid")), str(args.get("stream", event.get("tid"))))
-        self.device[0].append(begin)
-        self.device[1].append(end)
-        names, streams, kinds, correlations, externals, calls = self.rows
-        names.append(self.number(name))
-        streams.append(self.streams.setdefault(where, len(self.streams)))
-        kinds.append(kind)
-        correlations.append(whole(args.get("correlation"), -1))
-        externals.append(whole(args.get("External id"), -1))
-        calls.append(call)
+        where = (event.get("pid"), args.get("stream", event.get("tid")))
+        try:
+            stream = self.streams[where]
+        except (KeyError, TypeError):
+            stream = self.streams.setdefault((str(where[0]), str(where[1])), len(self.streams))
+            if type(where[0]) is int and type(where[1]) is int:
+                self.streams[where] = stream
+        self.device.extend((begin, end))
+        _row(
+            self.rows,
+            (self.number(name), stream, kind, args.get("correlation", -1), args.get("External id", -1), call),
+        )
 
     def _runtime(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
-        self.runtime[0].append(begin)
-        self.runtime[1].append(end)
-        columns = self.runtime_rows
-        columns[0].append(whole(args.get("correlation"), -1))
-        columns[1].append(whole(args.get("External id"), -1))
-        columns[2].append(_thread(event))
+        self.runtime.extend((begin, end))
+        _row(self.runtime_rows, (args.get("correlation", -1), args.get("External id", -1), event.get("tid", -1)))
         what = self.kinds.get(name)
         if what is None:
             what = "sync" if any(w in name for w in _SYNC) else "alloc" if any(w in name for w in _ALLOCATION) else ""
             if len(self.kinds) < MOST_NAMES:
                 self.kinds[name] = what
         if what:
-            self.span(what, begin, end)
-
-    def span(self, what: str, begin: float, end: float) -> None:
-        self.spans[what][0].append(begin)
-        self.spans[what][1].append(end)
+            self.spans[what].extend((begin, end))
 
     def _host(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         if name.startswith("aten::"):
-            self.operators[0].append(begin)
-            self.operators[1].append(end)
-            return
-        if name == "record_param_comms":
+            self.spans["op"].extend((begin, end))
+        elif name == "record_param_comms":
             call = self.call(args)
             if call >= 0:
-                self.records[0].append(begin)
-                self.records[1].append(end)
-                row = (call, whole(args.get("External id"), -1), _thread(event))
-                for column, value in zip(self.record_rows, row, strict=True):
-                    column.append(value)
+                self.records.extend((begin, end))
+                _row(self.record_rows, (call, args.get("External id", -1), event.get("tid", -1)))
         elif name.startswith("ProfilerStep"):
             self.steps.append((whole(name.partition("#")[2], -1), begin, end))
         elif name.startswith(_HOST_COMMUNICATION):
-            self.host[0].append(begin)
-            self.host[1].append(end)
-            row = (self.number(name), _thread(event), self.call(args))
-            for column, value in zip(self.host_rows, row, strict=True):
-                column.append(value)
+            self.host.extend((begin, end))
+            _row(self.host_rows, (self.number(name), event.get("tid", -1), self.call(args)))
         elif name.startswith(_DATA):
-            self.span("data", begin, end)
+            self.spans["data"].extend((begin, end))
 
 
 def load(path: Path) -> Rank:
@@ -209,8 +200,8 @@ def _rank(stream: Stream, columns: _Columns) -> Rank:
     info = distributed if isinstance(distributed, dict) else {}
     rank = whole(info.get("rank"), -1)
     groups = _groups(info)
-    name, streams, kind, correlation, external, call = (_ints(c) for c in columns.rows)
-    device = Spans(*(_floats(c) for c in columns.device))
+    name, streams, kind, correlation, external, call = _ints(columns.rows, 6)
+    device = _spans(columns.device)
     launch, launched, launched_by, threads = _launches(columns, correlation)
     found = Rank(
         path=stream.path,
@@ -226,10 +217,10 @@ def _rank(stream: Stream, columns: _Columns) -> Rank:
         launch=launch,
         launched=launched,
         calls=[_with_ranks(c, groups) for c in columns.calls],
-        synchronising=_spans(columns, "sync"),
-        allocating=_spans(columns, "alloc"),
-        loading=_spans(columns, "data"),
-        operators=_spans(columns, "op"),
+        synchronising=_spans(columns.spans["sync"]),
+        allocating=_spans(columns.spans["alloc"]),
+        loading=_spans(columns.spans["data"]),
+        operators=_spans(columns.spans["op"]),
         steps=sorted(columns.steps, key=lambda s: s[1]),
     )
     if not len(found.device):
@@ -241,8 +232,9 @@ def _rank(stream: Stream, columns: _Columns) -> Rank:
 def _as_host(rank: Rank, columns: _Columns) -> None:
     """Without a device, communication is what its backend's threads do, and compute the operators of the host."""
     rank.host_only = True
-    names, threads, calls = (_ints(c) for c in columns.host_rows)
-    begin, end = (_floats(c) for c in columns.host)
+    names, threads, calls = _ints(columns.host_rows, 3)
+    host = _spans(columns.host)
+    begin, end = host.begin, host.end
     ops = rank.operators
     count, more = len(begin), len(ops)
     rank.device = Spans(np.concatenate([begin, ops.begin]), np.concatenate([end, ops.end]))
@@ -272,8 +264,9 @@ def _named_by_kernel(rank: Rank, everyone: tuple[int, ...]) -> None:
 def _launches(columns: _Columns, correlation: Ints) -> tuple[Floats, Floats, Ints, Ints]:
     """For each row of the device: begin, end, external id and thread of the call that launched it."""
     rows = len(correlation)
-    begin, end = (_floats(c) for c in columns.runtime)
-    keys, external, threads = (_ints(c) for c in columns.runtime_rows)
+    runtime = _spans(columns.runtime)
+    begin, end = runtime.begin, runtime.end
+    keys, external, threads = _ints(columns.runtime_rows, 3)
     if not len(keys) or not rows:
         return np.full(rows, np.nan), np.full(rows, np.nan), np.full(rows, -1), np.full(rows, -1)
     order = np.argsort(keys, kind="stable")
@@ -292,22 +285,43 @@ def _joined(
     columns: _Columns, call: Ints, kind: Ints, external: Ints, launched_by: Ints, launch: Floats, threads: Ints
 ) -> Ints:
     """Each communication's call: its own arguments', else those of the record that launched it."""
-    begin, end = (_floats(c) for c in columns.records)
-    calls, ids, record_threads = (_ints(c) for c in columns.record_rows)
+    records = _spans(columns.records)
+    calls, ids, record_threads = _ints(columns.record_rows, 3)
     missing = np.flatnonzero((kind == Kind.COMMUNICATION) & (call < 0))
-    if not len(begin) or not len(missing):
+    if not len(records) or not len(missing):
         return call
     by_id: dict[int, int] = dict(zip(ids.tolist(), calls.tolist(), strict=True))
     by_id.pop(-1, None)
-    by_thread = {int(t): np.flatnonzero(record_threads == t) for t in np.unique(record_threads)}
+    by_thread = {int(t): _nested(records, np.flatnonzero(record_threads == t)) for t in np.unique(record_threads)}
     for row in missing.tolist():
         found = int(by_id.get(int(launched_by[row]), by_id.get(int(external[row]), -1)))
         mine = by_thread.get(int(threads[row]))
         if found < 0 and mine is not None and np.isfinite(launch[row]):
-            inside = mine[(begin[mine] <= launch[row]) & (launch[row] <= end[mine])]
-            found = int(calls[inside[np.argmax(begin[inside])]]) if len(inside) else -1
+            inside = _around(records, *mine, float(launch[row]))
+            found = int(calls[inside]) if inside >= 0 else -1
         call[row] = found
     return call
+
+
+def _nested(spans: Spans, rows: Ints) -> tuple[Floats, Ints, Ints]:
+    """One thread's spans in the order they begin: begin, row, and the place of the one that it lies in, -1 for none."""
+    order = rows[np.argsort(spans.begin[rows], kind="stable")]
+    outer = np.full(len(order), -1)
+    open_: list[int] = []
+    for place, row in enumerate(order.tolist()):
+        while open_ and spans.end[order[open_[-1]]] < spans.end[row]:
+            open_.pop()
+        outer[place] = open_[-1] if open_ else -1
+        open_.append(place)
+    return spans.begin[order], order, outer
+
+
+def _around(spans: Spans, begins: Floats, order: Ints, outer: Ints, at: float) -> int:
+    """The row of the innermost span that the time `at` lies in, -1 for none."""
+    place = int(np.searchsorted(begins, at, side="right")) - 1
+    while place >= 0 and spans.end[order[place]] < at:
+        place = int(outer[place])
+    return int(order[place]) if place >= 0 else -1
 
 
 def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -329,17 +343,22 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _thread(event: Event) -> int:
-    return whole(event.get("tid"), -1)
+def _row(column: array[int], row: tuple[Any, ...]) -> None:
+    """Append a row, with -1 for what is no number."""
+    before = len(column)
+    try:
+        column.extend(row)
+    except (TypeError, OverflowError):
+        del column[before:]
+        column.extend(whole(value, -1) for value in row)
 
 
-def _floats(column: array[float]) -> Floats:
-    return np.array(column, dtype=np.float64)
+def _ints(column: array[int], width: int) -> Ints:
+    """A column of each of the `width` numbers of a row."""
+    found: Ints = np.frombuffer(column or array("q"), dtype=np.int64).reshape(-1, width).T.copy()
+    return found
 
 
-def _ints(column: array[int]) -> Ints:
-    return np.array(column, dtype=np.int64)
-
-
-def _spans(columns: _Columns, what: str) -> Spans:
-    return Spans(*(_floats(c) for c in columns.spans[what]))
+def _spans(column: array[float]) -> Spans:
+    begin, end = np.frombuffer(column or array("d"), dtype=np.float64).reshape(-1, 2).T.copy()
+    return Spans(begin, end)

@@ -16,15 +16,15 @@ class Kind(IntEnum):
     MEMORY = 2
 
 
-# Lower case, as they begin after `void `: NCCL and RCCL (old, new, generic), MSCCL, DeepEP's exchanges, NVSHMEM,
-# the all-reduces of symmetric memory and of inference engines, oneCCL.
+# Lower case, as they begin after `void ` or after a namespace: NCCL and RCCL (old, new, generic), MSCCL, DeepEP's
+# exchanges and those of its forks, NVSHMEM, the all-reduces of symmetric memory and of inference engines, oneCCL.
 _COMMUNICATION = (
     "nccl",
     "rccl",
     "msccl",
-    "deep_ep::intranode::",
-    "deep_ep::internode::",
-    "deep_ep::internode_ll::",
+    "intranode::",
+    "internode::",
+    "internode_ll::",
     "nvshmem",
     "multimem_",
     "one_shot_all_reduce",
@@ -33,7 +33,7 @@ _COMMUNICATION = (
     "oneccl",
 )
 _MEMORY = ("memcpy", "memset", "dma", "__amd_rocclr_copybuffer", "__amd_rocclr_fillbuffer")
-_LOCAL = ("deep_ep::layout", "cached_notify", "get_dispatch_layout")
+_LOCAL = ("deep_ep::layout", "get_dispatch_layout")  # `cached_notify_…` stays: it holds up until all peers are there
 
 _OPS = (
     ("allreduce", "all_reduce"),
@@ -77,18 +77,24 @@ class Call:
 @lru_cache(65536)
 def kernel_kind(name: str) -> Kind:
     """What a kernel of this name does."""
-    bare = name.lower().removeprefix("void ").lstrip()
+    bare = _function(name)
     if bare.startswith(_MEMORY):
         return Kind.MEMORY
-    if not bare.startswith(_COMMUNICATION) or any(word in bare for word in _LOCAL):
-        return Kind.COMPUTE
-    return Kind.COMMUNICATION
+    parts = bare.split("::")
+    talks = any("::".join(parts[i:]).startswith(_COMMUNICATION) for i in range(len(parts)))
+    return Kind.COMMUNICATION if talks and not any(word in bare for word in _LOCAL) else Kind.COMPUTE
+
+
+def _function(name: str) -> str:
+    """A demangled function's name in lower case, with its namespaces, without result, arguments and templates."""
+    bare = name.lower().removeprefix("void ").lstrip().replace("(anonymous namespace)::", "")
+    return bare.split("(", 1)[0].split("<", 1)[0]
 
 
 @lru_cache(65536)
 def operation(name: str) -> str:
     """The collective that a kernel or a record names, "" when it names none."""
-    bare = name.lower().split("(", 1)[0].replace("_", "").replace("-", "").removeprefix("void ")
+    bare = _function(name).replace("_", "").replace("-", "")
     return next((op for part, op in _OPS if part in bare), "")
 
 
