@@ -7,19 +7,20 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from dtobs.detectors import run_detectors
+from dtobs.detectors import hangs, run_detectors
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.describe import waiters, where
 from dtobs.detectors.hangs.endings import all_told, endings
 from dtobs.detectors.hangs.situation import interpret
-from dtobs.detectors.hangs.stall import Stall, moved_on, silence
+from dtobs.detectors.hangs.stall import Stall, last_movement_ns, moved_on, silence
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
 from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity, Trait
+from dtobs.host.process import ProcessState
 from dtobs.recording.journal import Entry
-from dtobs.recording.rank import State
+from dtobs.recording.rank import END_SIGNALS, State
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
@@ -35,6 +36,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     seen = [] if evidence.judged else run_detectors(view)
     gone_on = [e for e in evidence.journal if _went_on(view, e)]
     before = [e for e in evidence.journal if e not in gone_on]
+    if not any(entry.finding.traits & Trait.HANG for entry in before):
+        before += _stood_in(view)
     found, caused = without_consequences(merge(seen, before), before, _working(view))
     ordered = rank_causes(as_it_ended(view, finding) for finding in found)
     quiet, ranks = silence(view), statuses(view)
@@ -86,6 +89,25 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
         elif earlier.since_ns and (not same.since_ns or earlier.since_ns < same.since_ns):
             found[earlier.key] = replace(same, since_ns=earlier.since_ns)
     return list(found.values())
+
+
+def _stood_in(view: RunView) -> list[Entry]:
+    """What the run stood in when its ranks were ended, though no monitor wrote it down.
+
+    The look is at the last moment at which all were seen alive. A program that heard the signal to end may have spent
+    its last seconds on that, so nothing is said of it.
+    """
+    if not len(view.pages) or any(view.signals(rank) & END_SIGNALS for rank in view.ranks):
+        return []
+    ended = [view.process(rank) for rank in view.ranks]
+    seen = [process.alive_ns if process is not None and not process.alive else 0 for process in ended]
+    moment = min(seen)
+    if not moment or last_movement_ns(view) >= moment:
+        return []
+    living = {rank: ProcessState(int(view.page(rank)["pid"]), alive=True) for rank in view.ranks}
+    then = replace(view, now_ns=moment, processes=living, capture=None, asked=True, _windows={})
+    found = [f for f in hangs.detect(then) if f.traits & Trait.HANG]
+    return [Entry("standing" if f.early else "found", "", moment, view.attempt, f) for f in found]
 
 
 def _went_on(view: RunView, entry: Entry) -> bool:

@@ -6,7 +6,7 @@ import os
 import signal as signals
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,6 +30,12 @@ class ProcessState:
     exit_code: int | None = None
     oom_killed: bool = False
     ended_ns: int = 0  #: monotonic time at which a monitor saw it end; 0 when nobody did
+    alive_ns: int = 0  #: of a process that has ended: when that monitor had seen it alive for the last time
+
+    def shifted(self, by_ns: int) -> ProcessState:
+        """The same by a clock that shows `by_ns` more."""
+        ended = self.ended_ns + by_ns if self.ended_ns else 0
+        return replace(self, ended_ns=ended, alive_ns=self.alive_ns + by_ns if self.alive_ns else 0)
 
     @property
     def stopped(self) -> bool:

@@ -47,6 +47,7 @@ class ProcessWatch:
         self._fds: dict[int, Watched] = {}
         self._known: dict[tuple[int, int], Watched] = {}
         self._poll = select.poll()
+        self._looked_ns = 0  # when all that had not ended by then were alive
 
     def also(self, fd: int) -> None:
         """Let `wait` return when `fd` becomes readable."""
@@ -83,12 +84,14 @@ class ProcessWatch:
     def wait(self, seconds: float) -> list[tuple[Watched, ProcessState]]:
         """Sleep until a process ends, another registered descriptor is readable, or time is up; who has ended."""
         found: list[tuple[Watched, ProcessState]] = []
-        for fd, _ in self._poll.poll(max(0.0, seconds) * 1000):
+        ready = self._poll.poll(max(0.0, seconds) * 1000)
+        before_ns, self._looked_ns = self._looked_ns, time.monotonic_ns()
+        for fd, _ in ready:
             watched = self._fds.pop(fd, None)
             if watched is None:
                 continue
             self._poll.unregister(fd)
-            state = replace(self._ending(fd, watched), ended_ns=time.monotonic_ns())
+            state = replace(self._ending(fd, watched), ended_ns=time.monotonic_ns(), alive_ns=before_ns)
             os.close(fd)
             self.ended[watched.pid] = state
             found.append((watched, state))

@@ -131,8 +131,7 @@ class Peer:
     def _understood(self, head: NodeHead, asked_s: float, by: int) -> None:
         processes = {}
         for rank, process in head.processes.items():
-            ended = process.ended_ns + by if process.ended_ns else 0
-            processes[rank] = replace(process, ended_ns=ended)
+            processes[rank] = process.shifted(by)
         contact = Contact(
             self.node,
             self.address,

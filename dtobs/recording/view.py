@@ -449,8 +449,7 @@ def _exits(run: RunDirectory, view: RunView) -> dict[int, ProcessState]:
                 continue  # the last line may be cut
             rank = ranks.get((node, state.pid))
             if rank is not None:
-                by = view._clock.get(rank, 0) if state.ended_ns else 0
-                found[rank] = replace(state, ended_ns=state.ended_ns + by)
+                found[rank] = state.shifted(view._clock.get(rank, 0))
     return found
 
 

@@ -14,6 +14,7 @@ from dtobs.detectors.hangs.situation import interpret
 from dtobs.diagnose import diagnose, gather
 from dtobs.diagnose.analyse import merge, rank_causes, without_consequences
 from dtobs.diagnose.gather import Evidence
+from dtobs.diagnose.model import Diagnosis
 from dtobs.errors import TargetError
 from dtobs.findings import Confidence, Finding
 from dtobs.host.process import ProcessState
@@ -21,7 +22,7 @@ from dtobs.monitor.journal import Journal
 from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.journal import Entry, read_journal, standing_entries
 from dtobs.recording.meta import Op
-from dtobs.recording.rundir import read_json
+from dtobs.recording.rundir import RunDirectory, read_json
 from dtobs.reports import json as json_report
 from dtobs.testing.fake_run import FakeRun
 
@@ -306,6 +307,22 @@ def test_what_a_job_stood_in_stays_the_verdict_when_all_of_it_is_ended(hung, cod
     diagnosis = diagnose(Evidence("x", hung.view(later=80, processes=ended), journal))
     assert [(f.code, f.ranks) for f in diagnosis.findings] == [("stuck-in-dataloader", (1,))]
     assert diagnosis.notes, "how it was ended"
+
+
+@pytest.mark.parametrize("code", [-15, -9])
+def test_a_standstill_that_no_monitor_wrote_down_is_the_verdict_where_it_saw_the_ranks_alive(hung, code):
+    def diagnosed(alive_seconds: float, later: float = 500) -> Diagnosis:
+        alive = hung.view().now_ns + int(alive_seconds * 1e9)
+        ended = {r: ProcessState(7, alive=False, exit_code=code, ended_ns=alive, alive_ns=alive) for r in range(3)}
+        view = hung.view(later=later, processes=ended)
+        view.asked = True
+        return diagnose(Evidence("x", view))
+
+    (stood,) = diagnosed(40).findings
+    assert (stood.code, stood.ranks, stood.confidence) == ("stuck-in-dataloader", (1,), Confidence.POSSIBLE)
+    assert [f.code for f in diagnosed(2).findings] == (["rank-dead"] if code == -9 else [])
+    RunDirectory(hung.directory.root).signals(0, 0).write_bytes(bytes([15]))
+    assert not {f.code for f in diagnosed(40).findings} - {"rank-dead"}, "a handler may have been at work"
 
 
 def test_a_standstill_before_one_rank_died_is_no_verdict(hung):

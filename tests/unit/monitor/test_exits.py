@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,14 @@ def exits(tmp_path: Path) -> list[dict]:
 def test_exit_code_of_a_zombie(watch: ProcessWatch, tmp_path: Path, code: str, expected: int):
     with child(f"print('ready', flush=True); {code}") as process:
         watch.follow(3, 1, process.pid, start_ticks(process.pid))
+        before_ns = time.monotonic_ns()
         assert watch.wait(0) == []
         process.stdin.close()
         ((watched, state),) = watch.wait(30)
         assert (watched.rank, state.alive, state.exit_code) == (3, False, expected)
     (line,) = exits(tmp_path)
     assert (line["rank"], line["attempt"], line["pid"], line["exit_code"]) == (3, 1, process.pid, expected)
-    assert line["t_ns"] == line["ended_ns"] > 0
+    assert line["t_ns"] == line["ended_ns"] > line["alive_ns"] > before_ns
 
 
 def test_exit_code_after_the_parent_has_waited(watch: ProcessWatch):
