@@ -232,7 +232,9 @@ def play(cell: Cell, folder: Path, take_capture: TakeCapture) -> Judged:
         _until(lambda: (folder / "struck").exists(), _PATIENCE_SECONDS)
         if cell.when == "after":
             _until(lambda: cell.expected in _found(run_dir), _PATIENCE_SECONDS)
-        elif cell.way != "own-timeout":  # which nobody need wait for
+        elif cell.way == "own-timeout":  # nobody need wait for that, but for the monitor that sees it
+            _until(lambda: bool(read_json(RunDirectory(run_dir).monitor_json)), _PATIENCE_SECONDS)
+        else:
             _until(lambda: _stands(run_dir, cell.stands_seconds), _PATIENCE_SECONDS)
         processes = _processes(folder)
         _end(cell, processes)
