@@ -51,6 +51,7 @@ class Timing:
     pass_max: float = 10.0
     budget: float = 0.007  #: share of one core that the detectors may take between the two
     join: float = 60.0  #: for the first rank to appear
+    told: float = 0.5  #: after a rank that somebody told to end, for the others to end if they were told as well
     clean_end: float = 2.0  #: after the last rank closed its recording, for its process to end
     last_scrape: float = 60.0  #: after a fault, for the metrics to be read once more, where somebody reads them
     restart: float = 30.0  #: after the last rank died under an agent with restarts left, for a new attempt
@@ -128,7 +129,8 @@ class Monitor:
                 self.excuses.awake()
                 for watched, state in ended:
                     log.info("rank %d (process %d): %s", watched.rank, watched.pid, state.ending)
-                    self._next_pass = 0.0
+                    told = -(state.exit_code or 0) in END_SIGNALS
+                    self._next_pass = time.monotonic() + (self.timing.told if told else 0.0)
                 if self._stop.is_set():
                     break
                 pause = self.tick()

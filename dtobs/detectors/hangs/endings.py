@@ -242,8 +242,9 @@ def _told_alone(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
     """Ranks that somebody told to end and not the others, which then lost them or wait for them."""
     kinds = {e.kind for e in found.values()}
     told = [e for e in found.values() if e.kind in (End.TERMINATED, End.INTERRUPTED)]
-    missed = End.PEER_LOST in kinds or (stalled and End.OPEN in kinds)
-    if not told or not missed or End.TIMED_OUT in kinds or (all_told(found) and End.OPEN not in kinds):
+    left = any(e.kind is End.OPEN and not e.told for e in found.values())
+    missed = End.PEER_LOST in kinds or (stalled and left)
+    if not told or not missed or End.TIMED_OUT in kinds or (all_told(found) and not left):
         return []
     if any(e.kind is End.OPEN and e.process is not None and e.process.stopped for e in found.values()):
         return []  # all were told, and a suspended process does not hear it

@@ -270,6 +270,16 @@ def test_ctrl_c_that_one_rank_could_not_hear_in_native_code_is_no_finding(traini
     assert found(run.view(later=3, processes={0: gone(130), 1: gone(1)})) == {}
 
 
+def test_a_rank_that_heard_the_end_of_the_job_and_is_not_out_yet_was_told_as_well(training):
+    """Rank 1 sits in native code, and its handler of SIGTERM has not run."""
+    run = training(2)
+    run.rank(1).phase("forward").collective(wait=True)
+    (finding,) = found(run.view(later=70, processes={0: gone(-15)})).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (0,))
+    hears(run, 1, 15)
+    assert "rank-dead" not in found(run.view(later=70, processes={0: gone(-15)}))
+
+
 def test_segfault_names_its_rank(training):
     run = training(2)
     fails(run.rank(1), "RuntimeError", GLOO_CLOSED)
