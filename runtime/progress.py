@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,6 +28,7 @@ class Progress(Listener):
         self._began = time.perf_counter()
         self._line_at = self._began
         self._line_step: int | None = None
+        self._first_at = self._began
         self._aside = 0.0  # seconds of validation and checkpoints since the last line
         self._open: dict[str, float] = {}
         self._tokens = 0.0
@@ -45,7 +48,7 @@ class Progress(Listener):
         """A step begins."""
         if self._line_step is None:
             self._line_step, self._line_at, self._aside = step - 1, time.perf_counter(), 0.0
-            self._first_step = step
+            self._first_step, self._first_at = step, self._line_at
         self._step = step
 
     def report(self, **values: float) -> None:
@@ -80,8 +83,18 @@ class Progress(Listener):
             f"gradient norm {values.get('gradient_norm', 0.0):.3f}",
             f"lr {values.get('learning_rate', 0.0):.2e}",
         ]
+        if self._step < self._steps:
+            parts.append(f"{self._left(now)} left")
         self._write("  ".join(parts))
         self._line_step, self._line_at, self._aside = self._step, now, 0.0
+
+    def _left(self, now: float) -> str:
+        """How long the steps that are left take at the pace so far, validation and checkpoints included."""
+        done = self._step - self._first_step + 1
+        seconds = (now - self._first_at) / done * (self._steps - self._step)
+        if seconds < 100:
+            return f"{seconds:.0f} s"
+        return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
     def summary(self, step: int) -> str:
         """One line about the whole run, for its end after `step`."""
@@ -105,7 +118,7 @@ def opening_lines(trainer: Trainer, tokens: TokenFiles, run_dir: Path, notes: It
         f"{total / 1e6:.1f}M parameters, {trainer.layout} on {trainer.model.mesh.device_type},"
         f" {config.precision.compute}, {trainer.tokens_per_step:,} tokens a step;"
         f" {tokens.title}: {len(tokens.training):,} tokens",
-        f"run directory {_shortest(run_dir)}",
+        f"run directory {_shortest(run_dir)}, started {time.strftime('%H:%M:%S UTC', time.gmtime())}",
     ]
     if trainer.held_out is None and config.data.validate_every:
         lines.append(f"no validation: the corpus holds out {len(tokens.validation)} tokens, fewer than one sample")
@@ -115,11 +128,18 @@ def opening_lines(trainer: Trainer, tokens: TokenFiles, run_dir: Path, notes: It
 
 
 def closing_lines(summary: str, run_dir: Path) -> str:
-    """What was done, and the commands that show it."""
-    shown = _shortest(run_dir)
-    return f"finished: {summary}; run directory {shown}\nlook at it: dtobs top {shown} | dtobs diagnose {shown}"
+    """What was done, and the commands that show it, as they can be typed here."""
+    shown, beside = _shortest(run_dir), Path(sys.executable).with_name("dtobs")
+    name = "dtobs" if shutil.which("dtobs") or not beside.exists() else _command(beside)
+    return f"finished: {summary}; run directory {shown}\nlook at it: {name} top {shown}, or: {name} diagnose {shown}"
 
 
 def _shortest(path: Path) -> str:
     """A path as short as it can be typed from here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _command(path: Path) -> str:
+    """A program as the shell finds it from here."""
+    shown = _shortest(path)
+    return shown if "/" in shown else f"./{shown}"
