@@ -96,7 +96,7 @@ def test_progress_lines_appear_when_a_global_loss_is_reported() -> None:
     assert lines == []
     progress.report(global_loss=1.25)
     assert lines[0].startswith("step      1/20  loss 1.2500  ")
-    assert lines[0].endswith("gradient norm 2.000  lr 5.00e-01")
+    assert lines[0].endswith("gradient norm 2.000  lr 5.00e-01  0 s left")
     progress.report(validation_loss=3.0)
     progress.report(validation_loss=2.0)
     assert lines[1] == "step      1  validation loss 3.0000"
