@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 NONE = "–"
 MAX_RUNS = 8
@@ -60,15 +60,19 @@ def significant(value: float) -> str:
     return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
-def duration_text(seconds: float | None) -> str:
-    """``850 µs``, ``12.3 ms``, ``1.24 s``, ``75 s``, ``12 min``, ``3.5 h``, ``4 d``: no zeros at the end, one unit."""
+def duration_text(seconds: float | None, *, digits: Callable[[float], str] | None = None) -> str:
+    """``850 µs``, ``12.3 ms``, ``1.24 s``, ``75 s``, ``12 min``, ``3.5 h``, ``4 d``: one unit.
+
+    Without zeros at the end; with `digits=significant`, for numbers below each other, they stay.
+    """
+    digits = digits or _trimmed
     if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 0:
-        return f"-{duration_text(-seconds)}"
+        return f"-{duration_text(-seconds, digits=digits)}"
     for limit, unit, size in ((1e-3, "µs", 1e-6), (1.0, "ms", 1e-3), (60.0, "s", 1.0)):
         if 0 < seconds < limit * 0.9995:
-            return f"{_trimmed(seconds / size)} {unit}"
+            return f"{digits(seconds / size)} {unit}"
     if seconds < 119.5:
         return f"{seconds:.0f} s"
     if seconds < 7170:
@@ -77,13 +81,13 @@ def duration_text(seconds: float | None) -> str:
     return f"{seconds / size:.1f}".removesuffix(".0") + f" {unit}"
 
 
-def bytes_text(value: float | None) -> str:
-    """``512 B``, ``1.5 GiB``."""
+def bytes_text(value: float | None, *, digits: Callable[[float], str] | None = None) -> str:
+    """``512 B``, ``1.5 GiB``; `digits` as of `duration_text`."""
     if value is None or not math.isfinite(value):
         return NONE
     for factor, unit in _BYTES:
         if value >= factor:
-            return f"{_trimmed(value / factor)} {unit}"
+            return f"{(digits or _trimmed)(value / factor)} {unit}"
     return f"{value:.0f} B"
 
 

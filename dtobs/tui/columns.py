@@ -11,7 +11,7 @@ from typing import Literal
 from dtobs.tui import words
 from dtobs.tui.model import Frame
 from dtobs.tui.rows import Level, RankRow
-from dtobs.words import NONE, bytes_text, duration_text
+from dtobs.words import NONE, bytes_text, duration_text, significant
 
 Tone = Literal[Level, "", "dim", "strong", "busy", "waiting"]
 Piece = tuple[str, Tone]
@@ -93,8 +93,8 @@ def _memory(row: RankRow, scale: Scale) -> list[Piece]:
         return [(NONE, "dim")]
     share = row.memory_bytes / row.memory_total_bytes if row.memory_total_bytes else None
     if share is None:
-        return [(bytes_text(row.memory_bytes), "")]
-    return [(f"{bytes_text(row.memory_bytes)} {share:.0%}", "warn" if share > 0.95 else "")]
+        return [(bytes_text(row.memory_bytes, digits=significant), "")]
+    return [(f"{bytes_text(row.memory_bytes, digits=significant)} {share:.0%}", "warn" if share > 0.95 else "")]
 
 
 def _collective(row: RankRow, scale: Scale) -> list[Piece]:
@@ -113,7 +113,7 @@ def _seen(row: RankRow, scale: Scale) -> list[Piece]:
 def _time(name: str) -> Callable[[RankRow, Scale], list[Piece]]:
     def cell(row: RankRow, scale: Scale) -> list[Piece]:
         value = getattr(row, name)
-        return [(duration_text(value), "" if value is not None else "dim")]
+        return [(duration_text(value, digits=significant), "" if value is not None else "dim")]
 
     return cell
 

@@ -22,7 +22,7 @@ from dtobs.timeline import picture
 from dtobs.timeline.spans import COMPUTE, Span, Timeline
 from dtobs.timeline.whatif import WhatIf
 from dtobs.tui.words import age
-from dtobs.words import bytes_text, count, duration_text, plural, ranks_do, ranks_text, runs_text, verb
+from dtobs.words import bytes_text, count, duration_text, plural, ranks_do, ranks_text, runs_text, significant, verb
 from tests.unit.preflight.evidence import healthy
 
 RANKS = "ranks 0-2 and 5"
@@ -140,3 +140,14 @@ def test_every_other_surface_spells_durations_alike(seconds: int, said: str) -> 
     assert f"({said} simulated, {said} ideal, {said} recorded)" in whatif._text(found)
     assert "fixing the slowest ranks (0-2 and 5)" in whatif._text(found)
     assert trace_text.time_text(seconds * 1e6) == said
+
+
+def test_numbers_below_each_other_keep_their_zeros():
+    assert [duration_text(value, digits=significant) for value in (3.7e-3, 3.71e-3, 0.53, 2.0)] == [
+        "3.70 ms",
+        "3.71 ms",
+        "530 ms",
+        "2.00 s",
+    ]
+    assert bytes_text(4.9 * 2**30, digits=significant) == "4.90 GiB"
+    assert (duration_text(3.7e-3), bytes_text(4.9 * 2**30)) == ("3.7 ms", "4.9 GiB")

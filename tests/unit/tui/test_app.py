@@ -85,7 +85,7 @@ async def test_values_change_in_place(tmp_path: Path) -> None:
             run.rank(1).step(forward=0.5)
         await look_again(app, pilot)
         assert cell(app, 1, "busy") == "555 ms"
-        assert cell(app, 0, "busy") == "95 ms"
+        assert cell(app, 0, "busy") == "95.0 ms"
         assert table_of(app).selected_rank == 2
 
 
