@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 NOTHING_PENDING = np.iinfo(np.int64).max
 UNKNOWN = -1
+_MAX_GROUPS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,24 @@ class Frontier:
         """The first call that a rank has issued and not completed."""
         return int(self.pending.min())
 
-    def with_unknown(self, rows: Sequence[int]) -> Frontier:
-        """The same with further ranks, of which nobody tells where they stand."""
-        none, more = np.full(len(rows), -1, np.int64), np.array(rows, np.int64)
-        return replace(
-            self,
-            rows=np.append(self.rows, more),
-            issued=np.append(self.issued, np.full(len(rows), UNKNOWN)),
-            pending=np.append(self.pending, np.full(len(rows), NOTHING_PENDING)),
-            last_entry=np.append(self.last_entry, none),
-            pending_entry=np.append(self.pending_entry, none),
-        )
+
+def frontier_of(
+    group: int, issued: Mapping[int, int], waits_in: Mapping[int, int], absent: Sequence[int] = ()
+) -> Frontier:
+    """The frontier of a group from a source that tells no single calls.
+
+    `issued`: the last sequence number of each rank, UNKNOWN where nobody tells; `waits_in`: of ranks that wait the call
+    they wait in.
+    """
+    ranks = np.array(sorted(issued), np.int64)
+    pending = np.array([waits_in.get(rank, NOTHING_PENDING) for rank in ranks.tolist()], np.int64)
+    return Frontier(
+        group=group,
+        rows=ranks,
+        issued=np.array([issued[rank] for rank in ranks.tolist()], np.int64),
+        pending=pending,
+        last_entry=np.full(len(ranks), -1),
+        pending_entry=np.where(pending == NOTHING_PENDING, -1, ranks * _MAX_GROUPS + group),
+        absent=np.array(absent, np.int64),
+        unknown=0,
+    )

@@ -13,7 +13,7 @@ of their own: nobody is accused by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
@@ -248,6 +248,27 @@ def _target(graph: WaitGraph, queues: Queues, pair: PendingPair) -> int:
     if not pair.misfit:
         graph.link(node, [row for row, entry in halves if queues.queues(row, entry)])
     return node
+
+
+def roots_of(
+    states: Mapping[int, Frontier], in_messages: Iterable[int] = (), one_sided: Container[int] = ()
+) -> list[Root]:
+    """Where the waiting begins, from `frontier_of` each group: a rank waits in every call that it is said to wait in.
+
+    `in_messages`: groups whose ranks wait in sends and receives with peers nobody names; `one_sided`: those whose call
+    a root may complete alone.
+    """
+    collective = {group: state for group, state in states.items() if group not in set(in_messages)}
+    pairs = [
+        PendingPair(entry, row, -1, -1, -1)
+        for group in in_messages
+        for row, entry in zip(states[group].rows.tolist(), states[group].pending_entry.tolist(), strict=True)
+        if entry >= 0
+    ]
+    alone = {e for g, state in states.items() if g in one_sided for e in state.pending_entry.tolist()}
+    rows = 1 + max(int(state.rows.max(initial=-1)) for state in states.values())
+    queues = queues_of(rows, collective, pairs, lambda entry: True, lambda entry: entry not in alone)
+    return roots(build(collective, queues, calls_held_up(collective, queues), pairs))
 
 
 def roots(graph: WaitGraph) -> list[Root]:

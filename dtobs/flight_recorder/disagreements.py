@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from dtobs.calls.agree import Disagreement, disagreements
 from dtobs.calls.order import RECENT
+from dtobs.calls.words import lost_step_text, mismatch_text
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.callsites import Desync
 from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.wording import Words, named
-from dtobs.words import ranks_text
+from dtobs.flight_recorder.wording import Words
 
 _THING = {
     "collective-mismatch": "another collective",
@@ -80,22 +80,16 @@ def _follows(dumps: Dumps, mismatch: Disagreement, desync: Desync) -> bool:
 def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Finding:
     """The finding; `shown`: for each party an entry that shows how it called."""
     group = words.dumps.groups[mismatch.group]
-    parties, ranks = mismatch.parties.parties, mismatch.parties.odd
-    if mismatch.parties.majority:
-        usual, odd = shown[:2]
-        verb = "call" if len(ranks) > 1 else "calls"
-        summary = (
-            f"{ranks_text(ranks)} {verb} {words.operation(odd)}{words.site(odd)} where {len(parties[0])} of"
-            f" {group.size} ranks of group {group.label} call {words.operation(usual)}{words.site(usual)}"
-            f" (#{mismatch.seq})"
-        )
-        confidence = Confidence.CERTAIN
-    else:
-        sides = "; ".join(
-            f"{named(party)}: {words.operation(e)}{words.site(e)}"
-            for e, party in zip(shown[:4], parties[:4], strict=True)
-        )
-        summary = f"Ranks of group {group.label} disagree on call #{mismatch.seq}: {sides}"
+    ranks = mismatch.parties.odd
+    entry_of = {party[0]: entry for party, entry in zip(mismatch.parties.parties, shown, strict=True)}
+    summary = mismatch_text(
+        mismatch.code,
+        f"#{mismatch.seq} of group {group.label}",
+        mismatch.parties,
+        lambda rank: f"{words.operation(entry_of[rank])}{words.site(entry_of[rank])}",
+    )
+    confidence = mismatch.parties.confidence
+    if not mismatch.parties.majority:
         # Two ranks, both here: one of them is wrong, and both must be looked at. Else dumps are missing.
         missing = group.size - int(np.isin(group.members, words.dumps.rank_numbers).sum())
         complete = not missing
@@ -113,7 +107,7 @@ def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Fin
             words.evidence(
                 f"{_THING[mismatch.code]} under one sequence number",
                 shown,
-                parties=[len(party) for party in parties],
+                parties=[len(party) for party in mismatch.parties.parties],
             ),
         ),
     )
@@ -123,14 +117,9 @@ def desync_finding(words: Words, desync: Desync) -> Finding:
     """The finding of a rank that made calls more or fewer than its peers."""
     group = words.dumps.groups[desync.group]
     rank = words.dumps.ranks[desync.row].rank
-    count = abs(desync.shift)
-    times = "one call" if count == 1 else f"{count} calls"
-    direction = "more" if desync.shift > 0 else "fewer"
     expected = words.dumps.sites[desync.expected_site]
-    summary = (
-        f"rank {rank} made {times} {direction} than its peers in group {group.label}: its call"
-        f" #{desync.seq}{words.site(desync.entry)} met theirs at {expected}; results are mixed up from there on"
-    )
+    site = words.site(desync.entry).removeprefix(" at ")
+    summary = lost_step_text(rank, desync.shift, "its peers", group.label, desync.seq, site, expected)
     return Finding(
         "call-site-mismatch",
         summary,

@@ -9,13 +9,14 @@ import numpy as np
 from dtobs.calls.frontier import Frontier
 from dtobs.calls.order import History, came_before, odd_ranks
 from dtobs.calls.waits import Call, PendingPair, Root
+from dtobs.calls.words import circle_text, not_completed_text, not_issued_text
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.columns import STARTED
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.operations import Kind
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
 from dtobs.flight_recorder.wording import Words
-from dtobs.words import ranks_do, ranks_text, verb
+from dtobs.words import ranks_text, verb
 
 
 class Verdicts:
@@ -52,8 +53,8 @@ class Verdicts:
         ranks = words.ranks(root.rows)
         hidden = [r for r in root.rows if self.dumps.ranks[r].untracked]
         summary = (
-            f"{ranks_do(ranks, 'have')} not issued {words.call(call.entry)}, in which "
-            f"{words.named(call.waiting)} {verb(waiting, 'wait')}{words.site(call.entry)}; {words.doing(root.rows[0])}"
+            f"{not_issued_text(ranks, words.call(call.entry), words.ranks(call.waiting))}{words.site(call.entry)}; "
+            f"{words.doing(root.rows[0])}"
         )
         if hidden:
             summary += "; it has sent or received since, which this backend does not record"
@@ -132,10 +133,7 @@ class Verdicts:
         entries = [entry for _, entry in self._pending(call, root.rows)]
         beside = f"{words.named(call.finished)} completed it" if call.finished else "its peers have started it"
         many = 2 * len(root.rows) > len(state.rows)
-        summary = (
-            f"{ranks_text(ranks)} issued {words.call(call.entry)}{words.site(entries[0])} and the device has not done"
-            f" it, while {beside}"
-        )
+        summary = not_completed_text(ranks, words.call(call.entry), words.site(entries[0]).removeprefix(" at "), beside)
         return Finding(
             "device-stopped",
             summary,
@@ -207,10 +205,8 @@ class Verdicts:
                 f" it without its half; {words.doing(pair.peer_row)}"
             )
             return Finding("p2p-unmatched", summary, (rank, peer), Confidence.LIKELY, group=label, evidence=evidence)
-        summary = (
-            f"rank {peer} has not issued its half of {words.operation(pair.entry)}, in which rank {rank} waits"
-            f"{words.site(pair.entry)}; {words.doing(pair.peer_row)}"
-        )
+        half = f"its half of {words.operation(pair.entry)}"
+        summary = f"{not_issued_text((peer,), half, (rank,))}{words.site(pair.entry)}; {words.doing(pair.peer_row)}"
         return Finding("rank-not-joined", summary, (peer,), Confidence.LIKELY, group=label, evidence=evidence)
 
     def _went_past(self, pair: PendingPair) -> bool:
@@ -240,14 +236,14 @@ class Verdicts:
             return self._p2p_cycle(alone, Confidence.POSSIBLE)
         waits = {row: entry for row in root.rows if (entry := self._waits_in(row, root)) >= 0}
         odd = odd_ranks({row: self._history(row, entry) for row, entry in waits.items()})
-        chain = "; ".join(
-            f"{words.named(c.waiting)} in {words.call(c.entry)}{words.site(c.entry)} for {words.named(c.held_by)}"
-            for c in root.calls[:4]
+        summary = circle_text(
+            (
+                (words.ranks(c.waiting), f"{words.call(c.entry)}{words.site(c.entry)}", words.ranks(c.held_by))
+                for c in root.calls
+            ),
+            words.ranks(odd),
         )
-        summary = f"ranks wait for each other in a circle: {chain}"
         by_order = any(call.held == "queued" for call in root.calls)
-        if odd:
-            summary += f"; {words.named(odd)} called them in another order"
         return Finding(
             "group-deadlock",
             summary,

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dtobs.calls.words import named
 from dtobs.flight_recorder.model import Dumps
-from dtobs.words import count, ranks_text
 
 MAX_LISTED = 16
 _STATE = ("scheduled", "started", "completed", "unknown")
-
-
-def named(ranks: Sequence[int]) -> str:
-    """``ranks 1, 4-7``, or only how many where that would be long."""
-    text = ranks_text(ranks)
-    return text if len(text) <= 40 else count(len(ranks), "rank")
 
 
 class Words:

@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtobs.calls.agree import judge as judge_ways
+from dtobs.calls.frontier import frontier_of
+from dtobs.calls.waits import roots_of
+from dtobs.calls.words import mismatch_text
 from dtobs.findings import Confidence, Finding
 from dtobs.ras.read import Communicator, Sample
 from dtobs.words import count, ranks_do, ranks_text
@@ -57,11 +60,12 @@ def _mixed(seen: Sequence[Communicator], samples: Sequence[Sample]) -> Finding |
     found = judge_ways(ways, last.size) if len({sum(way) for way in ways.values()}) == 1 else None
     if found is None:
         return None
-    sides = [
-        f"{ranks_text(ranks)}: {', '.join(f'{op} #{last.counts[op].get(ranks[0], 0)}' for op in operations)}"
-        for ranks in found.parties[:4]
-    ]
-    text = f"ranks launched equally many collectives in communicator {last.name}, but other ones ({'; '.join(sides)})"
+    text = mismatch_text(
+        "collective-mismatch",
+        f"equally many launches in communicator {last.name}",
+        found,
+        lambda rank: ", ".join(f"{op} #{last.counts[op].get(rank, 0)}" for op in operations),
+    )
     sure = len(seen) > 1 and found.majority
     confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
     return Finding("collective-mismatch", text, found.odd, confidence, group=last.name, evidence=_where(samples))
@@ -139,13 +143,20 @@ def _cause(lags: Sequence[_Lag], samples: Sequence[Sample]) -> Finding:
     if any(ranks is None for ranks in (*behind, *ahead)) or any(lag.unnamed for lag in lags):
         text = f"ranks stay behind in {count(len(lags), 'communicator')}, and RAS does not tell which of them: {names}"
         return Finding("rank-not-joined", text, (), Confidence.POSSIBLE, evidence=_where(samples))
-    waits = set[int]().union(*(ranks for ranks in ahead if ranks is not None))
-    free = [(lag, (ranks or set()) - waits) for lag, ranks in zip(lags, behind, strict=True)]
-    roots = [(lag, ranks) for lag, ranks in free if ranks]
-    if not roots:
+    frontiers = {
+        number: frontier_of(
+            number,
+            dict.fromkeys(low or (), lag.low) | dict.fromkeys(high or (), lag.high),
+            dict.fromkeys(high or (), lag.high),
+        )
+        for number, (lag, low, high) in enumerate(zip(lags, behind, ahead, strict=True))
+    }
+    found = [root for root in roots_of(frontiers) if root.kind == "not-issued"]
+    if not found:
         text = f"ranks stay behind in one communicator and wait in another: {names}"
         return Finding("group-deadlock", text, (), Confidence.POSSIBLE, evidence=_where(samples))
-    lag, ranks = min(roots, key=lambda one: (len(one[1]), one[0].communicator.size))
+    root = min(found, key=lambda one: (len(one.rows), lags[one.calls[0].group].communicator.size))
+    lag, ranks = lags[root.calls[0].group], set(root.rows)
     return _unless_in_message(_finding(lag, ranks, samples, sure=len(ranks) == 1), samples)
 
 

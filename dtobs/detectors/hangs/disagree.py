@@ -10,6 +10,7 @@ included, and connections break. Only a death that was seen and an exception of 
 
 from __future__ import annotations
 
+from dtobs.calls.words import lost_step_text, mismatch_text
 from dtobs.catalogue import CATALOGUE
 from dtobs.detectors.hangs.describe import Evidence, group_name
 from dtobs.detectors.hangs.desync import Desync
@@ -17,15 +18,8 @@ from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.mismatch import Mismatch
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
-from dtobs.words import ranks_text
 
 _MAX_CALLS_SHOWN = 8
-_WHAT = {
-    "collective-mismatch": "different collectives",
-    "shape-mismatch": "different sizes",
-    "dtype-mismatch": "different element types",
-    "reduce-op-mismatch": "different reductions",
-}
 
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
@@ -45,18 +39,13 @@ def _stands_beside(ending: Ending) -> bool:
 
 
 def _mismatch(situation: Situation, found: Mismatch) -> Finding:
-    sides = [
-        f"{ranks_text(ranks)} called {operation}{_site(situation, found, ranks[0])}"
-        for operation, ranks in found.versions[:3]
-    ]
-    if found.parties.majority:  # the odd one first, then what the others did
-        sides = [*sides[1:], sides[0]]
+    made = {ranks[0]: operation for operation, ranks in found.versions}
     place = f"#{found.seq} of group {group_name(situation, found.group)}"
     # From different lines, the sizes are not what is wrong: one side has made a call that the other has not.
     lines = {_site(situation, found, ranks[0]) for _, ranks in found.versions} - {""}
     return Finding(
         found.code,
-        f"{_WHAT[found.code]} at {place}: {', but '.join(sides)}",
+        mismatch_text(found.code, place, found.parties, lambda rank: f"{made[rank]}{_site(situation, found, rank)}"),
         found.parties.odd,
         found.parties.confidence,
         step=found.step,
@@ -88,15 +77,11 @@ def _call_site(situation: Situation, desync: Desync) -> Finding:
     assert call is not None
     assert met is not None
     site, expected = (calls.site(int(c["rank"]), int(c["site"])) for c in (call, met))
-    how_many = "one call" if abs(desync.shift) == 1 else f"{abs(desync.shift)} calls"
-    direction = "more" if desync.shift > 0 else "fewer"
     peers = f"rank {desync.peer}" if len(calls.members(desync.group)) == 2 else "its peers"
     group = group_name(situation, desync.group)
     return Finding(
         "call-site-mismatch",
-        f"{ranks_text([desync.rank])} made {how_many} {direction} than {peers} in group {group}: "
-        f"its call #{desync.seq} at {site} met the one at {expected}, and nothing noticed; results are mixed up from "
-        "there on",
+        lost_step_text(desync.rank, desync.shift, peers, group, desync.seq, str(site), str(expected)),
         (desync.rank,) if desync.sure else tuple(sorted((desync.rank, desync.peer))),
         confidence=Confidence.LIKELY if desync.sure else Confidence.POSSIBLE,
         step=int(call["step"]),

@@ -10,11 +10,11 @@ What to do next: use groups that share ranks in the same order on all ranks.
 from __future__ import annotations
 
 from dtobs.calls.order import odd_ranks
+from dtobs.calls.words import circle_text
 from dtobs.detectors.hangs.circle import circle
 from dtobs.detectors.hangs.describe import blocked_in, circle_evidence
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
-from dtobs.words import ranks_text
 
 _MAX_SHOWN = 8
 
@@ -29,16 +29,15 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
 
 def _finding(situation: Situation, ranks: list[int]) -> Finding:
     shown = ranks[:_MAX_SHOWN]
-    steps = [
-        f"rank {rank} waits {blocked_in(situation, rank)} for rank {ranks[(n + 1) % len(ranks)]}"
-        for n, rank in enumerate(shown)
-    ]
     blocked = {rank: situation.blocked[rank] for rank in ranks}
     odd = odd_ranks({rank: situation.calls.history(rank, at.group, at.seq) for rank, at in blocked.items()})
-    more = f", and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
+    waits = (
+        ((rank,), blocked_in(situation, rank).removeprefix("in "), (ranks[(n + 1) % len(ranks)],))
+        for n, rank in enumerate(ranks)
+    )
     return Finding(
         "group-deadlock",
-        f"{', and '.join(steps)}{more}{f'; {ranks_text(odd)} called them in another order' if odd else ''}",
+        circle_text(waits, odd),
         odd or tuple(ranks),
         Confidence.CERTAIN,
         step=int(situation.view.page(ranks[0])["step"]),

@@ -230,7 +230,7 @@ def test_a_circle_across_groups(training):
     (finding,) = found(run.view(later=61)).values()
     assert (finding.code, finding.ranks) == ("group-deadlock", (0, 1, 2))
     assert (
-        "rank 0 waits in all_reduce(sum, float32[1024]) #1 of group one at train.py:20 in train_step for rank 1"
+        "rank 0 in all_reduce(sum, float32[1024]) #1 of group one at train.py:20 in train_step for rank 1; rank 1 in "
         in finding.summary
     )
     assert found(run.view(later=50)) == {}

@@ -92,8 +92,8 @@ def test_two_ranks_that_disagree_are_both_named():
     job = Job(Layout(dp=2, tp=1, pp=1), Fault("shape-mismatch", 1, "dp"), entries=50, steps=10)
     (finding,) = analyse(job).findings
     assert (finding.code, finding.ranks, finding.confidence) == ("shape-mismatch", (0, 1), Confidence.LIKELY)
-    assert "rank 0: all_reduce [4096, 1024] Float at /app/buckets.py:30 in reduce" in finding.summary
-    assert "rank 1: all_reduce [4096, 1031] Float at /app/buckets.py:30 in reduce" in finding.summary
+    assert "rank 0 called all_reduce [4096, 1024] Float at /app/buckets.py:30 in reduce" in finding.summary
+    assert "rank 1 called all_reduce [4096, 1031] Float at /app/buckets.py:30 in reduce" in finding.summary
 
 
 def test_summary_says_who_where_and_what_instead():

@@ -1,0 +1,66 @@
+"""The sentences of findings about calls, the same for every source; what a call looks like each source says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from dtobs.calls.agree import Parties
+from dtobs.words import count, ranks_text, verb
+
+_MAX_LENGTH = 40
+_MAX_SIDES = 4
+_WHAT = {
+    "collective-mismatch": "different collectives",
+    "shape-mismatch": "different sizes",
+    "dtype-mismatch": "different element types",
+    "reduce-op-mismatch": "different reductions",
+}
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``ranks 1, 4-7``, or only how many where that would be long."""
+    text = ranks_text(ranks)
+    return text if len(text) <= _MAX_LENGTH else count(len(ranks), "rank")
+
+
+def mismatch_text(code: str, place: str, parties: Parties, made: Callable[[int], str]) -> str:
+    """Who made one call in another way.
+
+    `place`: "#5 of group default"; `made(rank)`: the call of the first rank of a party, with its line.
+    """
+    sides = [f"{named(ranks)} called {made(ranks[0])}" for ranks in parties.parties[:_MAX_SIDES]]
+    if parties.majority:  # the odd ones first, then what the others did
+        return f"{_WHAT[code]} at {place}: {', but '.join([*sides[1:], sides[0]])}"
+    return f"ranks disagree, {_WHAT[code]} at {place}: {', but '.join(sides)}"
+
+
+def lost_step_text(rank: int, shift: int, peers: str, group: str, seq: int, site: str, expected: str) -> str:
+    """Who made calls more or fewer than its peers: `shift` of them, from the line `site` where `expected` was due."""
+    calls = "one call" if abs(shift) == 1 else f"{abs(shift)} calls"
+    return (
+        f"rank {rank} made {calls} {'more' if shift > 0 else 'fewer'} than {peers} in group {group}: its call "
+        f"#{seq} at {site} met the one at {expected}, and nothing noticed; results are mixed up from there on"
+    )
+
+
+def not_issued_text(missing: Sequence[int], call: str, waiting: Sequence[int], site: str = "") -> str:
+    """Who has not issued a call, and who waits in it, from the line `site`."""
+    return (
+        f"{ranks_text(missing)} {verb(len(missing), 'have')} not issued {call}, in which {named(waiting)} "
+        f"{verb(len(waiting), 'wait')}{f' at {site}' if site else ''}"
+    )
+
+
+def not_completed_text(ranks: Sequence[int], call: str, site: str, peers: str) -> str:
+    """Whose device has not done a call that its peers have completed or started."""
+    line = f" at {site}" if site else ""
+    return f"{ranks_text(ranks)} issued {call}{line} and the device has not done it, while {peers}"
+
+
+def circle_text(waits: Iterable[tuple[Sequence[int], str, Sequence[int]]], odd: Sequence[int] = ()) -> str:
+    """Who waits, in which call, for whom; `odd`: who came there by another order than before."""
+    parts = list(waits)
+    chain = "; ".join(f"{named(ranks)} in {call} for {named(awaited)}" for ranks, call, awaited in parts[:_MAX_SIDES])
+    more = f"; and {len(parts) - _MAX_SIDES} more" if len(parts) > _MAX_SIDES else ""
+    order = f"; {ranks_text(odd)} called them in another order" if odd else ""
+    return f"ranks wait for each other in a circle: {chain}{more}{order}"
