@@ -63,7 +63,7 @@ class Context:
     """What this step's loss was multiplied with; a 0-d tensor where only a device knows it."""
     stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it
     progress: Progress = field(init=False)
-    _failed: list[Probe] = field(default_factory=list)
+    failed: list[Probe] = field(default_factory=list)  #: since `take_out_failed` was last called
 
     def watched_optimizers(self) -> dict[int, torch.optim.Optimizer]:
         """Those that live, by their number in the order in which they were given."""
@@ -108,13 +108,13 @@ class Context:
             reason=f"{type(error).__name__}: {error}",
             traceback=traceback.format_exc(limit=8),
         )
-        self._failed.append(probe)
+        self.failed.append(probe)
         page.commit()
 
     def take_out_failed(self) -> None:
         """Remove the hooks of probes that failed since: only where torch is not calling hooks from a dictionary."""
-        while self._failed:
-            self.take_out(self._failed.pop())
+        while self.failed:
+            self.take_out(self.failed.pop())
 
     def take_out(self, probe: Probe) -> None:
         """Remove the hooks of `probe`; where that fails, say so."""

@@ -49,6 +49,11 @@ class Deferred:
             return
         self._pending.append((event, then))
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is still to come."""
+        return bool(self._pending)
+
     def poll(self) -> None:
         """Hand over what has arrived."""
         while self._pending and self._pending[0][0].query():

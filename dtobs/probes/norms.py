@@ -2,23 +2,42 @@
 
 A hook that runs in the middle of a backward finds the processor's caches full of other things, so what counts is how
 many operators it calls. A dot product with itself is one, reads at memory speed, and is more exact than torch's norm of
-as many elements (relative error at 4M FP32 elements 7e-6 against 2e-4).
+as many elements (relative error at 4M FP32 elements 7e-6 against 2e-4). Of few elements numpy makes it: it has no
+dispatcher and no autograd to go through, which takes a fifth of the time of torch's.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _DIRECT = (torch.float32, torch.float64)
 _BLAS_ELEMENTS = 1 << 31
+FEW = 1 << 13
+"""Up to so many elements numpy's dot product keeps to the thread that calls it (OpenBLAS: 10,000)."""
 
 
-def host_square(values: torch.Tensor, first: int | None = None) -> float:
+def host_array(values: torch.Tensor) -> npt.NDArray[Any] | None:
+    """The memory of a plain dense CPU tensor outside autograd, as numpy has it; None where numpy cannot."""
+    plain = type(values) is torch.Tensor and values.dtype in _DIRECT
+    return values.numpy() if plain and not (values.requires_grad or values.is_neg()) else None
+
+
+def host_square(values: torch.Tensor | npt.NDArray[Any], first: int | None = None) -> float:
     """The sum of squares of a dense CPU tensor, or of its `first` elements in logical order; outside autograd.
 
     Not finite where an element is not, and where the squares overflow the tensor's format (FP32 at least).
+    Of what `host_array` made, all of an array of one dimension.
     """
+    if isinstance(values, np.ndarray):
+        return float(np.vdot(values, values))  # unlike `dot`, it does not warn of an overflow
     count = values.numel() if first is None else min(first, values.numel())
+    if count <= FEW and values.is_contiguous() and (held := host_array(values)) is not None:
+        line = held.reshape(-1)[:count]
+        return float(np.vdot(line, line))
     if first is None and values.dim() == 1 and values.dtype in _DIRECT and count < _BLAS_ELEMENTS:
         of_all: float = torch.dot(values, values).item()  # whatever its stride
         return of_all

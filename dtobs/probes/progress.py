@@ -45,7 +45,13 @@ _PART_OF: dict[int, int] = {
     Phase.CHECKPOINT: CHECKPOINT,
     Phase.VALIDATION: VALIDATION,
 }
-_OUTER = (Phase.CHECKPOINT, Phase.VALIDATION)
+# As plain numbers: a member of an enumeration takes longer to find than all else that a mark does.
+_NONE, _OPTIMIZER, _BACKWARD = int(Phase.NONE), int(Phase.OPTIMIZER), int(Phase.BACKWARD)
+_BEGINS_STEP = frozenset({int(Phase.DATA), int(Phase.FORWARD), int(Phase.BACKWARD)})
+_ENDS_REPORTS = frozenset({int(Phase.DATA), int(Phase.FORWARD)})
+_MARK_BEGIN, _MARK_END = int(Kind.PHASE_BEGIN), int(Kind.PHASE_END)
+_WAIT_BEGIN, _WAIT_END = int(Kind.WAIT_BEGIN), int(Kind.WAIT_END)
+_OUTER = frozenset({int(Phase.CHECKPOINT), int(Phase.VALIDATION)})
 """Phases that keep their name whatever runs inside them: a forward of the validation is validation."""
 
 PAUSED_NS = 10 * 365 * 24 * 3600 * 10**9
@@ -110,6 +116,7 @@ class Progress:
         self._hindrances = Hindrances()
         self._bytes0 = 0.0
         self._optimizer_stepped = False
+        self._optimizers = 0  # that have stepped in this step, as bits
         self._pending = False  # an optimizer has stepped, and others may before the step is over
         self.steps_seen = 0  #: of the optimizer, those that a scaler skipped among them
         self.allowances: dict[int, int] = {}
@@ -134,21 +141,23 @@ class Progress:
         """Enter a phase; returns what `end` needs to leave it. A phase of the user's own wins over an observed one."""
         if threading.get_ident() != self.thread or not self.active:
             return -1
-        if phase != Phase.OPTIMIZER:  # inside the optimizer's hooks torch iterates over them
-            self._context.take_out_failed()
-        if self._pending and phase != Phase.OPTIMIZER and not self.in_backward:
-            self._next_step()
-        depth = len(self._stack)
-        top, by_user = (self._stack[-1][1], self._stack[-1][2]) if depth else (0, False)
+        context, stack = self._context, self._stack
+        if phase != _OPTIMIZER:  # inside the optimizer's hooks torch iterates over them
+            if context.failed:
+                context.take_out_failed()
+            if self._pending and not self.in_backward:
+                self._next_step()
+        depth = len(stack)
+        _, top, by_user = stack[-1] if depth else (0, 0, False)
         shown = top if top in _OUTER or (by_user and not explicit) else phase
-        self._stack.append((phase, shown, by_user or (explicit and phase < FIRST_CUSTOM_PHASE)))
-        if shown in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD) and not self.in_step and not self.explicit_steps:
+        stack.append((phase, shown, by_user or (explicit and phase < FIRST_CUSTOM_PHASE)))
+        if shown in _BEGINS_STEP and not self.in_step and not self.explicit_steps:
             self.start_step(int(self._ints[_STEP]) + 1)
         if shown == top:
             return depth
-        if self._finished is not None and shown in (Phase.DATA, Phase.FORWARD):
+        if self._finished is not None and shown in _ENDS_REPORTS:
             self.flush()
-        now = self._events.write(Kind.PHASE_BEGIN, shown, self._context.step)
+        now = self._events.write(_MARK_BEGIN, shown, context.step)
         self._show(shown, now)
         return depth
 
@@ -156,12 +165,13 @@ class Progress:
         """Leave the phase that `begin` answered `depth` for, and whatever was left open inside it."""
         if depth < 0 or depth >= len(self._stack) or threading.get_ident() != self.thread or not self.active:
             return
-        shown = self._stack[-1][1]
-        del self._stack[depth:]
-        top = self._stack[-1][1] if self._stack else int(Phase.NONE)
+        stack = self._stack
+        shown = stack[-1][1]
+        del stack[depth:]
+        top = stack[-1][1] if stack else _NONE
         if top == shown:
             return
-        now = self._events.write(Kind.PHASE_END, shown, self._context.step)
+        now = self._events.write(_MARK_END, shown, self._context.step)
         self._show(top, now)
 
     def pause(self, by: int) -> None:
@@ -250,9 +260,9 @@ class Progress:
         if self._wait_depth > 1:
             return
         context = self._context
-        now = self._events.write(Kind.WAIT_BEGIN, context.phase, context.step, group, 0, 0, 0, seq)
+        now = self._events.write(_WAIT_BEGIN, context.phase, context.step, group, 0, 0, 0, seq)
         self._wait_begin = now
-        if self.host_waits and self.part not in (CHECKPOINT, VALIDATION):
+        if self.host_waits and self.part != CHECKPOINT and self.part != VALIDATION:
             along = self.dimensions.get(group, _UNNAMED)
             along = _PIPELINE if self.sends and along == _UNNAMED else along
             self._wait_along = self.unnamed if along == _UNNAMED else along
@@ -272,7 +282,7 @@ class Progress:
             return
         context, now = self._context, self._clock()
         seconds = (now - self._wait_begin) / 1e9
-        self._events.write(Kind.WAIT_END, context.phase, context.step, group, 0, 0, 0, seq, seconds)
+        self._events.write(_WAIT_END, context.phase, context.step, group, 0, 0, 0, seq, seconds)
         self._ints[_WAIT_SINCE] = 0
         if self._part == EXPOSED:
             self._along[self._wait_along] += now - self._since
@@ -306,7 +316,7 @@ class Progress:
             return
         self._optimizer_stepped = True
         self.steps_seen += 1
-        self._context.record["optimizers"] |= np.uint64(1 << min(number, 63))
+        self._optimizers |= 1 << min(number, 63)
         if self.in_step and not self.explicit_steps:
             if others or self.in_backward:
                 self._pending = True
@@ -320,7 +330,7 @@ class Progress:
     @property
     def in_backward(self) -> bool:
         """Whether a backward runs: an optimizer that steps now does so as soon as a gradient is there."""
-        return any(shown == Phase.BACKWARD for _, shown, _ in self._stack)
+        return any(shown == _BACKWARD for _, shown, _ in self._stack)
 
     def start_step(self, step: int) -> None:
         """A step begins, at the moment the one before ended when that was just now."""
@@ -331,7 +341,7 @@ class Progress:
             if self._device is not None:
                 self._device[0](self._part)
             self._hindrances.begin()
-        self.in_step, self._optimizer_stepped, self._pending = True, False, False
+        self.in_step, self._optimizer_stepped, self._pending, self._optimizers = True, False, False, 0
         self._parts, self._along = [0] * len(STEP_PARTS), [0] * (_UNNAMED + 1)
         self._since = self._begin_ns = now
         self._cpu_ns, self._probe_ns = time.process_time_ns(), ints[_PROBE_NS]
@@ -366,7 +376,7 @@ class Progress:
         record["cpu_ns"] = time.process_time_ns() - self._cpu_ns
         self._hindrances.fill(record)
         record["probe_ns"] = ints[_PROBE_NS] - self._probe_ns
-        record["micro_batches"] = self.micro_batches
+        record["micro_batches"], record["optimizers"] = self.micro_batches, self._optimizers
         record["collectives"] = ints[_COLLECTIVES] - self._collectives0
         record["collective_bytes"] = floats[_COLLECTIVE_BYTES] - self._bytes0
         ints[_STEPS_DONE] += 1

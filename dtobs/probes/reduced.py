@@ -30,7 +30,7 @@ from dtobs.events import BAD_REDUCED_MARK, Kind
 from dtobs.probes import gradients
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
-from dtobs.probes.norms import device_square, host_square
+from dtobs.probes.norms import FEW, device_square, host_array, host_square
 from dtobs.probes.rotation import place
 from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, period, reduced_period
 
@@ -124,10 +124,10 @@ class ReducedGradientProbe(Probe):
             if gradient is None or gradient.is_sparse:
                 continue
             for some in cross(local_tensor(gradient), step):
-                if not some.is_cpu:
+                if isinstance(some, torch.Tensor) and not some.is_cpu:
                     rows.append(row)
                     squares.append(device_square(some))
-                elif not math.isfinite(host_square(some)) and not bool(torch.isfinite(some).all()):
+                elif not math.isfinite(host_square(some)) and not _finite(some):
                     self._note_bad(step, named)
                     return
         if squares:
@@ -194,14 +194,26 @@ class ReducedGradientProbe(Probe):
         self.late.put(stacked, lambda values: context.recorder.amend_step(step, **summary(values)))
 
 
-def cross(values: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
-    """One row and one column of `values`, others in each step; all of it where it is small or has but one dimension."""
+def cross(values: torch.Tensor, step: int) -> tuple[torch.Tensor | npt.NDArray[Any], ...]:
+    """One row and one column of `values`, others in each step; all of it where it is small or has but one dimension.
+
+    As numpy arrays where that is cheaper and possible.
+    """
     if values.dim() < 2 or values.numel() <= SMALL:
         return (values,) if values.numel() else ()
     if values.dim() > 2 and values.is_contiguous():
         values = values.view(len(values), -1)
     rows, columns = values.shape[:2]
-    return values.select(0, place(step, rows)), values.select(1, place(step, columns))
+    row, column = place(step, rows), place(step, columns)
+    held = host_array(values) if values.dim() == 2 and values.is_cpu and max(rows, columns) <= FEW else None
+    if held is not None:
+        return held[row], held[:, column]
+    return values.select(0, row), values.select(1, column)
+
+
+def _finite(values: torch.Tensor | npt.NDArray[Any]) -> bool:
+    """Whether only the squares overflowed."""
+    return bool((torch.isfinite(values) if isinstance(values, torch.Tensor) else np.isfinite(values)).all())
 
 
 def _not_traced(*_arguments: Any) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 
-SHARE = 0.0005
-"""Of a step's wall time that one law takes: half of what it may, because a look is never the same twice."""
+SHARE = 0.0003
+"""Of a step's wall time that one law takes: a third of what it may. There are four, and a look is never the same twice."""
 LEAST_EVERY = 5
 """At least every 2**5-th step is looked at, whatever it costs: of a model this small, a look is cheap as well."""
 MOST_ROWS = 2

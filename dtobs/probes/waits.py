@@ -36,17 +36,19 @@ class Waits(Probe):
         mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def kernel(keys: Any, tensor: torch.Tensor) -> Any:
-            begin()
+            issued = begin()
             try:
                 return redispatch(keys & mask, tensor)
             finally:
-                end()
+                if issued is not None:
+                    end(issued)
 
         return kernel
 
-    def _begin(self, *_args: Any, **_named: Any) -> bool:
-        self._progress.wait_begin(*self._last_issued())
-        return True
+    def _begin(self, *_args: Any, **_named: Any) -> tuple[int, int]:
+        issued = self._last_issued()
+        self._progress.wait_begin(*issued)
+        return issued
 
-    def _end(self, _began: bool = True) -> None:
-        self._progress.wait_end(*self._last_issued())
+    def _end(self, issued: tuple[int, int]) -> None:
+        self._progress.wait_end(*issued)

@@ -131,9 +131,16 @@ class ProbeSet:
             has = [p for p in probes if getattr(type(p), name) is not getattr(Probe, name)]
             return [probe.guard(getattr(probe, name)) for probe in has]
 
-        polled = [probe.guard(probe.late.poll) for probe in self.context.probes]
+        late = [(self.reports.late, self.reports.late.poll)]
+        late += [(probe.late, probe.guard(probe.late.poll)) for probe in self.context.probes]
+
+        def poll() -> None:
+            for deferred, ask in late:
+                if deferred.waiting:
+                    ask()
+
         self.progress.on_step_begin = bound("step_begin")
-        self.progress.on_step_end = [self.reports.late.poll, *polled, *bound("step_end")]
+        self.progress.on_step_end = [poll, *bound("step_end")]
         for probe in self.context.probes:
             if isinstance(probe, OptimizerSteps):
                 probe.before, probe.after = bound("before_optimizer"), bound("after_optimizer")

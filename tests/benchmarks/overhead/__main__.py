@@ -10,13 +10,10 @@ import sys
 from typing import Any
 
 from dtobs.probes.table import PROBES
-from tests.benchmarks.overhead.hooks import measure_hooks
+from tests.benchmarks.overhead.hooks import NUMBERS, measure_hooks
 from tests.benchmarks.overhead.shares import measure_shares
 from tests.benchmarks.overhead.workload import Measured, Plan, measure
 from tests.harness import run_ranks
-
-NUMBERS = ("gradients", "reduced gradients", "parameters", "generators", "inputs", "ledger", "loss weights", "updates")
-"""The probes that look at numbers; the others are what these hang on."""
 
 
 def ratios(blocks: list[Measured], steps: int) -> dict[str, float]:
