@@ -17,12 +17,19 @@ def data_groups(view: RunView) -> list[list[int]]:
     Only ranks that recorded are in them.
     """
     recorded = set(view.ranks)
-    groups: set[tuple[int, ...]] = set()
+    groups: set[frozenset[int]] = set()
+    before: list[int] | None = None
+    members: frozenset[int] = frozenset()
     for rank in view.ranks:
         said = view.meta(rank).layout.get("data_ranks")
-        if isinstance(said, list) and rank in said:
-            groups.add(tuple(sorted(recorded.intersection(said))))
-    return [list(g) for g in sorted(groups) if len(g) > 1]
+        if not isinstance(said, list):
+            continue
+        if said != before:  # neighbours mostly say the same, and of thousands of ranks a set is dear
+            before, members = said, frozenset(said)
+        if rank in members:
+            groups.add(members)
+    found = {tuple(sorted(recorded & members)) for members in groups}
+    return [list(group) for group in sorted(found) if len(group) > 1]
 
 
 def odd_ones(values: Mapping[int, T]) -> tuple[list[int], bool]:

@@ -12,7 +12,7 @@ import math
 import time
 
 SHARE = 0.0003
-"""Of a step's wall time that one law takes: a third of what it may. There are four, and a look is never the same twice."""
+"""Of a step's wall time that one law takes: a third of what it may, as there are four and no two looks are alike."""
 LEAST_EVERY = 5
 """At least every 2**5-th step is looked at, whatever it costs: of a model this small, a look is cheap as well."""
 MOST_ROWS = 2

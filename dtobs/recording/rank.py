@@ -165,7 +165,7 @@ class Rank:
         usual = max(self.get("step_ns"), self.get("phase_allowance_ns")) / 1e9
         return (self.silent_seconds or 0.0) >= max(_SILENT_SECONDS, _SILENT_STEPS * usual)
 
-    @property
+    @cached_property
     def moving(self) -> bool:
         """Whether its process may still do something: it has not ended and its node answers."""
         if self.get("state") in (RankState.CLOSED, RankState.FAILED) or self.rank in self.view.out_of_reach:

@@ -12,7 +12,7 @@ from dtobs.errors import RecordingError
 from dtobs.recording.ring import HEADER_BYTES, parse_head, read_ring, whole_records
 
 _AHEAD = 64
-"""Slots read beyond the newest record found: the writer goes on while we look."""
+"""Slots read beyond the newest record found, at most: the writer goes on while we look."""
 
 
 def read_tail(path: Path, last: int, after: int = 0) -> npt.NDArray[np.void]:
@@ -37,7 +37,8 @@ def read_tail(path: Path, last: int, after: int = 0) -> npt.NDArray[np.void]:
 def _tail(path: Path, fd: int, last: int, after: int) -> npt.NDArray[np.void] | None:
     """None where only the whole ring can tell: it is small, empty, cut, damaged, or the writer overtook us."""
     dtype, capacity = parse_head(path, os.pread(fd, HEADER_BYTES, 0))
-    size, count = dtype.itemsize, last + 2 * _AHEAD
+    ahead = min(_AHEAD, max(_AHEAD // 8, last // 2))  # who asks for little, of what is written slowly
+    size, count = dtype.itemsize, last + 2 * ahead
     if capacity <= count or os.fstat(fd).st_size < HEADER_BYTES + capacity * size:
         return None
 
@@ -59,7 +60,7 @@ def _tail(path: Path, fd: int, last: int, after: int) -> npt.NDArray[np.void] | 
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if stamp(middle) >= first else (low, middle - 1)
-    slots = (low + 1 + np.arange(-last - _AHEAD + 1, _AHEAD + 1)) % capacity
+    slots = (low + 1 + np.arange(-last - ahead + 1, ahead + 1)) % capacity
     records = _read(fd, slots, dtype)
     again = _read(fd, slots, dtype)
     if len(records) < count or len(again) < count:

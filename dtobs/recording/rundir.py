@@ -65,7 +65,7 @@ class RunDirectory:
         return self.root / "traces"
 
     def node(self, node: int) -> Path:
-        return self.root / "nodes" / f"{node:05d}"
+        return self.root.joinpath("nodes", f"{node:05d}")
 
     def pages(self, node: int) -> Path:
         return self.node(node) / "pages.bin"
@@ -88,7 +88,7 @@ class RunDirectory:
         return self.node(node) / "contact.json"
 
     def rank(self, rank: int) -> Path:
-        return self.root / "ranks" / f"{rank:05d}"
+        return self.root.joinpath("ranks", f"{rank:05d}")
 
     def events(self, rank: int, attempt: int) -> Path:
         return self.ring("events", rank, attempt)
@@ -104,10 +104,10 @@ class RunDirectory:
 
     def ring(self, name: str, rank: int, attempt: int) -> Path:
         """The ring of that name: events, steps, digests, pipeline, or that of a law (`recording.laws`)."""
-        return self.rank(rank) / f"{name}-{attempt}.ring"
+        return self.root.joinpath("ranks", f"{rank:05d}", f"{name}-{attempt}.ring")
 
     def meta(self, rank: int, attempt: int) -> Path:
-        return self.rank(rank) / f"meta-{attempt}.jsonl"
+        return self.root.joinpath("ranks", f"{rank:05d}", f"meta-{attempt}.jsonl")
 
     def stacks(self, rank: int, attempt: int) -> Path:
         return self.rank(rank) / f"stacks-{attempt}.txt"

@@ -37,6 +37,7 @@ KEPT_BYTES = 256 << 20
 """Of steps and events that one look hands to the next; where they are more, each look reads them again."""
 _FRESH = {STEP_DTYPE: (128, STEP_CAPACITY), EVENT_DTYPE: (1024, EVENT_CAPACITY)}
 """So many of the newest records are read where the rest is known, and so many are kept in all."""
+_SPARE = 8
 _AMENDED = 32
 """Records that may still change after they were written."""
 
@@ -265,6 +266,9 @@ class RunView:
         before, clock = kept.pop(rank, None), self._clock.get(rank, 0)
         fresh, capacity = _FRESH[dtype]
         if before is not None and len(before):
+            if dtype == STEP_DTYPE:  # as many as the page says are new, and a few that may have been amended
+                new = int(self.page(rank)["steps_done"]) - int(before["stamp"][-1])
+                fresh = min(fresh, max(0, new) + _AMENDED + _SPARE)
             tail = shift(self._ring(path, dtype, fresh, int(before["stamp"][-1])), clock)
             if len(tail) and tail["stamp"][0] == 1:
                 return tail  # it is all there is

@@ -68,8 +68,11 @@ def pipelines(view: RunView) -> list[Plan]:
     """Each pipeline of the run once, as its first rank saw it, in the order of the ranks."""
     found: dict[tuple[int, ...], Plan] = {}
     for rank in view.ranks:
-        with suppress(DecodeError):  # it has none
-            plan = decode(Plan, view.meta(rank).pipeline)
+        said = view.meta(rank).pipeline
+        if not said:
+            continue
+        with suppress(DecodeError):  # it says something else
+            plan = decode(Plan, said)
             found.setdefault(plan.ranks, plan)
     return list(found.values())
 
