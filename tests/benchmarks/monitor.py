@@ -1,26 +1,40 @@
-"""What the monitor costs: ``python -m tests.benchmarks.monitor [--ranks 8] [--seconds 30] [--json]``.
+"""What the monitor costs: ``python -m tests.benchmarks.monitor [--ranks 8] [--seconds 30] [--parts] [--json]``.
 
 Simulated ranks do ten steps a second beside a real monitor process; its processor time (start-up apart), its memory and
 the time until it served are read from /proc. One core is 100 %.
+
+With ``--parts``: processor milliseconds of a look at the run, of counting its steps, of a scrape (the text of the
+metrics, all ranks on one node) and of a pass of all detectors, each the least of several, every rank having done a step
+in between.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from dtobs.detectors import run_detectors
+from dtobs.exporters.look import Look
+from dtobs.exporters.prometheus import exposition
+from dtobs.exporters.totals import StepTotals
 from dtobs.host.process import read_process
 from dtobs.monitor.address import addresses
 from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.view import RunView, load_run
 from dtobs.testing.fake_run import FakeRun
 
+T = TypeVar("T")
 _TICK = 0.1
+_ROUNDS = 5
 
 
 def measure(ranks: int, seconds: float) -> dict[str, float]:
@@ -49,6 +63,35 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
     }
 
 
+def measure_parts(ranks: int) -> dict[str, float]:
+    """Processor milliseconds by part, the least of `_ROUNDS`."""
+    best: dict[str, float] = {}
+
+    def timed(part: str, work: Callable[[], T]) -> T:
+        begin = time.process_time()
+        result = work()
+        best[part] = min(best.get(part, float("inf")), (time.process_time() - begin) * 1e3)
+        return result
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = FakeRun(Path(folder) / "run", world=ranks, ranks_per_node=ranks)
+        run.steps(32)
+        totals, view = StepTotals(), None
+
+        def look(before: RunView | None) -> RunView:
+            return load_run(run.directory.root, previous=before, with_capture=False)
+
+        for n in range(_ROUNDS + 1):
+            if n == 1:
+                best.clear()  # what only a first look reads
+            view = timed("look_ms", functools.partial(look, view))
+            timed("count_steps_ms", functools.partial(totals.update, view, view.ranks))
+            timed("scrape_ms", functools.partial(exposition, Look(view, totals=totals)))
+            timed("detectors_ms", functools.partial(run_detectors, view))
+            run.steps(1)
+    return {"ranks": ranks, **best}
+
+
 def train(run: FakeRun, seconds: float) -> None:
     """Every rank does a step and a collective each tick."""
     end = time.monotonic() + seconds
@@ -63,10 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--parts", action="store_true", help="what a look, a scrape and a pass of detectors take")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    result = measure(args.ranks, args.seconds)
+    result = measure_parts(args.ranks) if args.parts else measure(args.ranks, args.seconds)
     if args.json:
         print(json.dumps(result))
         return
