@@ -33,6 +33,10 @@ def noise_scale(view: RunView) -> float | None:
     rows = [row for row, rank in enumerate(view.ranks) if rank in peers]
     if len(rows) < 2 or len(rows) < len(peers):
         return None
+    first = view.recent_steps(view.ranks[rows[0]], STEPS)
+    both = np.isfinite(first["local_norm"]) & np.isfinite(first["reduced_norm"])
+    if len(rows) > MOST_RANKS and both.sum() < LEAST_STEPS:
+        return None  # before the records of thousands of ranks are copied
     window = view.steps(STEPS).complete()
     tokens = window.field("tokens")[rows]
     if not tokens.size or not (tokens > 0).any():
