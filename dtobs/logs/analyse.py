@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from dtobs.findings import Confidence, Finding
 from dtobs.logs import meetings, quality
-from dtobs.logs.crashes import Scene, crashes, is_root
+from dtobs.logs.crashes import Scene, crashes, is_root, unexplained
 from dtobs.logs.endings import Ending, endings
 from dtobs.logs.evidence import Evidence, Sign, Track, Writer, sign_of
 from dtobs.logs.frontier import GroupFrontier, frontiers, rank_of
@@ -20,7 +20,7 @@ from dtobs.logs.templates import ANCHORS, Role
 from dtobs.words import count, ranks_text
 
 _STEPS_AFTER = 3
-_ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal")
+_ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
 _MAX_RANKS_SHOWN = 4096
 
 
@@ -106,6 +106,7 @@ def _causes(
             meetings.named(live, heard)
             or meetings.across_backends(live, hangs(groups, heard))
             or meetings.others(live, heard, ended)
+            or unexplained(scene, live)
         )
     return found
 

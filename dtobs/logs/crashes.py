@@ -7,6 +7,7 @@ consequence.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dtobs.logs.templates import Role
 from dtobs.words import ranks_text, verb
 
 _XID_OF_PROGRAMS = {"13", "31", "43", "45", "68", "69", "109"}
+_LAUNCHER = re.compile(r"elastic|ChildFailedError|SignalException|CalledProcessError|exitcode")
 _EVIDENCE = 8
 _SHOWN = 220
 
@@ -84,11 +86,13 @@ def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
         return _odd_of_fingerprints(signs)
     if code == "nccl-misuse" and (pairs := [s for s in signs if "other" in s.fields and "device" in s.fields]):
         return tuple(sorted({int(s.fields[name]) for s in pairs for name in ("rank", "other")}))
+    if twice := {int(s.fields["rank"]) for s in signs if s.kind == "nccl-twice"}:
+        return tuple(sorted(twice))
     ranks = {sign.rank for sign in signs if sign.rank is not None}
     if ranks:
         return tuple(sorted(ranks))
     failed = {e.rank for e in scene.endings if e.rank is not None and e.code == 1}
-    return tuple(sorted(failed)) if len(failed) == 1 else ()
+    return tuple(sorted(failed)) if len(failed) == 1 or 1 < len(failed) <= len(signs) else ()
 
 
 def _odd_of_fingerprints(signs: Sequence[Sign]) -> tuple[int, ...]:
@@ -166,7 +170,7 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
     message = f": {_cut(first.fields['message'])}" if first.fields.get("message") else ""
     site = f" at {first.fields['site']}" if first.fields.get("site") else ""
     told = {e.rank for e in scene.endings if e.rank is not None}
-    sure = bool(ranks) and (set(ranks) <= told or not told)
+    sure = bool(ranks) and (set(ranks) <= told or not told) and (len(ranks) == 1 or chosen[0].rank is not None)
     return Finding(
         "uncaught-exception",
         f"{ranks_text(ranks) if ranks else 'a rank'} raised {first.fields.get('type', 'an exception')}{message}{site}",
@@ -191,9 +195,10 @@ def _host_memory(signs: list[Sign], scene: Scene) -> Finding | None:
     )
     host = next((s.fields["host"] for s in signs if "host" in s.fields), next((e.host for e in killed if e.host), ""))
     who = ranks_text(ranks) if ranks else f"a process{f' on {host}' if host else ''}"
+    killed_by = f"{verb(len(ranks) or 1, 'were')} killed: {'their' if len(ranks) > 1 else 'its'} host or container"
     return Finding(
         "rank-oom-killed",
-        f"{who} {verb(len(ranks) or 1, 'were')} killed: its host or container ran out of memory: {_cut(signs[0].text)}",
+        f"{who} {killed_by} ran out of memory: {_cut(signs[0].text)}",
         ranks,
         Confidence.CERTAIN if ranks and pids else Confidence.LIKELY,
         evidence=_records(signs),
@@ -228,6 +233,26 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
     )
 
 
+def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
+    """Ranks that ended with an error code where no line says why; nothing where a rank complains of another one."""
+    ended = [e for e in scene.endings if e.signal is None and e.code > 0]
+    blames = any(s.role in (Role.CASCADE, Role.STUCK) and not _LAUNCHER.search(s.text) for s in live)
+    if not ended or blames:
+        return []
+    ranks = tuple(sorted({e.rank for e in ended if e.rank is not None}))
+    return [
+        Finding(
+            "rank-dead",
+            f"{ranks_text(ranks) if ranks else 'a rank'} ended by {ended[0].words()}, and no line here says why",
+            ranks,
+            Confidence.POSSIBLE,
+            evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in ended[:_EVIDENCE]),
+            next_step="Give the output of these ranks as well (torchrun --log-dir DIR --redirects 3), or let main be "
+            "wrapped in torch.distributed.elastic.multiprocessing.errors.record, which writes the exception down.",
+        )
+    ]
+
+
 def _records(signs: Iterable[Sign]) -> tuple[dict[str, Any], ...]:
     return tuple({"what": s.text, "rank": s.rank, "where": s.where} for s in list(signs)[:_EVIDENCE])
 
@@ -239,4 +264,6 @@ def _cut(text: str) -> str:
 
 def is_root(sign: Sign) -> bool:
     """Whether a sign can be a cause by itself."""
+    if sign.kind == "cuda-failure" and "type" not in sign.fields:
+        return False  # only the exception says whose it is
     return sign.role is Role.ROOT and sign.fields.get("wanted") != "more than 1EB"

@@ -47,6 +47,7 @@ def endings(evidence: Evidence, signs: list[Sign], ranks: RankMap) -> list[Endin
     found = [_of_table(failed, ranks) for failed in evidence.failures if failed.exit_code is not None]
     for sign in signs:
         found += _of_sign(sign, ranks)
+    found += _of_mpirun(signs)
     best: dict[object, Ending] = {}
     for number, ending in enumerate(found):
         if ending.code and ending.pid not in forced:
@@ -74,14 +75,26 @@ def _of_sign(sign: Sign, ranks: RankMap) -> list[Ending]:
             )
         ]
     if sign.kind == "spawn-exit":
-        number = getattr(signal, fields["signal"], signal.SIGTERM) if "signal" in fields else None
+        number = getattr(signal, fields["signal"], signal.SIGTERM) if "signal" in fields else fields.get("number")
         code = -int(number) if number is not None else int(fields.get("exit", 1))
-        return [Ending(int(fields["rank"]), code, sign.where, sign.text, sign.order)]
+        rank = int(fields["rank"]) if "rank" in fields else sign.rank
+        pid = int(fields["pid"]) if "pid" in fields else None
+        return [Ending(rank, code, sign.where, sign.text, sign.order, fields.get("host", ""), pid)]
     if sign.kind == "srun-task":
         told = _srun_code(fields["how"])
         tasks = numbers(fields["tasks"]) if told is not None else []
         return [Ending(task, told or 0, sign.where, sign.text, sign.order, fields["host"]) for task in tasks]
     return []
+
+
+def _of_mpirun(signs: list[Sign]) -> list[Ending]:
+    """The process that mpirun saw end first: its name in one line, its code in the next."""
+    codes = {(s.file, s.order): int(s.fields["exit"]) for s in signs if s.kind == "mpi-code"}
+    return [
+        Ending(int(s.fields["rank"]), code, s.where, s.text, s.order)
+        for s in signs
+        if s.kind == "mpi-first" and (code := codes.get((s.file, s.order + 1))) is not None
+    ]
 
 
 def _srun_code(how: str) -> int | None:

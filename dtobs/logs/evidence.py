@@ -17,6 +17,8 @@ _KEPT_OTHERWISE = 8
 _MAX_SIGNS = 400_000
 _MAX_TEXT = 600
 _LOSSES = 4096
+_WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced"})
+"""Rows that an exception's message may quote of another process: the exception itself is the rank's own."""
 _DIGITS = b"0123456789"
 _ALIKE, _TAKEN, _SHAPES = 2000, 16, 4096
 """Of progress lines that look alike but for their digits, all but every sixteenth are left after so many."""
@@ -267,7 +269,7 @@ def sign_of(raised: Raised, writer: Writer, where: str, order: int, file: int) -
     if raised.communicates:
         fields["comm"] = "yes"
     kind, role, code = "exception", Role.ROOT, "uncaught-exception"
-    if found is not None and found[0].role is not Role.INFO:
+    if found is not None and found[0].role is not Role.INFO and found[0].kind not in _WORDS_OF_ANOTHER:
         kind, role, code = found[0].kind, found[0].role, found[0].code
         fields |= found[1]
     if raised.launcher:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dtobs.findings import Confidence, Finding
 from dtobs.logs.endings import Ending
 from dtobs.logs.evidence import Sign
+from dtobs.logs.frontier import rank_of
 from dtobs.logs.hangs import Heard
 from dtobs.words import ranks_do, ranks_text
 
 _NUMBER = re.compile(r"\d{1,7}")
-_STORE = ("store-waits", "store-barrier", "store-connect", "rendezvous")
+_STORE = ("store-waits", "store-barrier", "store-connect", "store-bind", "rendezvous")
 
 
 def named(live: Sequence[Sign], heard: Heard) -> list[Finding]:
@@ -45,6 +46,8 @@ def named(live: Sequence[Sign], heard: Heard) -> list[Finding]:
 def across_backends(live: Sequence[Sign], found: list[Finding]) -> list[Finding]:
     """Some ranks in NCCL, all others in Gloo: neither half will come to the other's call."""
     gloo = {s.rank for s in live if s.kind in ("gloo-timeout", "gloo-closed") and s.rank is not None}
+    if found and found[0].code in ("dumps-missing", "network-stalled"):
+        return _unnamed_in_gloo(live, found) or found
     sure = any(s.kind == "gloo-timeout" for s in live)
     if not found or found[0].code != "rank-not-joined" or not set(found[0].ranks) <= gloo:
         return found
@@ -55,6 +58,16 @@ def across_backends(live: Sequence[Sign], found: list[Finding]) -> list[Finding]
     signs = [s for s in live if s.kind in ("gloo-timeout", "gloo-closed")]
     confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
     return [_finding("group-deadlock", text, tuple(sorted({*found[0].ranks, *waiting})), confidence, signs)]
+
+
+def _unnamed_in_gloo(live: Sequence[Sign], found: list[Finding]) -> list[Finding]:
+    """Some ranks wait in NCCL, and time-outs in Gloo bear nobody's name: perhaps they wait for each other."""
+    signs = [s for s in live if s.kind == "gloo-timeout"]
+    waiting = {int(record["rank"]) for record in found[0].evidence if record.get("waits_in") is not None}
+    if not signs or not waiting or any(s.rank is not None for s in signs):
+        return []
+    text = f"{ranks_do(waiting, 'wait')} in NCCL while others timed out in Gloo: perhaps for each other"
+    return [_finding("group-deadlock", text, tuple(sorted(waiting)), Confidence.POSSIBLE, signs)]
 
 
 def others(live: Sequence[Sign], heard: Heard, ended: Sequence[Ending]) -> list[Finding]:
@@ -94,6 +107,9 @@ def _store(live: Sequence[Sign], heard: Heard) -> list[Finding]:
         ranks = missing if len(missing) == size - joined else ()
         who = f": {ranks_text(ranks)} are not heard of" if ranks else ""
         text = f"only {joined} of {size} ranks came to the rendezvous{who}"
+    elif bound := next((s for s in signs if s.kind == "store-bind"), None):
+        port = f"port {bound.fields['port']}" if "port" in bound.fields else "its port"
+        ranks, text = (), f"the rendezvous could not listen on {port}: another process may have it already"
     elif "host" in signs[0].fields:
         ranks, text = (), f"the rendezvous at {signs[0].fields['host']}:{signs[0].fields['port']} did not answer"
     else:
@@ -117,6 +133,9 @@ def _nccl_start(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     trouble = [
         s for s in live if s.kind in ("nccl-bootstrap", "ib-completion", "nccl-system", "nccl-remote", "watchdog-stuck")
     ]
+    if not open_ and not ready and (refused := [s for s in trouble if s.kind == "nccl-bootstrap"]):
+        text = f"NCCL's communicators never came about: {refused[0].fields.get('what', '')}"
+        return [_finding("nccl-init-stuck", text, (), Confidence.POSSIBLE, refused)]
     if not open_ or not trouble:
         return []
     size = int(open_[0].fields["size"])
@@ -131,7 +150,7 @@ def _nccl_start(live: Sequence[Sign], heard: Heard) -> list[Finding]:
 
 
 def _links(live: Sequence[Sign]) -> list[Finding]:
-    signs = [s for s in live if s.kind == "ib-completion"]
+    signs = [s for s in live if s.kind in ("ib-completion", "ib-call")]
     if not signs:
         return []
     ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
@@ -139,17 +158,32 @@ def _links(live: Sequence[Sign]) -> list[Finding]:
     hcas = sorted({s.fields["hca"] for s in signs if "hca" in s.fields})
     words = [f"to {', '.join(peers[:4])}" if peers else "", f"through {', '.join(hcas[:4])}" if hcas else ""]
     text = f"InfiniBand connections broke {' '.join(word for word in words if word)}".rstrip()
+    if call := next((s.fields for s in signs if "call" in s.fields), None):
+        text = f"InfiniBand's {call['call']} failed" + (f": {call['event']}" if "event" in call else "")
     return [_finding("network-stalled", text, ranks, Confidence.LIKELY, signs)]
 
 
 def _watchdogs(live: Sequence[Sign]) -> list[Finding]:
     signs = [s for s in live if s.kind == "watchdog-stuck"]
     if not signs:
-        return []
+        return _unnumbered(live)
     ranks = {s.rank for s in signs if s.rank is not None}
     who = f" of {ranks_text(ranks)}" if ranks else ""
     text = f"NCCL or CUDA calls hang: the watchdog{who} made no progress, and no line says in which collective"
     return [_finding("network-stalled", text, (), Confidence.POSSIBLE, signs)]
+
+
+def _unnumbered(live: Sequence[Sign]) -> list[Finding]:
+    """Time-outs of torch before 1.13, which count no calls, and of lines that a terminal broke."""
+    signs = [s for s in live if s.kind == "work-timeout"]
+    if not signs:
+        return []
+    ranks = {rank for s in signs if (rank := rank_of(s)) is not None}
+    calls = sorted({s.fields["op"] for s in signs if "op" in s.fields})
+    where = f" in {', '.join(calls[:4])}" if calls else ""
+    who = ranks_do(ranks, "wait") if ranks else "ranks wait"
+    text = f"{who}{where}, and no line says in which call of the group: those of the other ranks would say for whom"
+    return [_finding("dumps-missing", text, (), Confidence.POSSIBLE, signs)]
 
 
 def _finding(code: str, text: str, ranks: tuple[int, ...], confidence: Confidence, signs: Sequence[Sign]) -> Finding:

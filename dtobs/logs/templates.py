@@ -45,10 +45,10 @@ def _row(kind: str, role: Role, literals: str | tuple[str, ...], pattern: str = 
 ROOT, STUCK, CASCADE, TEARDOWN, ADVICE, INFO = Role
 
 WORK = (
-    r"Work\w{2,12}\(SeqNum=(?P<seq>\d{1,18})(?:, OpType=(?P<op>\w{1,40}))?(?:, TensorShape=\[(?P<shape>[\d, ]{0,200})\])?"
+    r"Work\w{2,12}\((?:SeqNum=(?P<seq>\d{1,18})(?:, )?)?(?:OpType=(?P<op>\w{1,40}))?(?:, TensorShape=\[(?P<shape>[\d, ]{0,200})\])?"
     r"(?:, NumelIn=(?P<nin>\d{1,18}))?(?:, NumelOut=(?P<nout>\d{1,18}))?(?:, Timeout\(ms\)=(?P<timeout>\d{1,12}))?"
 )
-STATUS = r"[Ll]ast enqueued (?:NCCL )?work: (?P<issued>-?\d{1,18})(?:, last completed (?:NCCL )?work: (?P<completed>-?\d{1,18}))?"
+STATUS = r"[Ll]ast enqueued (?:NCCL )?work: (?P<issued>-?\d{1,18})(?:, last started (?:NCCL )?work: -?\d{1,18})?(?:, last completed (?:NCCL )?work: (?P<completed>-?\d{1,18}))?"
 GROUP = re.compile(
     r"\[PG (?:ID (?P<id>\d{1,9}) )?(?:PG )?(?:GUID )?(?P<name>[^\s()\]]{0,80})? ?(?:\((?P<desc>[^)]{0,80})\))? ?Rank (?P<rank>-?\d{1,7})\]"
 )
@@ -59,6 +59,7 @@ TEMPLATES: tuple[Template, ...] = (
     # --- watchdog, heartbeat and store of torch ---
     _row("work-timeout", STUCK, "Watchdog caught collective operation timeout", WORK),
     _row("work-timeout", STUCK, "timed out in blocking wait", WORK),
+    _row("work-timeout", STUCK, "Watchdog caught collective operation timeout"),  # a terminal broke the line
     _row("work-status", STUCK, "detected by watchdog at work", rf"at work(?: sequence id)?: (?P<seq>\d{{1,18}})\D{{1,40}}{STATUS}"),
     _row("work-status", STUCK, "Timeout at NCCL work", rf"Timeout at NCCL work: (?P<seq>\d{{1,18}})\D{{1,12}}{STATUS}"),
     _row("dump-signal", INFO, ("Received a dump signal", "Received a timeout signal"), rf"from (?P<source>this local rank| ?rank -?\d{{1,7}}).{{0,120}}{STATUS}"),
@@ -68,6 +69,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("teardown", CASCADE, ("To avoid data inconsistency", "Some NCCL operations have failed or timed out")),
     _row("desync", STUCK, "but didn't join collective", r"\[(?P<ranks>[\d, ]{1,4000})\] finished collective #(?P<seq>\d{1,18}), but didn't join collective #(?P<next>\d{1,18})"),
     _row("desync", STUCK, "never join any collectives", r"\[(?P<ranks>[\d, ]{1,4000})\] never join any collectives"),
+    _row("desync", STUCK, "are the lagging ranks that caused this timeout", r"ranks \[(?P<ranks>[\d, ]{1,4000})\] are the lagging ranks"),
     _row("barrier-missing", STUCK, "failed to pass monitoredBarrier", r"[Rr]anks? (?P<ranks>\d[\d, ]{0,4000}) failed to pass monitoredBarrier"),
     _row("cascade", CASCADE, "successfully reached monitoredBarrier, but received errors"),
     _row("fingerprint", ROOT, "Detected mismatch between collectives on ranks", r"Rank (?P<rank>\d{1,7}) is running collective: CollectiveFingerPrint\((?P<mine>[^)]{0,300})", "collective-mismatch"),
@@ -80,6 +82,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("store-waits", STUCK, "workers joined", r"Timed out after (?P<seconds>\d{1,9}) seconds waiting for (?:clients|workers)\. (?P<joined>\d{1,7})/(?P<size>\d{1,7}) (?:clients|workers) joined"),
     _row("store-barrier", STUCK, "Timed out initializing process group in store based barrier", r"on rank:? (?P<rank>\d{1,7})[^(]{0,80}\((?:\w+=)?[^)]{0,80}world_size=(?P<size>\d{1,7}), (?:worker_count|num_workers_joined)=(?P<joined>\d{1,7})"),
     _row("store-connect", STUCK, ("while trying to connect to (", "client socket has failed to connect to"), r"connect to (?:any network address of )?\((?P<host>[^,)]{1,200}), (?P<port>\d{1,5})\)"),
+    _row("store-bind", STUCK, "server socket has failed to listen on any local network address", r"any local network address(?:.{0,120}?(?:port: |[\]0]:)(?P<port>\d{1,5})\b)?"),
     _row("rendezvous", STUCK, ("RendezvousTimeoutError", "RendezvousConnectionError", "connection to the C10d store has failed")),
     _row("nccl-id", STUCK, "is setting up NCCL communicator and retrieving ncclUniqueId", r"\[(?P<rank>\d{1,7})\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<source>\d{1,7})\]"),
     _row("store-waits", STUCK, "wait timeout after", r"wait timeout after (?P<ms>\d{1,12})ms, keys: (?P<keys>\S{1,200})"),
@@ -96,12 +99,14 @@ TEMPLATES: tuple[Template, ...] = (
     _row("nccl-shm", ROOT, "No space left on device", r"(?P<path>/dev/shm[^\s,)]{0,120})|No space", "disk-full"),
     _row("ib-completion", STUCK, "Got completion from peer", r"from peer (?P<peer>[^\s<]{1,80})(?:<\d{1,5}>)? with (?:status|error)[= ](?P<status>\d{1,6})"),
     _row("ib-completion", STUCK, "Got async event", r"NET/IB : (?P<hca>[\w.:]{1,40}:\d{1,4}) Got async event ?: (?P<event>[^\r\n]{1,80})"),
+    _row("ib-call", STUCK, "Call to ibv_", r"Call to (?P<call>ibv_\w{1,60}) failed(?: with error (?P<event>[^\r\n]{1,80}))?"),
     _row("ib-link", STUCK, "NCCL WARN NET/IB : ", r"NET/IB : (?P<what>[^\r\n]{1,160})"),
     _row("nccl-misuse", ROOT, ("ncclInvalidUsage", "ncclInvalidArgument", "invalid usage (run with", "invalid argument (run with"), "", "nccl-misuse"),
+    _row("nccl-twice", ROOT, "has already checked in", r"rank (?P<rank>\d{1,7}) of \d{1,7} ranks has already checked in", "nccl-misuse"),
     _row("nccl-version", ROOT, ("NCCL WARN Mismatched NCCL version", "version mismatch detected"), "", "nccl-misuse"),
     _row("nccl-remote", CASCADE, ("ncclRemoteError", "remote process exited or there was a network error", "NCCL communicator was aborted", "NCCL communicator encountered error", "remote error detected from rank", "connection closed by remote peer", "Connection closed by remote peer", "socketProgress: Connection", "NCCL Error 6:")),
     _row("nccl-system", CASCADE, ("ncclSystemError", "ncclInternalError", "unhandled system error")),
-    _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "NCCL WARN socketStartConnect", "NCCL WARN socketPollConnect"), r"NCCL WARN (?P<what>[^\r\n]{1,160})"),
+    _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "socketStartConnect: Connect to", "socketPollConnect: "), r"(?:NCCL WARN |(?=socket))(?P<what>[^\r\n]{1,160})"),
     _row("nccl-init", INFO, "Init START", r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})(?:.{0,160}commId (?P<comm>0x[0-9a-f]{1,20}))?"),
     _row("nccl-ready", INFO, "Init COMPLETE", r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})(?:.{0,160}commId (?P<comm>0x[0-9a-f]{1,20}))?"),
     _row("transport", INFO, ("via NET/", "via P2P", "via SHM"), r" : (?P<rank>\d{1,7})\[[^\]]{1,20}\] -> (?P<other>\d{1,7})\[[^\]]{1,20}\].{0,20} via (?P<transport>(?:NET|P2P|SHM)[\w/]{0,40})"),
@@ -116,24 +121,30 @@ TEMPLATES: tuple[Template, ...] = (
     _row("host-oom", ROOT, ("Out of memory: Killed process", "Memory cgroup out of memory"), r"Killed process (?P<pid>\d{1,9})", "rank-oom-killed"),
     _row("host-oom", ROOT, ("oom_kill event", "oom-kill event", "oom-kill:constraint", "Out Of Memory", "OOM Killed", "OOMKilled", "OUT_OF_MEMORY", "oom-killer"), r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400})|oom|OOM|Out Of Memory|OUT_OF_MEMORY", "rank-oom-killed"),
     _row("host-oom", ROOT, ("DataLoader worker (pid", "worker(s) exited unexpectedly"), r"(?:is killed by signal: Killed|exited unexpectedly)", "rank-oom-killed"),
-    _row("shm", ROOT, ("Unexpected bus error encountered in worker", "insufficient shared memory"), "", "disk-full"),
+    _row("shm", ROOT, ("Unexpected bus error encountered in worker", "insufficient shared memory", "workers are out of shared memory"), "", "disk-full"),
     # --- device ---
     _row("xid", ROOT, "Xid (PCI", r"Xid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,4})", "device-fault"),
-    _row("ecc", ROOT, ("uncorrectable ECC error", "uncorrectable NVLink error", "has fallen off the bus", "CUDA error: hardware stack error", "CUDA-capable device(s) is/are busy or unavailable", "unspecified driver error", "Unable to determine the device handle for GPU", "cudaErrorECCUncorrectable", "CUDA_ERROR_ECC", "GPU is lost"), "", "device-fault"),
+    _row("ecc", ROOT, ("uncorrectable ECC error", "uncorrectable NVLink error", "fallen off the bus", "CUDA error: hardware stack error", "CUDA-capable device(s) is/are busy or unavailable", "unspecified driver error", "system not yet initialized", "CUDA_ERROR_SYSTEM_NOT_READY", "Unable to determine the device handle for GPU", "cudaErrorECCUncorrectable", "CUDA_ERROR_ECC", "GPU is lost"), "", "device-fault"),
     _row("illegal-address", ROOT, ("illegal memory access was encountered", "CUDA error: misaligned address", "CUDA error: invalid program counter", "CUDA error: unspecified launch failure", "CUDA error: an illegal instruction", "Memory access fault by GPU", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal memory access encountered"), "", "illegal-address"),
     # --- disk ---
     _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),
+    _row("cuda-failure", ROOT, "unhandled cuda error", "", "uncaught-exception"),
     # --- endings ---
     _row("exit-code", TEARDOWN, "failed (exitcode:", r"failed \(exitcode: (?P<exit>-?\d{1,6})\) local_rank: (?P<local>\d{1,7}) \(pid: (?P<pid>\d{1,9})\)"),
     _row("restart", INFO, "will restart worker group", r"(?P<left>\d{1,6})/(?P<all>\d{1,6}) attempts left"),
     _row("forced", TEARDOWN, "forcefully exiting", r"process (?P<pid>\d{1,9}) via"),
     _row("closing", TEARDOWN, ("closing signal SIG", "via signal SIG", "Sending process")),
-    _row("interrupted", TEARDOWN, ("death signal, shutting down workers", "DUE TO TIME LIMIT", "DUE TO PREEMPTION", "DUE TO PREEMPT", "CANCELLED AT", "CANCELLED by", "SIGTERM received", "Received SIGTERM", "got signal: 15", "got signal: 2", "Received SIGUSR1", "slurmstepd: error: *** JOB", "slurmstepd: error: *** STEP", "caught signal 15", "preempted", "Preempted", "Requeuing job")),
+    _row("interrupted", TEARDOWN, ("death signal, shutting down workers", "DUE TO TIME LIMIT", "DUE TO PREEMPTION", "DUE TO PREEMPT", "CANCELLED AT", "CANCELLED by", "SIGTERM received", "Received SIGTERM", "got signal: 15", "got signal: 1", "got signal: 2", "Received SIGUSR1", "slurmstepd: error: *** JOB", "slurmstepd: error: *** STEP", "caught signal 15", "Requeuing job")),
+    _row("interrupted", TEARDOWN, ("preempted", "Preempted"), r"\b[Pp]reempted\b"),
     _row("interrupted", TEARDOWN, "KeyboardInterrupt", r"^KeyboardInterrupt|Signal 2 \(SIGINT\)"),
     _row("node-failed", ROOT, ("DUE TO NODE FAILURE", "NODE FAILURE", "Node failure on"), r"(?:ON |failure on )(?P<host>[\w.\-\[\],]{1,120})", "rank-dead"),
     _row("srun-task", TEARDOWN, "srun: error:", r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400}): (?P<how>[^\r\n]{1,120})"),
     _row("child-signal", TEARDOWN, "received by PID", r"Signal (?P<signal>\d{1,3}) \((?P<name>\w{1,20})\) received by PID (?P<pid>\d{1,9})"),
     _row("deepspeed-exit", TEARDOWN, "exits with return code", r"Process (?P<pid>\d{1,9}) exits with return code = (?P<exit>-?\d{1,6})|exits with return code = (?P<code>-?\d{1,6})"),
+    _row("spawn-exit", TEARDOWN, "terminated with code", r"(?:\[rank: (?P<rank>\d{1,7})\] )?Child process with PID (?P<pid>\d{1,9}) terminated with code (?P<exit>-?\d{1,6})"),
+    _row("spawn-exit", TEARDOWN, "noticed that process rank", r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<host>[\w.\-]{1,80}) exited on signal (?P<number>\d{1,3})"),
+    _row("mpi-first", TEARDOWN, "Process name: [[", r"Process name: \[\[\d{1,9},\d{1,9}\],(?P<rank>\d{1,7})\]"),
+    _row("mpi-code", TEARDOWN, "Exit code:", r"^\s{0,8}Exit code:\s{1,8}(?P<exit>\d{1,6})$"),
     _row("spawn-exit", TEARDOWN, "terminated with", r"[Pp]rocess (?P<rank>\d{1,7}) terminated with (?:exit code (?P<exit>-?\d{1,6})|signal (?P<signal>SIG\w{1,12})|the following error)"),
     _row("segfault", TEARDOWN, ("Segmentation fault", "Fatal Python error", "(core dumped)", "Bus error", "*** Process received signal ***", "Illegal instruction"), r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)"),
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
@@ -150,6 +161,8 @@ ANCHORS: tuple[bytes, ...] = (
     b"terminated", b"core dumped", b"egmentation", b"orld", b"WORLD_SIZE", b"GLOBAL_RANK", b"rocesses", b"nproc_per",
     b"raining", b"train_runtime", b"successfully", b"Trainer.fit", b"Interrupt", b"Root Cause", b"Failures:", b"illed",
     b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it", b"worker group", b"atchdog", b"Gloo", b"exited",
+    b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
+    b"socketPoll", b"server socket",
 )  # fmt: skip
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
 
