@@ -47,6 +47,8 @@ def gather(target: str | Path, take_capture: TakeCapture | None = None) -> Evide
         return _from_capture(path)
     if not path.exists():
         raise TargetError(f"there is no {path}: give a run directory (runs/<UTC time>-<name>) or a capture in it")
+    if path.exists() and not (path.is_dir() or path.is_file()):
+        raise TargetError(f"{path} is a pipe or a device: give its text as standard input, dtobs diagnose - < {path}")
     if not path.is_dir():
         raise TargetError(
             f"{path} is a file: give the run directory or the folder of dumps that it is in, such as {path.parent}"

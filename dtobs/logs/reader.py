@@ -7,6 +7,7 @@ together with what follows them while the caller is `hot` (inside a traceback): 
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import sys
 import zlib
@@ -19,7 +20,8 @@ import numpy as np
 
 PIECE = 1 << 20
 MAX_LINE = 8192
-_BOMB_BYTES = 1 << 30
+_GZIP = b"\x1f\x8b"
+_BOMB_BYTES = 128 << 20
 _BOMB_RATIO = 400
 
 Line = tuple[int, bytes]
@@ -60,8 +62,11 @@ class LogFile:
         try:
             with self._open() as raw:
                 head = raw.read(PIECE)
-                if head[:2] == b"\x1f\x8b":
+                if head[:2] == _GZIP:
                     yield from self._unpacked(raw, head)
+                    return
+                if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                    yield from self._of_utf16(raw, head)
                     return
                 if _is_binary(head):
                     self.problem = f"{self.name} is no text"
@@ -78,6 +83,14 @@ class LogFile:
             return open(sys.stdin.fileno(), "rb", closefd=False)
         return self.path.open("rb")
 
+    def _of_utf16(self, raw: BinaryIO, head: bytes) -> Iterator[bytes]:
+        """What PowerShell writes with ``>``, in the bytes that everybody else writes."""
+        decoder = codecs.getincrementaldecoder("utf-16")("replace")
+        while head:
+            self.bytes_read += len(head)
+            yield decoder.decode(head).encode("utf-8", "replace")
+            head = raw.read(PIECE)
+
     def _unpacked(self, raw: BinaryIO, head: bytes) -> Iterator[bytes]:
         """What a gzip file holds; one that is cut gives what is whole."""
         packed = 0
@@ -88,6 +101,9 @@ class LogFile:
                 while head:
                     text = unpack.decompress(head, PIECE)
                     head = unpack.unconsumed_tail
+                    if not self.bytes_read and (_is_binary(text) or text[:2] == _GZIP):
+                        self.problem = f"{self.name} holds no text: unpack it first"
+                        return
                     self.bytes_read += len(text)
                     if self.bytes_read > _BOMB_BYTES and self.bytes_read > _BOMB_RATIO * packed:
                         self.problem = (
@@ -212,4 +228,4 @@ def looks_like_log(path: Path) -> bool:
             head = file.read(4096)
     except OSError:
         return False
-    return head[:2] == b"\x1f\x8b" or (bool(head) and not _is_binary(head))
+    return head[:2] in (_GZIP, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (bool(head) and not _is_binary(head))
