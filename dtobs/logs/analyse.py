@@ -21,6 +21,7 @@ from dtobs.words import count, ranks_text
 
 _STEPS_AFTER = 3
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
+_LOST = ("nccl-remote", "nccl-system", "gloo-closed")
 _MAX_RANKS_SHOWN = 4096
 
 
@@ -211,6 +212,13 @@ def _notes(
     if outside and not any(f.confidence is Confidence.CERTAIN for f in findings):
         notes.append(
             f"the job was interrupted from outside: {' '.join(outside[0].text.split())[:160]} ({outside[0].where})"
+        )
+    lost = [s for s in live if s.kind in _LOST and (s.kind != "gloo-closed" or "type" in s.fields)]
+    if lost and not findings:
+        who = "a rank" if lost[0].rank is None else ranks_text([lost[0].rank])
+        notes.append(
+            f"{who} lost a peer and nothing here says why, the log of the other side may:"
+            f" {' '.join(lost[0].text.split())[:160]} ({lost[0].where})"
         )
     steps = [track.step for track in tracks.values() if track.step is not None]
     if findings and steps:

@@ -20,6 +20,9 @@ from dtobs.logs.templates import Role
 from dtobs.words import ranks_text, verb
 
 _XID_OF_PROGRAMS = {"13", "31", "43", "45", "68", "69", "109"}
+_SUPPOSED = ("nccl-mismatch", "fingerprint-alone")
+"""Lines that name a rank and say that they suppose it: "at and around this rank"."""
+_DIFFERS = re.compile(r"Tensor (?:Tensor )?(?:shapes|dtypes|device)|Op type|Tensor dtypes: ")
 _LAUNCHER = re.compile(r"elastic|ChildFailedError|SignalException|CalledProcessError|exitcode")
 _EVIDENCE = 8
 _SHOWN = 220
@@ -61,13 +64,15 @@ def _code(sign: Sign) -> str:
 
 def _fingerprint_code(sign: Sign) -> str:
     mine, theirs = (_operation(sign.fields.get(name, "")) for name in ("mine", "theirs"))
+    if mine == theirs and "Sequence number" in sign.text and not _DIFFERS.search(sign.text):
+        return "call-site-mismatch"
     if mine == theirs:
         return "dtype-mismatch" if "Tensor dtypes" in sign.text and "shapes" not in sign.text else "shape-mismatch"
     return "collective-mismatch"
 
 
 def _operation(fingerprint: str) -> str:
-    return fingerprint.partition("OpType=")[2].partition(",")[0]
+    return fingerprint.partition("OpType=")[2].partition(",")[0].strip(")")
 
 
 def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
@@ -77,12 +82,13 @@ def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
         return _host_memory(signs, scene)
     first = min(signs, key=lambda s: s.order)
     ranks = _ranks(signs, scene, code)
-    confidence = Confidence.CERTAIN if ranks else Confidence.LIKELY
+    supposed = all(s.kind in _SUPPOSED for s in signs)
+    confidence = Confidence.CERTAIN if ranks and not supposed else Confidence.LIKELY
     return Finding(code, _summary(code, first, signs, ranks), ranks, confidence, evidence=_records(signs))
 
 
 def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
-    if code in ("collective-mismatch", "shape-mismatch", "dtype-mismatch"):
+    if code in ("collective-mismatch", "shape-mismatch", "dtype-mismatch", "call-site-mismatch"):
         return _odd_of_fingerprints(signs)
     if code == "nccl-misuse" and (pairs := [s for s in signs if "other" in s.fields and "device" in s.fields]):
         return tuple(sorted({int(s.fields[name]) for s in pairs for name in ("rank", "other")}))
@@ -98,6 +104,9 @@ def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
 def _odd_of_fingerprints(signs: Sequence[Sign]) -> tuple[int, ...]:
     """Each such line compares two ranks; the odd ones are those of the rarer call, all of them where none is rarer."""
     calls: dict[int, str] = {}
+    told = {int(s.fields["rank"]) for s in signs if s.kind in _SUPPOSED and "rank" in s.fields}
+    if told:  # each names the rank it is about
+        return tuple(sorted(told))
     for sign in signs:
         fields = sign.fields
         if sign.kind == "fingerprint" and "other" in fields:
@@ -137,6 +146,8 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"{who} found no space left{f' in {path}' if path else ''}{site}: {told}"
     if code == "nccl-misuse":
         return f"NCCL refused the call of {who}: {_cut(_most_telling(signs))}"
+    if first.kind == "nccl-mismatch":
+        return f"NCCL supposes that calls differ around {who}: {told}"
     if code == "unused-parameters":
         return f"a backward on {who} left out parameters that DDP waits for{site}"
     return f"{who}: {told}{site}"

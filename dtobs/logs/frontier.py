@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -110,12 +110,23 @@ def frontiers(signs: list[Sign]) -> list[GroupFrontier]:
             work = pending.pop((rank, sign.fields.get("seq", "")), None)
             if "seq" in sign.fields:
                 _stuck(standing, sign, work)
-    for (owner, _), work in pending.items():
-        _stuck(_standing_of_unnamed(groups, work, owner), work, work)
+    mixed = not groups and _of_several_groups(pending)
+    for (owner, seq), work in pending.items():
+        if mixed and "pg_name" not in work.fields:  # groups that no line names: only equal numbers belong together
+            part = groups.setdefault(f"#{seq}", GroupFrontier(f"#{seq}", ""))
+            _stuck(part.standings.setdefault(owner, Standing(owner)), work, work)
+        else:
+            _stuck(_standing_of_unnamed(groups, work, owner), work, work)
     for group in groups.values():
         for standing in group.standings.values():
             standing.site = standing.site or sites.get(standing.rank, "")
     return [part for group in groups.values() for part in _told_apart(group)]
+
+
+def _of_several_groups(pending: dict[tuple[int, str], Sign]) -> bool:
+    """Whether a rank gave up in several calls: before torch 2.2 the watchdog of each of its groups tells of one."""
+    counts = Counter(rank for (rank, _), work in pending.items() if "pg_name" not in work.fields)
+    return any(count > 1 for count in counts.values())
 
 
 def rank_of(sign: Sign) -> int | None:

@@ -256,7 +256,7 @@ def _idle(stall: Stall, idle: tuple[int, ...], stuck: set[int]) -> Finding:
 def _all_in(stall: Stall, heard: Heard) -> Finding:
     """Everybody that is heard of waits in the call: the network, or somebody whose log is not there."""
     standings = [stall.group.standings[rank] for rank in stall.waiting]
-    only_one = heard.world < 2
+    only_one = heard.world < 2 or (len(stall.group.standings) < 2 and stall.standing.op not in P2P)
     if stall.unheard or only_one:
         others = f"the logs of {ranks_text(stall.unheard)}" if stall.unheard else "the logs of the other ranks"
         return Finding(

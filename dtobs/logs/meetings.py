@@ -10,7 +10,7 @@ from dtobs.logs.endings import Ending
 from dtobs.logs.evidence import Sign
 from dtobs.logs.frontier import rank_of
 from dtobs.logs.hangs import Heard
-from dtobs.words import ranks_do, ranks_text
+from dtobs.words import count, ranks_do, ranks_text
 
 _NUMBER = re.compile(r"\d{1,7}")
 _STORE = ("store-waits", "store-barrier", "store-connect", "store-bind", "rendezvous")
@@ -121,7 +121,9 @@ def _nccl_start(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     asked = [s for s in live if s.kind == "nccl-id"]
     if asked:
         source = int(asked[0].fields["source"])
-        text = f"rank {source} never gave the id of a new NCCL communicator, for which {len(asked)} ranks asked"
+        text = (
+            f"rank {source} never gave the id of a new NCCL communicator, for which {count(len(asked), 'rank')} asked"
+        )
         return [_finding("nccl-init-stuck", text, (source,), Confidence.LIKELY, asked)]
     begun = {
         (s.fields.get("comm", ""), s.fields["rank"]): s for s in live if s.kind == "nccl-init" and "rank" in s.fields

@@ -10,6 +10,7 @@ from dtobs.reports import html, json, text
 from tests.fuzz.mutate import mutate_bytes
 from tests.fuzz.scratch import scratch
 from tests.unit.logs.generator import CASES, table
+from tests.unit.logs.strangers import ROWS
 
 SEEDS = [
     "\n".join(
@@ -20,16 +21,20 @@ SEEDS = [
     ).encode()
     for case in CASES
     for version in (case.versions[0], "2.5")
-]
+] + [words.encode() for _, words, _ in ROWS]
 _PATH = scratch("console_log") / "job.log"
 
 
 def mutate(data: bytes, random: Random) -> bytes:
-    """Change bytes, or put lines of two logs together."""
+    """Change bytes, or put lines of two logs together; mostly of a few lines, a quarter of the cost."""
+    if random.random() < 0.7:
+        lines = data.splitlines()
+        start = random.randrange(len(lines) or 1)
+        data = b"\n".join(lines[start : start + random.randint(1, 16)])
     if random.random() < 0.3:
         lines = [*data.splitlines(), *random.choice(SEEDS).splitlines()]
         random.shuffle(lines)
-        return b"\n".join(lines[:400])
+        return b"\n".join(lines[: random.choice((20, 60, 400))])
     return mutate_bytes(data, random)
 
 

@@ -101,7 +101,7 @@ _row(
         f"[E ProcessGroupNCCL.cpp:828] [Rank {r}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={s}, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 60{s % 9}565 milliseconds before timing out."
         for r, s in ((3, 41), (0, 263), (0, 1104), (0, 1801))
     ),
-    ("dumps-missing", (1, 2)),
+    ("dumps-missing", ()),
 )
 _row(
     "one node of many",
@@ -438,6 +438,143 @@ _row(
     "    Last State:     Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n",
     ("rank-oom-killed", ()),
 )
+# --- more forms ---
+_row(
+    "vLLM puts its own words before every line of a traceback",
+    "\n".join(
+        f"ERROR 03-27 22:19:40 [core.py:367] {line}"
+        for line in _trace(
+            "worker.py:51",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 288.00 MiB. GPU 2 has a total capacity of 23.50 GiB of which 201.00 MiB is free.",
+        ).splitlines()
+    ),
+    ("device-out-of-memory", ()),
+)
+_row(
+    "NCCL names the rank around which calls differ",
+    "node-1:39719:39719 [3] init.cc:1197 NCCL WARN Mismatched collective detected, please check your collective calls at and around rank 11. You can use NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL to see the collective logs",
+    ("collective-mismatch", (11,)),
+)
+_row(
+    "NCCL thinks that the program may hang",
+    "node-1:39719:39719 [0] init.cc:1256 NCCL WARN Your program may be hanging, this may be caused by a collective mismatch around rank 1. Please check your collective calls at and around this rank.",
+    ("collective-mismatch", (1,)),
+)
+_row(
+    "fingerprints of other numbers",
+    _trace(
+        "bug.py:16",
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=8OpType=BARRIER), but Rank 2 is running collective: CollectiveFingerPrint(SequenceNumber=7OpType=BARRIER).Collectives differ in the following aspects: \t Sequence number: 8vs 7",
+        1,
+    ),
+    ("call-site-mismatch", (1, 2)),
+)
+_row(
+    "an old fingerprint without the other side",
+    _trace(
+        "bug.py:16",
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running inconsistent collective: CollectiveFingerPrint(OpType=BROADCAST, TensorShape=[34112], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, layout=Strided (default), requires_grad=false (default), pinned_memory=false (default), memory_format=(nullopt))",
+        0,
+    ),
+    ("collective-mismatch", (0,)),
+)
+_row(
+    "an old completion error",
+    "n1:71:90 [2] transport/net_ib.cu:788 NCCL WARN NET/IB : Got completion with error 4, opcode 1, len 21938, vendor err 81",
+    ("network-stalled", ()),
+)
+_row(
+    "a segmentation fault in the table",
+    "Fatal Python error: Segmentation fault\n\nThread 0x00007f (most recent call first):\n"
+    + _table((0, -11, "Signal 11 (SIGSEGV) received by PID 9000")),
+    ("rank-dead", (0,)),
+)
+_row(
+    "a line that a terminal broke",
+    "[rank2]:[E1212 17:21:29.139 ProcessGroupNCCL.cpp:1515] [PG 0 (default_pg) Rank 2] Process group watchdog thread terminated with exception: [Rank 2] Watchdog caught collective operation timeout: Work\nNCCL(SeqNum=1890, OpType=ALLGATHER, NumelIn=1, NumelOut=4, Timeout(ms)=1800000) ran for 1800022 milliseconds before timing out.",
+    ("dumps-missing", ()),
+)
+_row(
+    "the elder form of DistributedDataParallel's complaint",
+    _trace(
+        "fit.py:3",
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss. Parameter indices which did not receive grad for rank 1: 2 3",
+        1,
+    ),
+    ("unused-parameters", (1,)),
+)
+_row(
+    "sockets were closed in the first connection",
+    "10-2-0-7:312:840 [1] misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer 10-2-0-8<41032>\n"
+    + _trace(
+        "go.py:7",
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2006, remote process exited or there was a network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer 10-2-0-8<41032>",
+        1,
+    ),
+    None,
+)
+_row(
+    "a pickle of a data loader's worker",
+    _trace("data.py:9", "RuntimeError: DataLoader worker (pid(s) 3141, 3142) exited unexpectedly", 0),
+    ("rank-oom-killed", (0,)),
+)
+_row(
+    "a checkpoint of another shape on every rank",
+    "\n".join(_trace("load.py:6", "RuntimeError: Error(s) in loading state_dict for Net:", r) for r in (0, 1))
+    + "\n"
+    + _table((1, 1, NO_TRACE), (0, 1, NO_TRACE)),
+    ("uncaught-exception", (0, 1)),
+)
+_row(
+    "too many open files",
+    _trace("data.py:9", "OSError: [Errno 24] Too many open files: '/data/x.bin'", 3)
+    + "\n"
+    + "\n".join(_late(r, 77) for r in (0, 1, 2)),
+    ("uncaught-exception", (3,)),
+)
+_row(
+    "host memory that could not be had",
+    _trace(
+        "data.py:9",
+        "RuntimeError: unable to mmap 67108864 bytes from file </torch_4711_77>: Cannot allocate memory (12)",
+        2,
+    ),
+    ("uncaught-exception", (2,)),
+)
+_row(
+    "an agent that lost its rendezvous",
+    "[W socket.cpp:464] [c10d] The client socket cannot be initialized to connect to [localhost]:29500 (errno: 97 - Address family not supported by protocol).\n"
+    + _trace(
+        "t.py:1",
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details.",
+    ),
+    ("rendezvous-incomplete", ()),
+)
+_row(
+    "two of four nodes came",
+    "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 2/4 clients joined.",
+    ("rendezvous-incomplete", ()),
+)
+_row(
+    "the store was asked for a key that nobody wrote",
+    _trace(
+        "t.py:1",
+        "torch.distributed.DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
+        3,
+    ),
+    ("nccl-init-stuck", (0,)),
+)
+_row(
+    "the store's host went away",
+    _trace(
+        "t.py:1",
+        "torch.distributed.DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer",
+        3,
+    )
+    + "\n"
+    + _table((3, 1, NO_TRACE), (0, -9, "Signal 9 (SIGKILL) received by PID 9000")),
+    ("rank-dead", (0,)),
+)
 # --- nothing is wrong ---
 for name, text in {
     "loss scaling": "\n".join([*(f"step {n} loss {3 - n / 50:.3f}" for n in range(40)), "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0", "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768", *(f"step {n} loss {3 - n / 50:.3f}" for n in range(40, 80))]),
@@ -447,6 +584,11 @@ for name, text in {
     "a leak of torch's at the end": "{'train_runtime': 812.1, 'train_samples_per_second': 9.8, 'train_loss': 1.02, 'epoch': 3.0}\n[rank0]:[W614 10:01:44.9 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been destroyed before we destruct ProcessGroupNCCL. On normal program exit, the application should call destroy_process_group to ensure that any pending NCCL operations have finished in this process. (function operator())",
     "what nvidia-smi prints": "| NVIDIA-SMI 525.105.17   Driver Version: 525.105.17   CUDA Version: 12.0     |\n| GPU  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC |\n|   0  NVIDIA H800         On   | 00000000:06:00.0 Off |                    0 |\nstep 1 loss 2.0\nstep 2 loss 1.9",
     "settings that name faults": "max_restarts=3 monitor_interval=0.1 error_handling=True\nNCCL_ASYNC_ERROR_HANDLING=1 TORCH_NCCL_TRACE_BUFFER_SIZE=2000 timeout=1800\nNamespace(skip_on_oom=True, nan_check='error', retries=5, preempted_exit_code=75)\nstep 1 loss 2.0\nstep 2 loss 1.9",
+    "an address family that is not there": "[W socket.cpp:663] [c10d] The client socket cannot be initialized to connect to [localhost]:29500 (errno: 97 - Address family not supported by protocol).\nstep 1 loss 2.0\nstep 2 loss 1.9",
+    "retries of a first connection": "[W socket.cpp:601] [c10d] The client socket has failed to connect to [gpu-001]:29400 (errno: 111 - Connection refused).\n[W socket.cpp:601] [c10d] The client socket has failed to connect to [gpu-001]:29400 (errno: 111 - Connection refused).\n" + "\n".join(f"step {n} loss {3 - n / 50:.3f}" for n in range(9)),
+    "advice on unused parameters": "UserWarning: find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the forward pass. This flag results in an extra traversal of the autograd graph every iteration,  which can adversely affect performance.\nstep 1 loss 2.0",
+    "a port of a dashboard": "ERROR: TensorBoard could not bind to port 6006, it was already in use\nOSError: [Errno 98] Address already in use; trying another one\nstep 1 loss 2.0\nstep 2 loss 1.9\nstep 3 loss 1.8",
+    "an NCCL plugin that is not there": "gpu-1:500:700 [0] NCCL INFO NET/Plugin: Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No such file or directory : when loading libnccl-net.so\ngpu-1:500:700 [0] NCCL INFO NET/IB : No device found.\ngpu-1:500:700 [0] NCCL INFO Using network Socket\nstep 1 loss 2.0",
     "pytest": "tests/test_oom.py::test_cuda_out_of_memory PASSED\ntests/test_nccl.py::test_watchdog_timeout PASSED\n============ 41 passed in 12.10s ============",
 }.items():  # fmt: skip
     _row(f"healthy: {name}", text, None)
