@@ -20,6 +20,7 @@ from dtobs.flight_recorder import dumps_from_objects, load_dumps, looks_like_dum
 from dtobs.flight_recorder.clog import looks_like_clog, read_clog
 from dtobs.flight_recorder.names import find_dumps
 from dtobs.logs import LogFile, analyse_logs, looks_like_log
+from dtobs.logs.inspector import looks_like_inspector, read_inspector
 from dtobs.logs.outside import holds_outside, read_outside
 from dtobs.ras import judge as judge_ras
 from dtobs.ras import looks_like_ras, read_samples
@@ -43,6 +44,7 @@ class Sorted:
     stacks: list[Path] = field(default_factory=list)
     ras: list[Path] = field(default_factory=list)
     outside: list[Path] = field(default_factory=list)
+    inspector: list[Path] = field(default_factory=list)
 
 
 def holds_evidence(path: Path) -> bool:
@@ -50,7 +52,7 @@ def holds_evidence(path: Path) -> bool:
     if not path.is_dir() or any((path / name).exists() for name in OURS):
         return False
     found = sort_files([path])
-    return any((found.dumps, found.clogs, found.logs, found.stacks, found.ras, found.outside))
+    return any((found.dumps, found.clogs, found.logs, found.stacks, found.ras, found.outside, found.inspector))
 
 
 def sort_files(targets: Iterable[Path]) -> Sorted:
@@ -77,6 +79,8 @@ def _sort(path: Path, found: Sorted, *, named: bool) -> None:
         found.clogs.append(path)
     elif looks_like_ras(path):
         found.ras.append(path)
+    elif looks_like_inspector(path):
+        found.inspector.append(path)
     elif holds_outside(path):
         found.outside.append(path)
     else:
@@ -98,6 +102,9 @@ def diagnose_folder(*targets: Path) -> Diagnosis:
     if found.outside:
         findings, notes = read_outside(found.outside)
         parts.append(("the scheduler", Diagnosis(name, 0, None, tuple(findings), notes=tuple(notes))))
+    if found.inspector:
+        findings, notes, world = read_inspector(found.inspector)
+        parts.append(("NCCL Inspector", Diagnosis(name, world, None, tuple(findings), notes=tuple(notes))))
     if not parts:
         raise TargetError(f"{name}: nothing in it is a dump, a log, a stack or an answer of NCCL RAS that can be read")
     if len(parts) == 1:

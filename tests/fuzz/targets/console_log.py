@@ -10,7 +10,7 @@ from dtobs.reports import html, json, text
 from tests.fuzz.mutate import mutate_bytes
 from tests.fuzz.scratch import scratch
 from tests.unit.logs.generator import CASES, table
-from tests.unit.logs.strangers import ROWS
+from tests.unit.logs.strangers_more import EXCERPTS
 
 SEEDS = [
     "\n".join(
@@ -21,7 +21,7 @@ SEEDS = [
     ).encode()
     for case in CASES
     for version in (case.versions[0], "2.5")
-] + [words.encode() for _, words, _ in ROWS]
+] + [words.encode() for _, words, _ in EXCERPTS]
 _PATH = scratch("console_log") / "job.log"
 
 

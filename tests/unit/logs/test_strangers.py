@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from dtobs.diagnose import diagnose_logs
-from tests.unit.logs.strangers import ROWS, Answer
+from tests.unit.logs.strangers import Answer
+from tests.unit.logs.strangers_more import EXCERPTS
 
 
-@pytest.mark.parametrize(("text", "answer"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(("text", "answer"), [row[1:] for row in EXCERPTS], ids=[row[0] for row in EXCERPTS])
 def test_excerpt(tmp_path: Path, text: str, answer: Answer):
     path = tmp_path / "pasted.log"
     path.write_text(text)

@@ -1,0 +1,217 @@
+"""More excerpts as people paste them: NCCL's own lines, clusters, rarer forms, and logs in which nothing is wrong."""
+
+from __future__ import annotations
+
+from tests.unit.logs.strangers import NO_TRACE, ROWS, late, row, table, trace
+
+# --- NCCL itself ---
+row(
+    "two processes bear one rank",
+    "hpc-25-14:18569:18835 [0] bootstrap.cc:131 NCCL WARN Bootstrap Root : rank 1 of 8 ranks has already checked in",
+    ("nccl-misuse", (1,)),
+)
+row(
+    "no way between the hosts",
+    "n122:12251:12400 [5] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.3.7.21<17943> failed : Software caused connection abort\n"
+    "n122:12251:12400 [5] NCCL INFO misc/socket.cc:564 -> 2\nn122:12251:12400 [5] NCCL INFO bootstrap.cc:270 -> 2\nn122:12251:12400 [5] NCCL INFO init.cc:1350 -> 2\n"
+    + trace(
+        "m.py:8",
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1251, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.1\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\nsocketStartConnect: Connect to 10.3.7.21<17943> failed : Software caused connection abort",
+    ),
+    ("nccl-init-stuck", ()),
+)
+row(
+    "a fabric that drops packets",
+    "kp-worker-0:3468:3905 [4] ib_plugin.c:1615 NCCL WARN NET/IB : Got completion from peer 10.216.2.36<54862> with status=12 opcode=0 len=0 vendor err 129 (Recv) localGid fd00::22 remoteGidsfd00::1f\n"
+    "kp-worker-0:3468:3905 [4] NCCL INFO transport/net.cc:1302 -> 6\nkp-worker-0:3468:3905 [4] NCCL INFO proxy.cc:878 -> 6 [Progress Thread]",
+    ("network-stalled", ()),
+)
+row(
+    "locked memory is limited",
+    "n7:551:612 [3] misc/ibvwrap.cc:252 NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory\n"
+    + trace(
+        "m.py:8",
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1691, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\nCall to ibv_reg_mr_iova2 failed with error Cannot allocate memory",
+        3,
+    ),
+    ("network-stalled", (3,)),
+)
+# --- clusters ---
+row(
+    "the time was over",
+    "iteration 4100/ 9000 | elapsed time per iteration (ms): 1204.1 | lm loss: 2.101\nslurmstepd: error: *** JOB 881 ON gpu-3 CANCELLED AT 2025-06-14T09:12:55 DUE TO TIME LIMIT ***\nsrun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
+    None,
+)
+row(
+    "a node went away",
+    "srun: error: Node failure on gpu-12\nsrun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
+    ("rank-dead", ()),
+)
+row(
+    "ray's worker died in a call",
+    "(raylet) A worker died or was killed while executing a task by an unexpected system error. Worker IP address: 172.26.143.83 Worker PID: 833 Worker exit type: SYSTEM_ERROR\n"
+    + "\n".join(f"(WorkerDict pid={800 + r}, ip=172.26.153.33) {late(r, 41)}" for r in (60, 61, 62, 63)),
+    ("dumps-missing", tuple(range(60))),
+)
+row(
+    "a pod without memory",
+    "    Last State:     Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n",
+    ("rank-oom-killed", ()),
+)
+# --- more forms ---
+row(
+    "vLLM puts its own words before every line of a traceback",
+    "\n".join(
+        f"ERROR 03-27 22:19:40 [core.py:367] {line}"
+        for line in trace(
+            "worker.py:51",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 288.00 MiB. GPU 2 has a total capacity of 23.50 GiB of which 201.00 MiB is free.",
+        ).splitlines()
+    ),
+    ("device-out-of-memory", ()),
+)
+row(
+    "NCCL names the rank around which calls differ",
+    "node-1:39719:39719 [3] init.cc:1197 NCCL WARN Mismatched collective detected, please check your collective calls at and around rank 11. You can use NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL to see the collective logs",
+    ("collective-mismatch", (11,)),
+)
+row(
+    "NCCL thinks that the program may hang",
+    "node-1:39719:39719 [0] init.cc:1256 NCCL WARN Your program may be hanging, this may be caused by a collective mismatch around rank 1. Please check your collective calls at and around this rank.",
+    ("collective-mismatch", (1,)),
+)
+row(
+    "fingerprints of other numbers",
+    trace(
+        "bug.py:16",
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=8OpType=BARRIER), but Rank 2 is running collective: CollectiveFingerPrint(SequenceNumber=7OpType=BARRIER).Collectives differ in the following aspects: \t Sequence number: 8vs 7",
+        1,
+    ),
+    ("call-site-mismatch", (1, 2)),
+)
+row(
+    "an old fingerprint without the other side",
+    trace(
+        "bug.py:16",
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running inconsistent collective: CollectiveFingerPrint(OpType=BROADCAST, TensorShape=[34112], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, layout=Strided (default), requires_grad=false (default), pinned_memory=false (default), memory_format=(nullopt))",
+        0,
+    ),
+    ("collective-mismatch", (0,)),
+)
+row(
+    "an old completion error",
+    "n1:71:90 [2] transport/net_ib.cu:788 NCCL WARN NET/IB : Got completion with error 4, opcode 1, len 21938, vendor err 81",
+    ("network-stalled", ()),
+)
+row(
+    "a segmentation fault in the table",
+    "Fatal Python error: Segmentation fault\n\nThread 0x00007f (most recent call first):\n"
+    + table((0, -11, "Signal 11 (SIGSEGV) received by PID 9000")),
+    ("rank-dead", (0,)),
+)
+row(
+    "a line that a terminal broke",
+    "[rank2]:[E1212 17:21:29.139 ProcessGroupNCCL.cpp:1515] [PG 0 (default_pg) Rank 2] Process group watchdog thread terminated with exception: [Rank 2] Watchdog caught collective operation timeout: Work\nNCCL(SeqNum=1890, OpType=ALLGATHER, NumelIn=1, NumelOut=4, Timeout(ms)=1800000) ran for 1800022 milliseconds before timing out.",
+    ("dumps-missing", ()),
+)
+row(
+    "the elder form of DistributedDataParallel's complaint",
+    trace(
+        "fit.py:3",
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss. Parameter indices which did not receive grad for rank 1: 2 3",
+        1,
+    ),
+    ("unused-parameters", (1,)),
+)
+row(
+    "sockets were closed in the first connection",
+    "10-2-0-7:312:840 [1] misc/socket.cc:50 NCCL WARN socketProgress: Connection closed by remote peer 10-2-0-8<41032>\n"
+    + trace(
+        "go.py:7",
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2006, remote process exited or there was a network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer 10-2-0-8<41032>",
+        1,
+    ),
+    None,
+)
+row(
+    "a pickle of a data loader's worker",
+    trace("data.py:9", "RuntimeError: DataLoader worker (pid(s) 3141, 3142) exited unexpectedly", 0),
+    ("rank-oom-killed", (0,)),
+)
+row(
+    "a checkpoint of another shape on every rank",
+    "\n".join(trace("load.py:6", "RuntimeError: Error(s) in loading state_dict for Net:", r) for r in (0, 1))
+    + "\n"
+    + table((1, 1, NO_TRACE), (0, 1, NO_TRACE)),
+    ("uncaught-exception", (0, 1)),
+)
+row(
+    "too many open files",
+    trace("data.py:9", "OSError: [Errno 24] Too many open files: '/data/x.bin'", 3)
+    + "\n"
+    + "\n".join(late(r, 77) for r in (0, 1, 2)),
+    ("uncaught-exception", (3,)),
+)
+row(
+    "host memory that could not be had",
+    trace(
+        "data.py:9",
+        "RuntimeError: unable to mmap 67108864 bytes from file </torch_4711_77>: Cannot allocate memory (12)",
+        2,
+    ),
+    ("uncaught-exception", (2,)),
+)
+row(
+    "an agent that lost its rendezvous",
+    "[W socket.cpp:464] [c10d] The client socket cannot be initialized to connect to [localhost]:29500 (errno: 97 - Address family not supported by protocol).\n"
+    + trace(
+        "t.py:1",
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details.",
+    ),
+    ("rendezvous-incomplete", ()),
+)
+row(
+    "two of four nodes came",
+    "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 2/4 clients joined.",
+    ("rendezvous-incomplete", ()),
+)
+row(
+    "the store was asked for a key that nobody wrote",
+    trace(
+        "t.py:1",
+        "torch.distributed.DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0",
+        3,
+    ),
+    ("nccl-init-stuck", (0,)),
+)
+row(
+    "the store's host went away",
+    trace(
+        "t.py:1",
+        "torch.distributed.DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer",
+        3,
+    )
+    + "\n"
+    + table((3, 1, NO_TRACE), (0, -9, "Signal 9 (SIGKILL) received by PID 9000")),
+    ("rank-dead", (0,)),
+)
+# --- nothing is wrong ---
+for name, text in {
+    "loss scaling": "\n".join([*(f"step {n} loss {3 - n / 50:.3f}" for n in range(40)), "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0", "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768", *(f"step {n} loss {3 - n / 50:.3f}" for n in range(40, 80))]),
+    "Megatron": "\n".join(f" iteration {n:8d}/    9000 | consumed samples: {n * 64} | elapsed time per iteration (ms): 1204.{n % 10} | learning rate: 1.0E-04 | global batch size: 64 | lm loss: 2.10{n % 7}E+00 | loss scale: 1.0 | grad norm: 0.91 | number of skipped iterations: 0 | number of nan iterations: 0 |" for n in range(40)),
+    "advice of torchrun": "WARNING:torch.distributed.run:\n*****************************************\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in default, to avoid your system being overloaded, please further tune the variable for optimal performance in your application as needed. \n*****************************************\nstep 1 loss 2.0",
+    "NCCL's start": "\n".join(f"gpu-1:{500 + r}:{700 + r} [{r}] NCCL INFO ncclCommInitRank comm 0x5584 rank {r} nranks 4 cudaDev {r} nvmlDev {r} busId e1000 commId 0xb886029f29f1a815 - Init {word}" for word in ("START", "COMPLETE") for r in range(4)) + "\ngpu-1:500:700 [0] NCCL INFO NET/Plugin: No plugin found (libnccl-net.so), using internal implementation\nstep 1 loss 2.0",
+    "a leak of torch's at the end": "{'train_runtime': 812.1, 'train_samples_per_second': 9.8, 'train_loss': 1.02, 'epoch': 3.0}\n[rank0]:[W614 10:01:44.9 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been destroyed before we destruct ProcessGroupNCCL. On normal program exit, the application should call destroy_process_group to ensure that any pending NCCL operations have finished in this process. (function operator())",
+    "what nvidia-smi prints": "| NVIDIA-SMI 525.105.17   Driver Version: 525.105.17   CUDA Version: 12.0     |\n| GPU  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC |\n|   0  NVIDIA H800         On   | 00000000:06:00.0 Off |                    0 |\nstep 1 loss 2.0\nstep 2 loss 1.9",
+    "settings that name faults": "max_restarts=3 monitor_interval=0.1 error_handling=True\nNCCL_ASYNC_ERROR_HANDLING=1 TORCH_NCCL_TRACE_BUFFER_SIZE=2000 timeout=1800\nNamespace(skip_on_oom=True, nan_check='error', retries=5, preempted_exit_code=75)\nstep 1 loss 2.0\nstep 2 loss 1.9",
+    "an address family that is not there": "[W socket.cpp:663] [c10d] The client socket cannot be initialized to connect to [localhost]:29500 (errno: 97 - Address family not supported by protocol).\nstep 1 loss 2.0\nstep 2 loss 1.9",
+    "retries of a first connection": "[W socket.cpp:601] [c10d] The client socket has failed to connect to [gpu-001]:29400 (errno: 111 - Connection refused).\n[W socket.cpp:601] [c10d] The client socket has failed to connect to [gpu-001]:29400 (errno: 111 - Connection refused).\n" + "\n".join(f"step {n} loss {3 - n / 50:.3f}" for n in range(9)),
+    "advice on unused parameters": "UserWarning: find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the forward pass. This flag results in an extra traversal of the autograd graph every iteration,  which can adversely affect performance.\nstep 1 loss 2.0",
+    "a port of a dashboard": "ERROR: TensorBoard could not bind to port 6006, it was already in use\nOSError: [Errno 98] Address already in use; trying another one\nstep 1 loss 2.0\nstep 2 loss 1.9\nstep 3 loss 1.8",
+    "an NCCL plugin that is not there": "gpu-1:500:700 [0] NCCL INFO NET/Plugin: Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No such file or directory : when loading libnccl-net.so\ngpu-1:500:700 [0] NCCL INFO NET/IB : No device found.\ngpu-1:500:700 [0] NCCL INFO Using network Socket\nstep 1 loss 2.0",
+    "pytest": "tests/test_oom.py::test_cuda_out_of_memory PASSED\ntests/test_nccl.py::test_watchdog_timeout PASSED\n============ 41 passed in 12.10s ============",
+}.items():  # fmt: skip
+    row(f"healthy: {name}", text, None)
+
+EXCERPTS = tuple(ROWS)
+"""All of them."""
