@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from runtime.config import ModelConfig
 
-# Dense peak of the tensor cores in FLOP/s, without sparsity, from the makers' data sheets: (16-bit, FP8).
+# Dense peak of the tensor or matrix cores in FLOP/s, without sparsity: 16-bit, then FP8 (16-bit where it has none).
+# From the makers' data sheets: nvidia.com/en-us/data-center (from Hopper on they print rates with sparsity, twice
+# these), amd.com/en/products/accelerators/instinct. A MI250X shows as two devices, each with half of what its sheet
+# says. A name matches where all its words are in that of the device, and the first that does counts.
 _PEAKS = {
+    "GB200": (2500e12, 5000e12),
+    "B200": (2250e12, 4500e12),
+    "GH200": (989e12, 1979e12),
+    "H200 NVL": (835e12, 1671e12),
     "H200": (989e12, 1979e12),
     "H100 PCIe": (756e12, 1513e12),
+    "H100 NVL": (835e12, 1671e12),
     "H100": (989e12, 1979e12),
-    "B200": (2250e12, 4500e12),
+    "H800": (989e12, 1979e12),
+    "H20": (148e12, 296e12),
     "A100": (312e12, 312e12),
+    "A800": (312e12, 312e12),
     "L40S": (362e12, 733e12),
+    "L40": (181e12, 362e12),
+    "L4": (121e12, 242e12),
     "V100": (125e12, 125e12),
+    "MI355X": (2516e12, 5033e12),
+    "MI350X": (2306e12, 4613e12),
+    "MI325X": (1307e12, 2614e12),
+    "MI300X": (1307e12, 2614e12),
+    "MI250X": (191e12, 191e12),
 }
 
 
@@ -64,7 +82,8 @@ def peak_flops(device_name: str, compute: str) -> float:
     """Peak FLOP/s of a device by its name as torch reports it; 0 where it is not known (CPUs, FP32)."""
     if compute == "fp32":
         return 0.0
+    words = set(re.split(r"[\s_/-]+", device_name.upper()))
     for name, (half, eighth) in _PEAKS.items():
-        if name in device_name:
+        if words.issuperset(name.upper().split()):
             return eighth if compute == "fp8" else half
     return 0.0

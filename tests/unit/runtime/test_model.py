@@ -110,3 +110,24 @@ def test_peaks_are_known_for_known_devices_only() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
     assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") == 0.0
     assert peak_flops("Some CPU", "bf16") == 0.0
+
+
+NAMED = (
+    ("NVIDIA H200", 989, 1979),
+    ("NVIDIA H100 PCIe", 756, 1513),
+    ("NVIDIA H20", 148, 296),
+    ("NVIDIA GH200 480GB", 989, 1979),
+    ("NVIDIA GB200", 2500, 5000),
+    ("NVIDIA B200", 2250, 4500),
+    ("NVIDIA A100-SXM4-80GB", 312, 312),
+    ("Tesla V100-SXM2-32GB", 125, 125),
+    ("NVIDIA L4", 121, 242),
+    ("NVIDIA L40S", 362, 733),
+    ("AMD Instinct MI300X", 1307, 2614),
+    ("NVIDIA A10G", 0, 0),
+)
+
+
+@pytest.mark.parametrize(("name", "half", "eighth"), NAMED, ids=[n for n, _, _ in NAMED])
+def test_a_device_is_known_by_the_words_of_its_name(name: str, half: int, eighth: int):
+    assert (peak_flops(name, "bf16"), peak_flops(name, "fp8")) == (half * 1e12, eighth * 1e12)

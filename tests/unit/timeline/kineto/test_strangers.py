@@ -230,3 +230,13 @@ def slowest(found: Trace) -> tuple[int, str] | None:
 def test_the_same_verdict_in_both_windows(tmp_path: Path):
     folder = save(two_groups(20, slow=1), tmp_path)
     assert slowest(analyse([folder])) == slowest(analyse([folder], "steps")) == (1, "device")
+
+
+def test_annotations_of_a_stream_are_labels_not_work(tmp_path: Path):
+    host = Host(0, 1)
+    host.launch("gemm", 0, 100, -50)
+    host.launch("gemm", 300, 100, 10)
+    host.add("gpu_user_annotation", "forward", 0, 400, stream=7)
+    host.add("cuda_sync", "Stream Sync", 100, 250, stream=7)
+    found = analyse([save({0: host}, tmp_path)]).figures[0]
+    assert (found.span, found.compute, found.idle) == (400, 200, 200)
