@@ -127,8 +127,9 @@ def _endings(args: argparse.Namespace) -> int:
         print(json.dumps([judged.to_json() for judged in played], indent=1))
     else:
         print(f"\n{'way of ending':<16} {'the alarm':<10} right")
-        for way, when, right, count in endings.counted(played):
-            print(f"{way:<16} {when:<10} {right} of {count}")
+        for way, when, right, done, tried in endings.counted(played):
+            left = f", {tried - done} could not be played" if done < tried else ""
+            print(f"{way:<16} {when:<10} {right} of {done}{left}")
     return Exit.ERROR if any(judged.wrong for judged in played) else Exit.NOTHING_FOUND
 
 

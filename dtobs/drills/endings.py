@@ -199,7 +199,7 @@ def play_all(
         try:
             return play(cell, folder / name, take_capture)
         except (DtobsError, OSError, KeyError) as error:
-            return Judged(cell, None, f"could not be played: {type(error).__name__}: {error}")
+            return Judged(cell, None, f"could not be played: {error}")
 
     played = []
     with ThreadPoolExecutor(at_once, thread_name_prefix="endings") as pool:
@@ -230,6 +230,8 @@ def play(cell: Cell, folder: Path, take_capture: TakeCapture) -> Judged:
     processes: dict[str, _Process] = {}
     try:
         _until(lambda: (folder / "struck").exists(), _PATIENCE_SECONDS)
+        if not (folder / "struck").exists():
+            raise TargetError(f"the fault did not strike within {_PATIENCE_SECONDS:.0f} s: is the machine too busy?")
         if cell.when == "after":
             _until(lambda: cell.expected in _found(run_dir), _PATIENCE_SECONDS)
         elif cell.way == "own-timeout":  # nobody need wait for that, but for the monitor that sees it
@@ -301,12 +303,13 @@ def _until(true: Callable[[], bool], seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def counted(judged: Iterable[Judged]) -> list[tuple[str, When, int, int]]:
-    """(way, when, right, all) for every way that was tried, in the order of `WAYS`."""
+def counted(judged: Iterable[Judged]) -> list[tuple[str, When, int, int, int]]:
+    """(way, when, right, played, tried) for every way that was tried, in the order of `WAYS`."""
     played = list(judged)
     rows = []
     for way, when in itertools.product(WAYS, _WHEN):
         mine = [j for j in played if (j.cell.way, j.cell.when) == (way, when)]
         if mine:
-            rows.append((way, when, sum(not j.wrong for j in mine), len(mine)))
+            done = [j for j in mine if j.diagnosis is not None]
+            rows.append((way, when, sum(not j.wrong for j in done), len(done), len(mine)))
     return rows

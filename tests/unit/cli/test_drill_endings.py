@@ -74,8 +74,9 @@ def test_every_kind_of_hang_is_ended_in_every_way_and_a_few_cells_have_all_of_it
 
 
 def test_cells_are_counted_by_way():
-    played = [Judged(STOPPED, None, ""), Judged(STOPPED, None, "no"), Judged(ABSENT, None, "")]
-    assert counted(played) == [("ctrl-c", "before", 1, 1), ("kill-all", "after", 1, 2)]
+    lost = Judged(STOPPED, None, "could not be played: there is no run")
+    played = [Judged(STOPPED, answer(), ""), Judged(STOPPED, answer(), "no"), lost, Judged(ABSENT, answer(), "")]
+    assert counted(played) == [("ctrl-c", "before", 1, 1, 1), ("kill-all", "after", 1, 2, 3)]
 
 
 @pytest.mark.parametrize(
