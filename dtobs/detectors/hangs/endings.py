@@ -128,7 +128,7 @@ def _ending(view: RunView, rank: int) -> Ending:
     kind = _kind_of_exception(raised) if raised is not None else End.OPEN
     if state == RankState.CLOSED and kind not in (End.INTERRUPTED, End.EXITED):
         # Whatever happens after close() is not the training's: Gloo aborts about one exit in ten there.
-        return Ending(rank, End.CLOSED, offset + int(page["heartbeat_ns"]), None, process, heard)
+        return Ending(rank, _kind_of_close(process, heard), offset + int(page["heartbeat_ns"]), None, process, heard)
     if raised is not None and (state == RankState.FAILED or kind in (End.INTERRUPTED, End.EXITED)):
         at = offset + int(raised.get("t_ns") or page["heartbeat_ns"])
         return Ending(rank, kind, at, raised, process, heard)
@@ -137,6 +137,16 @@ def _ending(view: RunView, rank: int) -> Ending:
             return Ending(rank, End.EXCEPTION, gone_ns, None, process, heard)
         return Ending(rank, End.OPEN, 0, None, process, heard)
     return Ending(rank, _kind_of_exit(process, heard), gone_ns, None, process, heard)
+
+
+def _kind_of_close(process: ProcessState | None, heard: frozenset[int]) -> End:
+    """How a session was closed: a program that was told to end may close it on its way out, and says so by its code."""
+    code = process.exit_code if process is not None else None
+    if signals.SIGINT in heard and code in (-signals.SIGINT, 128 + signals.SIGINT):
+        return End.INTERRUPTED
+    if signals.SIGTERM in heard and code in (-signals.SIGTERM, 128 + signals.SIGTERM):
+        return End.TERMINATED
+    return End.CLOSED
 
 
 def _kind_of_exit(process: ProcessState, heard: frozenset[int]) -> End:

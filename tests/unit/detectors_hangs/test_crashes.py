@@ -260,6 +260,16 @@ def test_one_interrupted_rank_is_named(training):
     assert "was interrupted by SIGINT" in finding.summary and "others were not" in finding.next_step
 
 
+def test_one_interrupted_rank_that_closed_its_session_on_the_way_out_is_named(training):
+    run = training(3)
+    run.rank(0).close()
+    hears(run, 0, 2)
+    fails(run.rank(1).advance(1), "RuntimeError", GLOO_CLOSED)
+    late = run.rank(0).clock_ns + 2 * 10**9
+    (finding,) = found(run.view(later=3, processes={0: gone(130), 1: gone(1), 2: gone(-15, ended_ns=late)})).values()
+    assert (finding.code, finding.ranks) == ("rank-dead", (0,))
+
+
 def test_ctrl_c_that_one_rank_could_not_hear_in_native_code_is_no_finding(training):
     """Rank 1 was inside a collective, and raised what its peer's end made of it before it could be interrupted."""
     run = training(2)
