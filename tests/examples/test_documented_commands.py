@@ -55,7 +55,15 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("document", documents(), ids=lambda p: p.relative_to(REPOSITORY).as_posix())
+def marks(document: Path) -> object:
+    """What an example's README says is nearly what `test_examples.py` runs."""
+    return pytest.mark.exhaustive if document.parent.parent.name == "examples" else ()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(d, marks=marks(d), id=d.relative_to(REPOSITORY).as_posix()) for d in documents()],
+)
 def test_commands_run(document: Path, checkout: Path):
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
     for command in filter(is_run, commands(document)):

@@ -66,7 +66,11 @@ def test_example_without_dtobs(tmp_path: Path):
 EXPLANATION = (CRITICAL, "stuck-in-dataloader", [1])
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "ending",
+    [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)],  # tests/faults has more endings
+    ids=lambda s: s.name,
+)
 def test_hang_is_explained_while_it_hangs_and_afterwards(ending: signal.Signals, tmp_path: Path):
     """Ended by Ctrl-C, which torchrun passes on, or by a scheduler that kills everything at once.
 

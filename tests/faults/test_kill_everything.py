@@ -19,7 +19,7 @@ from dtobs.diagnose import diagnose, gather
 from dtobs.recording.view import load_run
 from tests.harness import is_alive, torchrun, wait_until_gone
 
-ROUNDS = int(os.environ.get("DTOBS_KILLS", "2"))
+ROUNDS = int(os.environ.get("DTOBS_KILLS", "1"))
 STEP_LINE = re.compile(r"^step +(\d+)/", re.MULTILINE)
 FLAGS = ("--preset", "debug", "--steps", "100000", "--checkpoint.every", "3", "--run.log_every", "1")
 
