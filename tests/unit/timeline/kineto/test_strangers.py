@@ -177,7 +177,11 @@ def test_files_that_hold_nothing_beside_good_ones(tmp_path: Path):
     assert sum("worker3" in n for n in found.notes) == 1
 
 
-@pytest.mark.parametrize("data", [b"", gzip.compress(b""), gzip.compress(b'{"traceEvents": []}'), b"[]"])
+@pytest.mark.parametrize(
+    "data",
+    [b"", gzip.compress(b""), gzip.compress(b'{"traceEvents": []}'), b"[]"],
+    ids=["empty", "packed nothing", "no events", "a list"],
+)
 def test_a_folder_with_nothing_in_it_is_refused_in_a_line(data: bytes, tmp_path: Path):
     (tmp_path / "rank0.json.gz").write_bytes(data)
     with pytest.raises(TargetError):
