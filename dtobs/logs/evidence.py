@@ -21,7 +21,8 @@ _WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced"})
 """Rows that an exception's message may quote of another process: the exception itself is the rank's own."""
 _DIGITS = b"0123456789"
 _ALIKE, _TAKEN, _SHAPES = 2000, 16, 4096
-"""Of progress lines that look alike but for their digits, all but every sixteenth are left after so many."""
+"""Of progress lines that look alike but for their digits, all but every sixteenth are left after so many, later all but
+every sixty-fourth."""
 _UTC = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
 _COLLECTIVE_FRAME = re.compile(r"#\d{1,4} (?P<name>\S{1,120}) from (?P<file>[^:]{1,400}):(?P<line>\d{1,9})")
@@ -123,10 +124,11 @@ class Evidence:
         """Read one line."""
         self._order += 1
         shape = raw[:400].translate(None, _DIGITS)
-        if not self.hot:
+        if not (self._traces or self._stacks or self._table is not None):
             if shape in self._dull:
                 return
-            if self._boring[shape] > _ALIKE and self._order % _TAKEN:
+            alike = self._boring[shape]
+            if alike > _ALIKE and self._order % (_TAKEN if alike < 2 * _ALIKE else 4 * _TAKEN):
                 self._skipped[shape] = self._order, number, raw
                 return
         origin, text = prefix.split(prefix.plain(raw))

@@ -127,29 +127,24 @@ def _chosen(data: bytes, first: int, anchors: tuple[bytes, ...], hot: Callable[[
     """Lines of `data` with an anchor, in order, and those after one for as long as the caller is hot."""
     if not data:
         return
-    marks = _anchors(anchors).marks(data)
-    number, counted, at = first, 0, 0
-    for mark in marks:
-        while hot() and at < len(data) and at <= mark:
-            end = data.find(b"\n", at)
-            end = len(data) if end < 0 else end
-            number, counted = number + data.count(b"\n", counted, at), at
-            yield number, data[at : min(end, at + MAX_LINE)]
-            at = end + 1
-        if mark < at:
-            continue
-        start = data.rfind(b"\n", at, mark) + 1 or at
-        end = data.find(b"\n", mark)
-        end = len(data) if end < 0 else end
-        number, counted = number + data.count(b"\n", counted, start), start
-        yield number, data[start : min(end, start + MAX_LINE)]
-        at = end + 1
-    while hot() and at < len(data):
-        end = data.find(b"\n", at)
-        end = len(data) if end < 0 else end
-        number, counted = number + data.count(b"\n", counted, at), at
-        yield number, data[at : min(end, at + MAX_LINE)]
-        at = end + 1
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
+    if not len(ends) or ends[-1] != len(data) - 1:
+        ends = np.append(ends, len(data))
+    marked = np.searchsorted(ends, _anchors(anchors).marks(data)).tolist()  # the lines that hold one
+    stops: list[int] = ends.tolist()
+    next_ = 0
+    for line in (*marked, len(stops)):
+        while next_ < line and hot():
+            yield first + next_, _line(data, stops, next_)
+            next_ += 1
+        if next_ <= line < len(stops):
+            yield first + line, _line(data, stops, line)
+            next_ = line + 1
+
+
+def _line(data: bytes, stops: list[int], number: int) -> bytes:
+    start = stops[number - 1] + 1 if number else 0
+    return data[start : min(stops[number], start + MAX_LINE)]
 
 
 class Anchors:
