@@ -57,6 +57,13 @@ def not_completed_text(ranks: Sequence[int], call: str, site: str, peers: str) -
     return f"{ranks_text(ranks)} issued {call}{line} and the device has not done it, while {peers}"
 
 
+def all_issued_text(ranks: Sequence[int], call: str, site: str = "", left: int | None = None) -> str:
+    """Everybody issued a call that does not complete; `left`: on so many of them only, None for all."""
+    line = f" at {site}" if site else ""
+    done = "none completes it" if left is None else f"{left} of them {verb(left, 'do')} not complete it"
+    return f"{named(ranks)} all issued {call}{line} and {done}"
+
+
 def circle_text(waits: Iterable[tuple[Sequence[int], str, Sequence[int]]], odd: Sequence[int] = ()) -> str:
     """Who waits, in which call, for whom; `odd`: who came there by another order than before."""
     parts = list(waits)

@@ -9,7 +9,7 @@ import numpy as np
 from dtobs.calls.frontier import Frontier
 from dtobs.calls.order import History, came_before, odd_ranks
 from dtobs.calls.waits import Call, PendingPair, Root
-from dtobs.calls.words import circle_text, not_completed_text, not_issued_text
+from dtobs.calls.words import all_issued_text, circle_text, not_completed_text, not_issued_text
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.columns import STARTED
 from dtobs.flight_recorder.model import Dumps
@@ -147,12 +147,12 @@ class Verdicts:
         """Every rank issued it and none waits in an older call: the network, or a device if no dump tells starts."""
         words = self.words
         group = self.dumps.groups[call.group]
-        finished = set(call.finished)
-        left = [row for row in call.waiting if row not in finished]
-        summary = (
-            f"all {len(left) + len(finished)} ranks of group {group.label} issued"
-            f" {words.call(call.entry)}{words.site(call.entry)} and"
-            f" {f'{len(left)} do not complete it' if finished else 'none completes it'}"
+        left = len(set(call.waiting) - set(call.finished))
+        summary = all_issued_text(
+            words.ranks({*call.waiting, *call.finished}),
+            words.call(call.entry),
+            words.site(call.entry).removeprefix(" at "),
+            left if call.finished else None,
         )
         blind = self._blind(call)
         if blind:

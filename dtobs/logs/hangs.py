@@ -13,7 +13,7 @@ from typing import Any
 from dtobs.calls.agree import judge
 from dtobs.calls.frontier import UNKNOWN, Frontier, frontier_of
 from dtobs.calls.waits import Root, roots_of
-from dtobs.calls.words import circle_text, mismatch_text, not_completed_text, not_issued_text
+from dtobs.calls.words import all_issued_text, circle_text, mismatch_text, not_completed_text, not_issued_text
 from dtobs.findings import Confidence, Finding
 from dtobs.logs.frontier import P2P, SAME_NUMEL, GroupFrontier, Standing
 from dtobs.words import count, ranks_do, ranks_text
@@ -271,7 +271,7 @@ def _all_in(stall: Stall, heard: Heard) -> Finding:
     p2p = stall.standing.op in P2P
     return Finding(
         "p2p-unmatched" if p2p else "network-stalled",
-        f"{ranks_do(stall.waiting, 'have')} issued {stall.call()} and none completes it",
+        all_issued_text(stall.waiting, stall.call(), stall.standing.site),
         () if not p2p else stall.waiting,
         Confidence.POSSIBLE if p2p or not stall.group.is_default else Confidence.LIKELY,
         group=stall.group.label or None,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dtobs.calls.order import odd_ranks
 from dtobs.calls.words import circle_text
-from dtobs.detectors.hangs.circle import circle
 from dtobs.detectors.hangs.describe import blocked_in, circle_evidence
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
@@ -21,7 +20,7 @@ _MAX_SHOWN = 8
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
     """The first circle, unless a send or a receive is part of it."""
-    ranks = circle(situation, left)
+    ranks = situation.circle(left)
     if not ranks or any(situation.blocked[rank].peer >= 0 for rank in ranks):
         return Told()
     return situation.told([_finding(situation, ranks)])

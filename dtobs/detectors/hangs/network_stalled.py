@@ -9,7 +9,6 @@ What to do next: check the links between the hosts of this group, and run ``dtob
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs.circle import circle, unmatched
 from dtobs.detectors.hangs.describe import blocked_in, collective, group_name, stack_evidence
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Situation, Told
@@ -70,8 +69,8 @@ def _finding(situation: Situation, group: int, seq: int, ranks: tuple[int, ...],
 
 def _lost_messages(situation: Situation, left: frozenset[int], silent: float) -> list[Finding]:
     """Ranks that wait for each other in a circle, one of them for a message whose other half was issued."""
-    ranks = circle(situation, left)
-    lost = [r for r in ranks if situation.blocked[r].peer >= 0 and not unmatched(situation, r)]
+    ranks = situation.circle(left)
+    lost = [r for r in ranks if situation.blocked[r].peer >= 0 and not situation.unmatched(r)]
     if not lost:
         return []
     first = lost[0]

@@ -10,7 +10,6 @@ of micro-batches on all stages, ``batch_isend_irecv`` where both sides send firs
 
 from __future__ import annotations
 
-from dtobs.detectors.hangs.circle import circle, unmatched
 from dtobs.detectors.hangs.describe import Evidence, blocked_in, circle_evidence
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
@@ -21,9 +20,9 @@ _MAX_SHOWN = 4
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
     """The circle of waiting that a send or a receive without its other half closes."""
-    ranks = circle(situation, left)
+    ranks = situation.circle(left)
     between_two = [rank for rank in ranks if situation.blocked[rank].peer >= 0]
-    if not between_two or not all(unmatched(situation, rank) for rank in between_two):
+    if not between_two or not all(situation.unmatched(rank) for rank in between_two):
         return Told()  # a half that was issued and does not arrive is the network's matter
     first = ranks.index(between_two[0])
     ranks = ranks[first:] + ranks[:first]

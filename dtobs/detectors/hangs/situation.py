@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from dtobs.calls.waits import circle_in
 from dtobs.detectors.hangs.calls import Blocked, Calls
 from dtobs.detectors.hangs.desync import Desync, desyncs
 from dtobs.detectors.hangs.endings import End, Ending, all_told, causes, endings
@@ -118,6 +119,19 @@ class Situation:
         """Ranks that have to act before `rank` can go on; [] for a rank that is not blocked."""
         at = self.blocked.get(rank)
         return _awaited(self, rank, at) if at is not None else []
+
+    def circle(self, left: frozenset[int]) -> list[int]:
+        """Ranks among `left` that wait each for the next, the last for the first; [] where none do."""
+        return circle_in({rank: self.awaited(rank) for rank in self.blocked if rank in left}) if self.stuck else []
+
+    def unmatched(self, rank: int) -> bool:
+        """Whether `rank` waits in a send or a receive of which its peer has not issued the other half."""
+        peer, calls = self.blocked[rank].peer, self.calls
+        return peer >= 0 and any(
+            calls.exchanged(rank, peer, mine, group) > calls.exchanged(peer, rank, other, group)
+            for mine, other in (("recv", "send"), ("send", "recv"))
+            for group in calls.exchange_groups(rank, peer)
+        )
 
     def main_stack(self, rank: int) -> ThreadStack | None:
         """The stack of the rank's main thread at the capture; None where there is none or the rank moved on."""
