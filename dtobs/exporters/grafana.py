@@ -264,6 +264,18 @@ def _time() -> list[Panel]:
             empty="the ranks do not communicate",
         ),
         Panel(
+            "What slowness costs",
+            "timeseries",
+            (
+                Query(f"max(dtobs_slowdown_ratio{{{_RUN}}})", "all"),
+                Query(f"max by (stage) (dtobs_slowdown_stage_ratio{{{_RUN}}})", "stage {{stage}}"),
+                Query(f"max by (fix) (dtobs_slowdown_returned_ratio{{{_RUN}}})", "returned by {{fix}}"),
+            ),
+            metric="dtobs_slowdown_ratio",
+            empty="at most 64 ranks are simulated at every scrape; `dtobs whatif` takes more",
+            description="Time over that of the same operations made equal; the share of the loss that a fix returns.",
+        ),
+        Panel(
             "Pipeline bubble, by rank",
             "timeseries",
             (

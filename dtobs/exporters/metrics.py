@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dtobs.exporters import pipelines
+from dtobs.exporters import pipelines, whatif
 from dtobs.exporters import sources as s
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -242,6 +242,30 @@ TABLE: tuple[Metric, ...] = (
         (),
         "pipeline meta entry, closed form",
         pipelines.ideal,
+    ),
+    Metric(
+        "slowdown_ratio",
+        "gauge",
+        "Time of the last steps over that of the same operations made equal (what-if S); 1 is nothing lost",
+        (),
+        "step history or pipeline records, simulated",
+        whatif.slowdown,
+    ),
+    Metric(
+        "slowdown_stage_ratio",
+        "gauge",
+        "The same where only this stage is as slow as it is",
+        ("stage",),
+        "step history or pipeline records, simulated",
+        whatif.by_stage,
+    ),
+    Metric(
+        "slowdown_returned_ratio",
+        "gauge",
+        "Share of the time lost that ideal worst_workers, last_stage or communication would return",
+        ("fix",),
+        "step history or pipeline records, simulated",
+        whatif.returned,
     ),
     # numbers
     _rank("local_gradient_norm", "gauge", "Norm of this rank's gradient before reduction", "local_norm"),

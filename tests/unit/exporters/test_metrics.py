@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dtobs.errors import DependencyMissing
 from dtobs.exporters import prometheus
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import WHATIF_RANKS, Look
 from dtobs.exporters.metrics import BY_NAME, TABLE
 from dtobs.exporters.prometheus import RunCollector, exposition
 from dtobs.exporters.totals import BUCKETS, StepTotals
@@ -43,7 +43,7 @@ def test_rows_follow_the_naming_rules(metric):
     assert "run" not in metric.labels
     assert metric.name == "rank_info" or set(metric.labels) <= {
         "rank", "code", "dimension", "severity", "phase", "reason", "role", "state", "part", "check", "world_size",
-        "torch", "dtobs",
+        "torch", "dtobs", "stage", "fix",
     }  # fmt: skip
     assert (metric.source is None) == (metric.kind == "histogram")
     assert metric.kind != "histogram" or "rank" not in metric.labels
@@ -107,6 +107,37 @@ def test_time_is_partitioned_into_goodput_and_badput(tmp_path: Path):
     elapsed = 20 * 0.11
     assert sum(bad.values()) + look.totals.ranks[0].productive == pytest.approx(elapsed)
     assert found["dtobs_goodput_ratio", ()] == pytest.approx(20 * 0.094 / (elapsed + 1.0))
+
+
+def lopsided(root: Path, world: int, nodes: int = 1) -> FakeRun:
+    """Rank 1 goes forward for 230 ms, the others for 30 and wait for it."""
+    run = FakeRun(root, world, ranks_per_node=world // nodes)
+    for _ in range(12):
+        for rank in run.ranks:
+            slow = rank.number == 1
+            rank.step(forward=0.23 if slow else 0.03, exposed=0.005 if slow else 0.205)
+    return run
+
+
+def test_what_a_slow_rank_costs_and_what_fixing_it_returns(tmp_path: Path):
+    look = replace(full_look(tmp_path / "other"), view=lopsided(tmp_path / "run", 4).view(), totals=StepTotals())
+    found = samples(exposition(look))
+    # Equal would be the mean, 80 ms: that is 150 ms of each step.
+    rest = look.view.steps(1).records[1][0]
+    step = sum(int(rest[f"{part}_ns"]) for part in ("data", "forward", "backward", "exposed", "optimizer")) / 1e9
+    assert found["dtobs_slowdown_ratio", ()] == pytest.approx(step / (step - 0.15), rel=1e-6)
+    assert found["dtobs_slowdown_returned_ratio", (("fix", "worst_workers"),)] == pytest.approx(1.0, abs=0.01)
+    assert found["dtobs_slowdown_returned_ratio", (("fix", "communication"),)] == pytest.approx(0.0, abs=0.01)
+    assert not any(name == "dtobs_slowdown_stage_ratio" for name, _ in found)
+
+
+def test_what_slowness_costs_is_the_leads_to_say_and_not_of_a_large_run(tmp_path: Path):
+    small = lopsided(tmp_path / "run", 2).view()
+    large = lopsided(tmp_path / "large", WHATIF_RANKS + 1).view()
+    look = full_look(tmp_path / "other")
+    for other in (replace(look, view=small, leads=False), replace(look, view=large)):
+        found = samples(exposition(replace(other, totals=StepTotals())))
+        assert not any("slowdown" in name for name, _ in found)
 
 
 def test_noise_scale_formula(tmp_path: Path):
