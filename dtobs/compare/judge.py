@@ -28,6 +28,8 @@ _MUST_AGREE = ("tokens a step", "weight of the losses", "learning rate")
 _EFFECTS = ("gradient norm", "loss")
 _PRECISION = ("parameter dtypes", "default dtype", "float32 matmul precision", "autocast", "NVIDIA_TF32_OVERRIDE")
 _MODES = ("dropout and batch-norm layers in training mode", "dropout", "batch norm", "trained parameters")
+_LEAST_SCALED = 1.5
+"""Effective batches this many times apart want another learning rate."""
 _WHOLE = 0.02
 """A factor this near to a whole number, or to one over it, is that."""
 
@@ -115,6 +117,7 @@ def compare(a: Job, b: Job) -> Comparison:
         *_began(a, b, numbers),
         *_settings(a, b, numbers),
         *(d for name in _MUST_AGREE if name in by_name and (d := _exact(by_name[name], a, b, numbers)) is not None),
+        *_not_scaled(by_name, a, b),
         *_inputs(a, b, numbers),
         *_batch_norm(a, b, numbers[0]),
         *_gradients(a, b, numbers, tolerance),
@@ -216,6 +219,31 @@ def _exact(quantity: Quantity, a: Job, b: Job, steps: list[int]) -> Difference |
         "learning rate": f"the learning rate is {figure(right)} in B and {figure(left)} in A{factor}",
     }[quantity.name]
     return Difference(quantity.name, quantity.apart, figure(left), figure(right), said)
+
+
+def _not_scaled(by_name: dict[str, Quantity], a: Job, b: Job) -> list[Difference]:
+    """Another effective batch with the same learning rate, in the first step in which all of it is known.
+
+    Which rule is right (the linear one of Goyal et al. 2017 for SGD, the square root for Adam, none) depends on the
+    optimizer and the task, so it is something to know, and no verdict.
+    """
+    batch, rate = by_name.get("tokens a step"), by_name.get("learning rate")
+    if batch is None or rate is None:
+        return []
+    known = np.isfinite(batch.a) & np.isfinite(batch.b) & np.isfinite(rate.a) & np.isfinite(rate.b)
+    known &= (batch.a > 0) & (batch.b > 0)
+    if not known.any():
+        return []
+    at = int(known.argmax())
+    times = float(batch.b[at] / batch.a[at])
+    if max(times, 1 / times) < _LEAST_SCALED or abs(rate.b[at] - rate.a[at]) > EXACT * abs(rate.a[at]):
+        return []
+    value = figure(float(rate.a[at]))
+    said = (
+        f"the effective batch of B is {figure(times)} times that of A and the learning rate is {value} in both: it is"
+        f" usually scaled by {figure(times)} for SGD and by {figure(times**0.5)} for Adam"
+    )
+    return [Difference("learning rate not scaled", int(np.intersect1d(a.steps, b.steps)[at]), value, value, said, True)]
 
 
 def _factor(ratio: float, a: Job, b: Job) -> str:

@@ -65,6 +65,21 @@ def test_the_reason_goes_before_its_effect(tmp_path: Path):
     assert "8 times" in found.summary
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rate", "said"), [(2048, 1e-3, True), (2048, 4e-3, False), (512, 1e-3, False), (600, 1e-3, False)]
+)
+def test_a_learning_rate_that_does_not_follow_the_batch_is_told(tmp_path: Path, tokens: int, rate: float, said: bool):
+    a = job(tmp_path / "a", curve(), tokens=512, learning_rate=1e-3)
+    found = compare(a, job(tmp_path / "b", curve(), tokens=tokens, learning_rate=rate))
+    told = [cause for cause in found.causes if cause.what == "learning rate not scaled"]
+    assert bool(told) == said
+    for cause in told:
+        assert cause.possible
+        assert cause.step == 1
+        assert "4 times that of A" in cause.summary
+        assert "by 2 for Adam" in cause.summary
+
+
 def test_other_initial_values_name_the_parameter(tmp_path: Path):
     jobs = []
     for name, digest in (("a", 7), ("b", 8)):
