@@ -89,7 +89,7 @@ def _collectives(trace: Trace) -> str:
             bus,
         )
         rows.append(
-            f"<tr><td>{escape(call.op)}</td><td>{escape(call.group or '–')}</td><td>{call.size or '?'}</td>"
+            f"<tr><td>{escape(call.op)}</td><td>{escape(call.group or '–')}</td><td>{escape(call.members)}</td>"
             + "".join(f'<td class="number">{cell}</td>' for cell in cells)
             + "</tr>"
         )

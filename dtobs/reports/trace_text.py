@@ -81,7 +81,7 @@ def _bar(figure: Figures) -> str:
 
 
 def _collectives(trace: Trace) -> list[str]:
-    lines = ["collective      group             ranks   calls        time     exposed     bus GB/s"]
+    lines = ["collective      group                       ranks   calls        time     exposed     bus GB/s"]
     for call in trace.collectives[:_MOST_CALLS]:
         entry = _collective(call)
         lines.append(entry)
@@ -95,7 +95,7 @@ def _collective(call: Collective) -> str:
     exposed = max(e for _, _, _, e in call.by_rank.values())
     bus = "–" if speed is None else f"{speed * bus_factor(call.op, call.size):.2f}"
     return (
-        f"{call.op:<15} {call.group[:16] or '–':<16} {call.size or '?':>6} {count:>7} {time_text(time):>11}"
+        f"{call.op:<15} {call.group[:16] or '–':<16} {call.members[:20]:>16} {count:>7} {time_text(time):>11}"
         f" {time_text(exposed):>11} {bus:>12}"
     )
 

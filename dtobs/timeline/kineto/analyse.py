@@ -18,9 +18,11 @@ from dtobs.timeline.kineto.load import Rank, Spans
 from dtobs.timeline.kineto.matching import Matched, match
 from dtobs.timeline.kineto.names import Kind, bus_factor
 from dtobs.timeline.kineto.straggler import Straggler, straggler
+from dtobs.words import runs_text
 
 SCHEMA = "dtobs.trace/1"
 TOP = 10
+MOST_RUNS = 2
 
 
 @dataclass
@@ -35,6 +37,11 @@ class Collective:
     wait: float | None = None  #: a rank and call, for the last of them, where the ranks could be compared
     transfer: float | None = None  #: from the last arrival to the end, of all calls
     moved: int = 0  #: bytes of the calls that `transfer` is of
+
+    @property
+    def members(self) -> str:
+        """The ranks as text; their number where only that is known, "?" where nothing is."""
+        return runs_text(self.ranks, MOST_RUNS) if self.ranks else str(self.size or "?")
 
     @property
     def algbw(self) -> float | None:
@@ -108,8 +115,8 @@ def _finding(accused: Straggler, ranks: int) -> Finding:
     }
     return Finding(
         "straggler",
-        f"rank {accused.rank} makes the others wait: {accused.late / 1e3:.3g} ms later than its peers in the median"
-        f" step, {accused.share:.0%} of all waiting; {words[accused.kind]}",
+        f"rank {accused.rank} makes the others wait: it comes {accused.late / 1e3:.3g} ms late to its collectives,"
+        f" summed over the median step, {accused.share:.0%} of all waiting; {words[accused.kind]}",
         (accused.rank,),
         accused.confidence,
         evidence=(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dtobs.errors import TargetError
+from dtobs.reports.trace_text import render
 from dtobs.timeline.kineto.analyse import Trace, analyse
 from dtobs.timeline.kineto.names import Kind, kernel_kind, operation
 from tests.unit.timeline.kineto.traces import Host, group, jitter, job, save
@@ -244,3 +245,8 @@ def test_annotations_of_a_stream_are_labels_not_work(tmp_path: Path):
     host.add("cuda_sync", "Stream Sync", 100, 250, stream=7)
     found = analyse([save({0: host}, tmp_path)]).figures[0]
     assert (found.span, found.compute, found.idle) == (400, 200, 200)
+
+
+def test_collectives_name_their_ranks(tmp_path: Path):
+    shown = render(analyse([save(two_groups(), tmp_path)]))
+    assert all(f" {ranks} " in shown for ranks in ("0 and 1", "2 and 3", "0 and 2", "1 and 3"))

@@ -278,6 +278,7 @@ def test_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["trace", str(folder)]) == 3
     out = capsys.readouterr().out
     assert out.startswith(
-        "warning, certain: rank 1 makes the others wait: 6 ms later than its peers in the median step"
+        "warning, certain: rank 1 makes the others wait: it comes 6 ms late to its collectives, summed over the median"
+        " step"
     )
     assert "all_reduce" in out and "ampere_sgemm" in out
