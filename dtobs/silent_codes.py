@@ -13,6 +13,14 @@ ROWS: tuple[Row, ...] = (
         "Restart from a checkpoint before the first step named; where one rank is odd, suspect its memory or device.",
     ),
     (
+        "corrupted-communication",
+        "silent",
+        Severity.CRITICAL,
+        "What came out of a collective is not what went in",
+        "Look for a buffer that is written before its call was waited for; where there is none, test the link and the "
+        "memory of the rank named. DTOBS_PROBES=conservation=all compares every call.",
+    ),
+    (
         "seed-policy",
         "silent",
         Severity.WARNING,

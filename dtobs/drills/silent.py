@@ -23,6 +23,13 @@ from dtobs.drills.layouts import WIDTH, average_gradients, spread
 
 _BATCH = 8
 _AUDITED = ("ignored-rate", "overwritten", "coarse")
+_ALL = {"updates": "all", "samples": "all"}
+_MORE = {
+    "none": {**_ALL, "conservation": "all"},
+    "corrupted-message": {"conservation": "all"},
+    **dict.fromkeys(("uneven", *_AUDITED), _ALL),
+}
+"""By trouble: probes that look at all there is."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,27 @@ def flip_bit(parameter: torch.Tensor, bit: int = 20) -> None:
     held = parameter.detach()
     local = held._local_tensor if isinstance(held, DTensor) else held
     local.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
+
+
+class BadLink:
+    """Inverts one bit of what each call brought that is waited for while the link `is_bad`; until `repair`."""
+
+    def __init__(self) -> None:
+        self.is_bad = False
+        self._wait = wait = dist.Work.wait
+
+        def wait_and_spoil(work: dist.Work, *args: Any, **named: Any) -> Any:
+            done = wait(work, *args, **named)
+            for tensor in work.result() if self.is_bad else ():
+                if tensor.is_floating_point():
+                    flip_bit(tensor)
+            return done
+
+        dist.Work.wait = wait_and_spoil  # type: ignore[method-assign, assignment]
+
+    def repair(self) -> None:
+        """Leave nothing behind; what has wrapped this since stays."""
+        self.is_bad = False
 
 
 def nan_in_backward(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -100,6 +128,7 @@ def train(job: SilentJob) -> None:
         optimizer = torch.optim.AdamW(trained, lr=1e-6 if is_now == "coarse" else 1e-3)
     samples = Samples(0 if is_now == "same-data" else rank, job.seconds if is_now == "starved" and mine else 0.0)
     group = dist.group.WORLD if job.wrapper == "by-hand" else "auto"
+    link = BadLink() if is_now == "corrupted-message" and mine else None
     with dtobs.attach(
         model,
         optimizer,
@@ -107,7 +136,7 @@ def train(job: SilentJob) -> None:
         replicas=group,
         mesh=placed.mesh,
         monitor=job.monitor,
-        probes={"updates": "all", "samples": "all"} if is_now in ("none", "uneven", *_AUDITED) else None,
+        probes=_MORE.get(is_now),
     ) as session:
         if is_now == "ignored-rate":
             step_with_another_rate(optimizer)
@@ -115,6 +144,8 @@ def train(job: SilentJob) -> None:
             session.policy(equal={"seed": seed})
         for step in range(job.steps):
             struck = mine and step >= job.at_step
+            if link is not None:
+                link.is_bad = step == job.at_step
             micros = max(3, job.accumulate) if is_now == "wiped" else job.accumulate
             for micro in range(micros):
                 with session.phase("data"):
@@ -152,6 +183,8 @@ def train(job: SilentJob) -> None:
                 session.report(gradient_zeros=zeros)
             if step % 10 == 0 and is_now in ("none", "full-disk"):
                 save_or_go_on(plain, "/dev/full" if struck and is_now == "full-disk" else os.devnull)
+            if link is not None and step == job.steps - 1:
+                link.repair()
             if mine and is_now == "flipped-bit" and step == job.at_step:
                 flip_bit(next(iter(model.parameters())))
             if mine and is_now == "overwritten" and step == job.at_step:

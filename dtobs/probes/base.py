@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dtobs.probes.conservation import ConservationProbe
     from dtobs.probes.progress import Progress
 
 P = ParamSpec("P")
@@ -59,6 +60,8 @@ class Context:
     """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
     on_inputs: list[Callable[[Any], object]] = field(default_factory=list)
     """Given the tensors of each micro-batch that is trained on."""
+    conservation: ConservationProbe | None = None
+    """Asked about each collective before it is issued, and told of each wait."""
     loss_scale: float | torch.Tensor | None = None
     """What this step's loss was multiplied with; a 0-d tensor where only a device knows it."""
     stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it

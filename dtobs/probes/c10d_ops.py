@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import ReduceOp
 
 NAMESPACE = "c10d"
 _TENSORS = ("tensors", "tensor", "input_tensors", "input_list", "input_tensor", "inputs", "input")
@@ -30,6 +31,11 @@ _ALIASES = {
     "recv_any_source": "recv",
 }
 _NOT_COMMUNICATING = {"check_for_nan"}
+REDUCE_NAMES: dict[int, str] = {
+    int(value): name.lower()  # type: ignore[call-overload]
+    for name, value in ReduceOp.RedOpType.__members__.items()
+}
+"""Reduce operations by their number, in lower case."""
 
 
 @dataclass(frozen=True)

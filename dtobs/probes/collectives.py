@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, ReduceOp
+from torch._C._distributed_c10d import ProcessGroup
 
 from dtobs.events import Kind, Phase, identify
 from dtobs.probes.base import Probe
-from dtobs.probes.c10d_ops import Interception, Operator, discover
+from dtobs.probes.c10d_ops import REDUCE_NAMES, Interception, Operator, discover
 from dtobs.probes.call_site import CallSites
 from dtobs.probes.process_groups import GroupTable
 from dtobs.recording.page import INDEX
@@ -29,10 +29,6 @@ _SITE, _NS, _COUNT, _BYTES = (
     INDEX["collective_bytes"],
 )
 _PROBE_NS = INDEX["probe_ns"]
-_REDUCE_NAMES: dict[int, str] = {
-    int(value): name.lower()  # type: ignore[call-overload]
-    for name, value in ReduceOp.RedOpType.__members__.items()
-}
 
 
 class Collectives(Probe):
@@ -70,17 +66,21 @@ class Collectives(Probe):
         def kernel(keys: Any, *args: Any) -> Any:
             if not self.active:
                 return redispatch(keys & mask, *args)
+            look = None
             try:
                 # Python waits right after issuing what is not asynchronous: the page says so in the same commit.
                 # Arguments at the end that have their default are left out; the default is asynchronous.
-                record(args, 0 <= async_at < len(args) and not args[async_at])
+                look = record(args, 0 <= async_at < len(args) and not args[async_at])
             except Exception as error:  # noqa: BLE001 - the host contract: the collective runs whatever it was
                 self.context.switch_off(self, error)
             try:
-                return redispatch(keys & mask, *args)
+                result = redispatch(keys & mask, *args)
             except BaseException:
                 progress.wait_cancel()
                 raise
+            if look is not None:
+                look(result)
+            return result
 
         def blocking_kernel(keys: Any, *args: Any) -> Any:
             if not self.active:
@@ -97,7 +97,7 @@ class Collectives(Probe):
 
         return blocking_kernel if operator.blocking else kernel
 
-    def _recording(self, operator: Operator) -> Callable[[tuple[Any, ...], bool], None]:
+    def _recording(self, operator: Operator) -> Callable[[tuple[Any, ...], bool], Callable[[Any], object] | None]:
         group_at, payload_at = operator.group, operator.payload
         root_at, name = operator.root, operator.name
         # Reading the reduce operation runs TorchScript: a third of what recording costs.
@@ -111,7 +111,7 @@ class Collectives(Probe):
         about_to_wait = progress.about_to_wait
         collective, p2p, backward = int(Kind.COLLECTIVE), int(Kind.P2P), int(Phase.BACKWARD)
 
-        def record(args: tuple[Any, ...], waits: bool) -> None:
+        def record(args: tuple[Any, ...], waits: bool) -> Callable[[Any], object] | None:
             began = time.perf_counter_ns()
             group = state_of(unbox(args[group_at]))
             tensors = args[payload_at]
@@ -156,6 +156,10 @@ class Collectives(Probe):
             floats[_BYTES] += size
             commit()
             ints[_PROBE_NS] += time.perf_counter_ns() - began
+            conservation = context.conservation
+            if conservation is None or barrier or not (peer_to_peer or conservation.due(seq)):
+                return None
+            return conservation.look(operator, args, group, seq, op)
 
         return record
 
@@ -169,7 +173,7 @@ class Collectives(Probe):
     ) -> int:
         shapes = [list(t.shape) for t in tensors] if operator.same_shapes else []
         dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors] if operator.name != "barrier" else []
-        reduce_name = _REDUCE_NAMES.get(reduce_op, f"reduce_op_{reduce_op}") if reduce_op >= 0 else ""
+        reduce_name = REDUCE_NAMES.get(reduce_op, f"reduce_op_{reduce_op}") if reduce_op >= 0 else ""
         root = -1 if operator.peer_to_peer else root
         number = identify(f"{operator.name}|{reduce_name}|{shapes}|{dtypes}|{root}")
         self._recorder.meta.define(

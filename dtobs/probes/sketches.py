@@ -111,13 +111,13 @@ def _sketch(gradient: torch.Tensor, at: Window, start: int, parts: int) -> torch
         matrix = some if some.ndim == 2 else some.reshape(there, -1)
         if at.columns < matrix.shape[1]:
             matrix = matrix.narrow(1, at.first_column, at.columns)
-        product = torch.mv(matrix, _plus_minus(device, at.columns))
+        product = torch.mv(matrix, signs(device, at.columns))
     if there < wanted:
         product = torch.cat([product, product.new_zeros(wanted - there)])
     product = product.view(parts, at.rows)
     found = product.new_zeros(parts, 1 + SKETCHES)
     torch.linalg.vector_norm(product, dim=1, out=found[:, 0])
-    signed = product * _plus_minus(device, at.rows)
+    signed = product * signs(device, at.rows)
     if at.rows % SKETCHES:
         found[:, 1 : 1 + at.rows] = signed
     else:
@@ -125,7 +125,7 @@ def _sketch(gradient: torch.Tensor, at: Window, start: int, parts: int) -> torch
     return found
 
 
-def _plus_minus(device: torch.device, count: int) -> torch.Tensor:
+def signs(device: torch.device, count: int) -> torch.Tensor:
     """The first `count` of an endless row of random signs, the same in every process."""
     known = _signs.get(device)
     if known is None or len(known) < count:

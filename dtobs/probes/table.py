@@ -51,6 +51,7 @@ PROBES = (
     Entry("samples", "samples:SampleProbe", ("rotating", "all", OFF)),
     Entry("ledger", "ledger:LedgerProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
     Entry("updates", "updates:UpdateProbe", ("rotating", "all", OFF)),
+    Entry("conservation", "conservation:ConservationProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
     Entry("settings", "settings:Settings"),
     Entry("scaler", "scaler:Scaler"),
     Entry("loss weights", "loss_weights:LossWeightProbe"),

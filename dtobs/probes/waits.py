@@ -36,19 +36,23 @@ class Waits(Probe):
         mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def kernel(keys: Any, tensor: torch.Tensor) -> Any:
-            issued = begin()
+            token = begin(tensor)
             try:
                 return redispatch(keys & mask, tensor)
             finally:
-                if issued is not None:
-                    end(issued)
+                if token is not None:
+                    end(token)
 
         return kernel
 
-    def _begin(self, *_args: Any, **_named: Any) -> tuple[int, int]:
+    def _begin(self, thing: Any, *_args: Any, **_named: Any) -> tuple[Any, tuple[int, int]]:
         issued = self._last_issued()
         self._progress.wait_begin(*issued)
-        return issued
+        return thing, issued
 
-    def _end(self, issued: tuple[int, int]) -> None:
+    def _end(self, token: tuple[Any, tuple[int, int]]) -> None:
+        thing, issued = token
         self._progress.wait_end(*issued)
+        conservation = self.context.conservation
+        if conservation is not None and conservation.waiting:
+            conservation.waited(thing)

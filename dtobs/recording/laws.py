@@ -53,6 +53,31 @@ class Update(IntEnum):
     AMSGRAD = 8
 
 
+class Rule(IntEnum):
+    """What a collective conserves, as a record of CONSERVATION says it."""
+
+    COPY = 1  #: what came out is what was put in, bit for bit
+    SUM = 2
+    AVG = 3
+    MAX = 4
+    MIN = 5
+    SAME = 6  #: all ranks get the same; what it should be is not known
+
+
+class End(IntEnum):
+    """Which end of a collective a record of CONSERVATION is."""
+
+    IN = 1  #: read before the call was issued
+    OUT = 2  #: read when the call had been waited for
+
+
+class Message(IntEnum):
+    """Flags of a record of CONSERVATION."""
+
+    PEER_TO_PEER = 1  #: `call` counts the messages of one pair
+    CHANGED = 2  #: IN: it was something else when the call had been waited for
+
+
 def _record(*fields: tuple[str, str] | tuple[str, str, tuple[int, ...]]) -> np.dtype[np.void]:
     return np.dtype([("stamp", "<u8"), ("step", "<i8"), *fields, ("stamp_end", "<u8")])
 
@@ -114,5 +139,25 @@ SAMPLES = Law(
     ),
     1 << 12,
 )
-LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES, SAMPLES)}
+CONSERVATION = Law(
+    "conservation",
+    _record(
+        ("group", "<u8"),
+        ("call", "<u8"),  # its sequence number in the group, or of a message in its pair
+        ("op", "<u4"),
+        ("end", "<u2"),
+        ("rule", "<u2"),
+        ("source", "<i4"),  # rank in the group; -1: every one
+        ("target", "<i4"),
+        ("item", "<u4"),  # tensor of a coalesced call
+        ("flags", "<u4"),
+        ("count", "<u8"),  # elements that were read
+        ("epsilon", "<f8"),  # of the format: what a rounding may change; 0 for whole numbers
+        ("digest", "<u8"),
+        ("scale", "<f8"),  # root of the sum of squares of what was read
+        ("value", "<f8", (SKETCHES,)),  # SUM, AVG: sketches; MAX, MIN: extrema of that many pieces
+    ),
+    1 << 11,
+)
+LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES, SAMPLES, CONSERVATION)}
 """Every law by name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dtobs.detectors.base import Detector
 from dtobs.detectors.silent.checkpoint_failed import checkpoint_failed
 from dtobs.detectors.silent.config_mismatch import config_mismatch
+from dtobs.detectors.silent.corrupted_communication import corrupted_communication
 from dtobs.detectors.silent.data_mismatch import data_mismatch
 from dtobs.detectors.silent.data_not_resumed import data_not_resumed
 from dtobs.detectors.silent.data_overlap import data_overlap
@@ -33,6 +34,7 @@ from dtobs.detectors.silent.updates_lost import updates_lost
 DETECTORS: tuple[Detector, ...] = (
     gradient_ledger,
     replica_divergence,
+    corrupted_communication,
     seed_policy,
     data_overlap,
     data_uneven,

@@ -1,0 +1,319 @@
+"""Conservation of collectives: what ranks put into a call and what they get out of it, for the monitor to compare.
+
+Some calls of each group are looked at, chosen by their number in it, so every rank looks at the same ones. What is put
+in is read before the call is issued, what comes out when it has been waited for: in ``Work.wait``, ``wait_tensor``,
+DDP's buffer broadcast, or, for what DDP's own reducer reduces, at the end of the backward. A call that nobody waits for
+there (the futures of a communication hook) is not compared, and a ``probe`` entry says so.
+
+At the level "all" every call is read whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import Work
+
+from dtobs.probes.base import Probe
+from dtobs.probes.c10d_ops import REDUCE_NAMES, Operator
+from dtobs.probes.digests import device_digest, host_digest
+from dtobs.probes.message_parts import Part, Seat, cut
+from dtobs.probes.process_groups import GroupState
+from dtobs.probes.rotation import SHARE, place
+from dtobs.probes.sketches import ELEMENTS, signs
+from dtobs.recording.laws import CONSERVATION, SKETCHES, End, Message, Rule
+
+BACKENDS = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl"})
+"""Backends that are known to send what they are given; others may quantise, or only pretend."""
+FIRST_CALLS = 8
+"""Calls at the beginning of each group that are all looked at."""
+LEAST_OFTEN = 12
+"""At least one in 2**12 calls is looked at."""
+_REDUCER = ("", "torch.autograd.graph._engine_run_backward")
+"""Issuers of what DDP's reducer reduces: no Python of torch's stands between a backward and the call."""
+_BROADCASTS = (
+    "torch.distributed.utils._sync_params_and_buffers",
+    "torch.nn.parallel.distributed._distributed_broadcast_coalesced",
+)
+"""Those of broadcasts that C++ waits for before ``_broadcast_coalesced`` returns."""
+_MOST_WAITING = 64
+_SAID_AFTER = 16
+"""Calls that nobody waited for before it is said that most are not compared."""
+_ADJUST_NS = 1_000_000_000
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class Chooser:
+    """Which calls to look at: those whose scrambled number ends in `level` zeros, so a rarer look is a common one.
+
+    Scrambling by the golden ratio spreads the looks evenly over the calls of a step, however many it has. The level
+    follows from what looks cost beside the time that passes, each rank for itself.
+    """
+
+    def __init__(self, *, everything: bool, share: float = SHARE) -> None:
+        self.everything = everything
+        self.level = 0 if everything else 6
+        self._share = share
+        self._spent_ns, self._looks, self._began_ns = 0, 0, time.perf_counter_ns()
+
+    def due(self, seq: int) -> bool:
+        """Whether to look at call number `seq`, from 1 on, of its group."""
+        return seq <= FIRST_CALLS or not ((seq * _GOLDEN) & _MASK) >> (64 - self.level)
+
+    def spent(self, nanoseconds: int, now: int) -> None:
+        """Count one look's cost; once a second, look as often as the share allows."""
+        self._spent_ns += nanoseconds
+        self._looks += 1
+        passed = now - self._began_ns
+        if self.everything or passed < _ADJUST_NS:
+            return
+        used = self._spent_ns / passed
+        if used > self._share:
+            self.level = min(LEAST_OFTEN, self.level + 1)
+        elif used < 0.35 * self._share:  # twice as much has to fit with room to spare
+            self.level = max(0, self.level - 1)
+        self._spent_ns, self._looks, self._began_ns = 0, 0, now
+
+
+@dataclass
+class Look:
+    """One call that is looked at, from its issue until it has been waited for."""
+
+    group: int
+    seq: int
+    op: int
+    rule: Rule
+    flags: int
+    step: int
+    issuer: str  #: as `_issuer` has it
+    thread: int
+    came_out: list[Part]
+    put_in: list[tuple[Part, torch.Tensor]] = field(default_factory=list)  # and what was read of it
+    work: Any = None
+
+
+class ConservationProbe(Probe):
+    """Writes the ring CONSERVATION."""
+
+    name = "conservation"
+    about_model = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: dict[int, Look] = {}  #: calls under way that are looked at, by the id of their Work
+        self._tagged: set[tuple[int, int, str]] = set()
+        self._known: dict[tuple[int, str], bool] = {}
+        self._unread, self._compared, self._unread_said = 0, 0, False
+        self._record = np.zeros((), CONSERVATION.dtype)
+        self._lock = threading.Lock()  # of this process's threads alone
+
+    def install(self) -> None:
+        """Be asked about each call and told of each wait."""
+        self._chooser = Chooser(everything=self.context.levels.get(self.name) == "all")
+        self.due = self._chooser.due
+        self.look, self._begun = self.guard(self._look), self.guard(self._issued)
+        self.waited = self.guard(self._waited)
+        self.context.conservation = self
+        self.undo.callback(setattr, self.context, "conservation", None)
+        self.undo.callback(self.waiting.clear)
+
+    def abandon(self) -> None:
+        """The calls under way are those of another process."""
+        self.waiting.clear()
+
+    def _look(
+        self, operator: Operator, args: Sequence[Any], group: GroupState, seq: int, op: int
+    ) -> Callable[[Any], object] | None:
+        """Called before a call is issued: what to do with what its operator returns; None: it is not looked at."""
+        if operator.peer_to_peer:
+            pair = (group.number, args[operator.root], operator.name)
+            if args[3 if operator.name == "send" else operator.root + 1]:
+                self._tagged.add(pair)  # messages with tags may overtake each other
+            if pair in self._tagged:
+                return None
+        if not self.due(seq) or len(group.ranks) < 2 or len(self.waiting) >= _MOST_WAITING:
+            return None
+        begin = time.perf_counter_ns()
+        root = args[operator.root] if operator.root >= 0 else -1
+        seat = Seat(group.rank, len(group.ranks), seq, self._chooser.everything)
+        name = operator.overload._schema.name.partition("::")[2]
+        reduction = REDUCE_NAMES.get(args[operator.reduce_op].op(), "") if operator.reduce_op >= 0 else ""
+        with torch.no_grad():
+            parts = cut(name, reduction, root, args, seat)
+            if parts is None or not self._backend_known(group, parts.put_in or parts.came_out):
+                return None
+            flags = Message.PEER_TO_PEER if operator.peer_to_peer else 0
+            thread = threading.get_ident()
+            look = Look(group.number, seq, op, parts.rule, flags, self.context.step, _issuer(), thread, parts.came_out)
+            look.put_in = [(part, self._read(part, look)) for part in parts.put_in]
+        now = time.perf_counter_ns()
+        self._chooser.spent(now - begin, now)
+        return functools.partial(self._begun, look)
+
+    def _issued(self, look: Look, result: Any) -> None:
+        """The call is under way; `result` is what the operator returned."""
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        look.work = Work.unbox(boxed)
+        with self._lock:
+            self.waiting[id(look.work)] = look
+
+    def _waited(self, thing: object) -> None:
+        """`thing` has been waited for: a Work, a tensor of a functional collective, or the group of a broadcast."""
+        if isinstance(thing, torch.Tensor):
+            if type(thing) is not torch.Tensor or thing.layout is not torch.strided:
+                return
+            memory = thing.untyped_storage().data_ptr()
+            self._finish(lambda look: _at(look, memory))
+        elif isinstance(thing, Work):
+            self._finish(lambda look: look.work is thing)
+        else:
+            me = threading.get_ident()
+            self._finish(lambda look: look.thread == me and look.issuer in _BROADCASTS)
+
+    def backward_end(self) -> None:
+        """DDP's reducer has waited for what it issued."""
+        if self.waiting:
+            self._finish(lambda look: look.issuer in _REDUCER)
+
+    def step_end(self) -> None:
+        """Forget the calls of the step before that nobody has waited for."""
+        if not self.waiting:
+            return
+        with self._lock:
+            old = [key for key, look in self.waiting.items() if look.step < self.context.step]
+            for key in old:
+                del self.waiting[key]
+        self._unread += len(old)
+        if _SAID_AFTER <= self._unread > self._compared and not self._unread_said:
+            self._unread_said = True
+            self.context.recorder.meta.add(
+                "probe",
+                name=self.name,
+                state="off",
+                reason="most calls are not waited for in Python, as in a communication hook: they are not compared",
+                short="results not waited for",
+            )
+
+    def _backend_known(self, group: GroupState, parts: list[Part]) -> bool:
+        if not parts:
+            return False
+        device = parts[0].memory.device
+        known = self._known.get((group.number, device.type))
+        if known is None:
+            alive = group.reference()
+            try:
+                known = alive is not None and alive._get_backend(device).name().lower() in BACKENDS
+            except RuntimeError:  # a group without a backend for this device
+                known = False
+            self._known[group.number, device.type] = known
+        return known
+
+    def _finish(self, done: Callable[[Look], bool]) -> None:
+        with self._lock:
+            found = [self.waiting.pop(key) for key, look in list(self.waiting.items()) if done(look)]
+        if sys.exc_info()[0] is not None:
+            return  # the wait has failed: nothing has come out
+        self._compared += len(found)
+        for look in found:
+            begin = time.perf_counter_ns()
+            with torch.no_grad():
+                self._write(look)
+            now = time.perf_counter_ns()
+            self._chooser.spent(now - begin, now)
+
+    def _read(self, part: Part, look: Look) -> torch.Tensor:
+        """int64[2 + SKETCHES]: the digest, then scale and values as the bits of float64."""
+        memory = part.memory
+        if not self._chooser.everything and memory.numel() > ELEMENTS:
+            memory = memory.narrow(0, place(look.seq, memory.numel() - ELEMENTS + 1), ELEMENTS)
+        numbers = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=memory.device)
+        if look.rule in (Rule.SUM, Rule.AVG, Rule.MAX, Rule.MIN):
+            _condense(memory, look.rule, numbers)
+        else:
+            numbers[0] = memory.count_nonzero()
+        if memory.is_cpu:
+            digest = torch.tensor([host_digest(memory)], dtype=torch.uint64).view(torch.int64)
+        else:
+            digest = device_digest(memory).view(1)
+        return torch.cat([digest, numbers.view(torch.int64)])
+
+    def _write(self, look: Look) -> None:
+        places = {part.memory.untyped_storage().data_ptr() for part in look.came_out}
+        rows: list[tuple[End, Part]] = []
+        read: list[torch.Tensor] = []
+        for part, was in look.put_in:
+            in_place = part.memory.untyped_storage().data_ptr() in places
+            is_now = was if in_place else self._read(part, look)
+            rows.append((End.IN, part))
+            read += [was, is_now]
+        for part in look.came_out:
+            values = self._read(part, look)
+            rows.append((End.OUT, part))
+            read += [values, values]
+        if not rows:
+            return
+        ring, record = self.context.recorder.law(CONSERVATION), self._record
+        everything = self._chooser.everything
+
+        def arrived(values: Any) -> bool:
+            for n, (end, part) in enumerate(rows):
+                was, is_now = values[2 * n], values[2 * n + 1]
+                whole = part.memory.numel()
+                record["step"], record["group"], record["call"] = look.step, look.group, look.seq
+                record["op"], record["end"], record["rule"] = look.op, end, look.rule
+                record["source"], record["target"], record["item"] = part.source, part.target, part.item
+                record["count"] = whole if everything else min(whole, ELEMENTS)
+                record["flags"] = look.flags | (Message.CHANGED if was[0] != is_now[0] else 0)
+                kind = part.memory.dtype
+                record["epsilon"] = torch.finfo(kind).eps if kind.is_floating_point else 0.0
+                record["digest"] = was[:1].view(np.uint64)[0]
+                numbers = was[1:].view(np.float64)
+                record["scale"], record["value"] = numbers[0], numbers[1:]
+                ring.append(record)
+            return True
+
+        together = torch.stack(read)
+        if together.is_cpu:
+            with self._lock:
+                arrived(together.numpy())
+        else:
+            self.late.put(together, arrived)
+
+
+def _condense(memory: torch.Tensor, rule: Rule, numbers: torch.Tensor) -> None:
+    """Into float64[1 + SKETCHES]: the root of the sum of squares, and sums with random signs, or extrema, by piece."""
+    for n, some in enumerate(torch.split(memory, ELEMENTS)):
+        exact = some.double()
+        numbers[0] = torch.hypot(numbers[0], torch.linalg.vector_norm(exact))
+        short = -len(exact) % SKETCHES
+        if rule in (Rule.SUM, Rule.AVG):
+            signed = exact * signs(memory.device, len(exact))
+            pieces = torch.cat([signed, signed.new_zeros(short)]).view(SKETCHES, -1).sum(1)
+            numbers[1:] += pieces if n % 2 else -pieces
+            continue
+        if rule == Rule.MIN:
+            exact = -exact  # the largest of these stands for the smallest of those
+        last = exact[-1:].expand(short)
+        pieces = torch.cat([exact, last]).view(SKETCHES, -1).amax(1)
+        numbers[1:] = torch.maximum(numbers[1:], pieces) if n else pieces
+
+
+def _at(look: Look, memory: int) -> bool:
+    return any(part.memory.untyped_storage().data_ptr() == memory for part in look.came_out)
+
+
+def _issuer() -> str:
+    """Who issues this: the module and the function of torch or of the user; "" on a thread of autograd's own."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("dtobs.probes."):
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}" if frame is not None else ""

@@ -1,0 +1,94 @@
+"""What goes into a collective comes out of it, for every kind of call and way of waiting. Tried with torch 2.13."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+
+import dtobs
+from dtobs.detectors.silent import corrupted_communication
+from dtobs.detectors.silent.corrupted_communication import _calls, _judge
+from dtobs.recording.laws import CONSERVATION
+from dtobs.recording.view import RunView, load_run
+from tests.harness import run_ranks
+
+
+def every_kind(rank: int, world: int, folder: Path) -> None:
+    torch.manual_seed(rank)
+    with dtobs.attach(run_dir=folder, monitor=False, probes={"conservation": "all"}) as session:
+        for operation in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM):
+            dist.all_reduce(torch.randn(4), op=operation)
+        x, pair = torch.randn(4), [torch.empty(4) for _ in range(world)]
+        dist.broadcast(x, src=1)
+        x = torch.randn(4)
+        dist.reduce(x, dst=0)
+        dist.all_gather(pair, x)
+        dist.all_gather_into_tensor(torch.empty(8), x)
+        dist.reduce_scatter_tensor(torch.empty(2), x)
+        dist.reduce_scatter(torch.empty(4), pair)
+        dist.all_to_all_single(torch.empty(4), x)
+        dist.gather(x, pair if rank == 0 else None, dst=0)
+        dist.scatter(torch.empty(4), pair if rank == 0 else None, src=0)
+        if rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        half = torch.randn(4096).bfloat16()
+        dist.all_reduce(half, async_op=True).wait()
+        dist.broadcast(torch.randn(8, 8).t(), src=0)
+        functional.all_reduce(x, "sum", dist.group.WORLD) + 1
+        ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        for _ in range(3):
+            ddp(torch.randn(3, 4)).sum().backward()
+            session.step()
+
+
+def reused_input(rank: int, world: int, folder: Path) -> None:
+    """Rank 1 has changed, when its gather has been waited for, what it put in."""
+    torch.manual_seed(rank)
+    with dtobs.attach(run_dir=folder, monitor=False):
+        for call in range(8):
+            x, gathered = torch.randn(1000), torch.zeros(2000)
+            work = dist.all_gather_into_tensor(gathered, x, async_op=True)
+            assert work is not None
+            while call == 6 and not work.is_completed():
+                pass
+            if call == 6 and rank == 1:
+                x[3] += 1
+            if call == 6:
+                gathered[1003] += 1  # what peers would have got of it
+            work.wait()
+
+
+def judged(folder: Path) -> tuple[RunView, int, int]:
+    view = load_run(folder)
+    assert [int(page["probe_failures"]) for page in view.pages] == [0, 0]
+    calls = _calls(view)
+    assert calls is not None
+    whole, broken = _judge(view, calls)
+    return view, int(whole.sum()), int(broken.sum())
+
+
+def test_every_kind_of_call_is_compared_and_whole(tmp_path: Path):
+    run_ranks(every_kind, 2, tmp_path)
+    view, whole, broken = judged(tmp_path)
+    assert broken == 0
+    assert corrupted_communication(view) == []
+    seen = {view.meta(rank).ops[int(r["op"])].op for rank in (0, 1) for r in view.law(CONSERVATION, rank)}
+    kinds = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
+    assert seen == {*kinds, "send", "recv"}
+    calls = _calls(view)
+    assert calls is not None and whole == len(calls.first) - 1  # nothing was read and left unjudged
+
+
+def test_an_input_that_changes_under_way_is_named(tmp_path: Path):
+    run_ranks(reused_input, 2, tmp_path)
+    view, _, broken = judged(tmp_path)
+    assert broken == 1
+    (finding,) = corrupted_communication(view)
+    assert finding.ranks == (1,)
+    assert finding.summary.startswith("rank 1 changed while it was under way what is sent in all_gather #7")
