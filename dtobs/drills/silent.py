@@ -55,11 +55,11 @@ def flip_bit(parameter: torch.Tensor, bit: int = 20) -> None:
 
 
 class BadLink:
-    """Inverts one bit of what each call brought that is waited for while the link `is_bad`; until `repair`."""
+    """Inverts one bit of what each call brought that is waited for while the link `is_bad`, in this process."""
 
     def __init__(self) -> None:
         self.is_bad = False
-        self._wait = wait = dist.Work.wait
+        wait = dist.Work.wait
 
         def wait_and_spoil(work: dist.Work, *args: Any, **named: Any) -> Any:
             done = wait(work, *args, **named)
@@ -69,10 +69,6 @@ class BadLink:
             return done
 
         dist.Work.wait = wait_and_spoil  # type: ignore[method-assign, assignment]
-
-    def repair(self) -> None:
-        """Leave nothing behind; what has wrapped this since stays."""
-        self.is_bad = False
 
 
 def nan_in_backward(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -183,8 +179,6 @@ def train(job: SilentJob) -> None:
                 session.report(gradient_zeros=zeros)
             if step % 10 == 0 and is_now in ("none", "full-disk"):
                 save_or_go_on(plain, "/dev/full" if struck and is_now == "full-disk" else os.devnull)
-            if link is not None and step == job.steps - 1:
-                link.repair()
             if mine and is_now == "flipped-bit" and step == job.at_step:
                 flip_bit(next(iter(model.parameters())))
             if mine and is_now == "overwritten" and step == job.at_step:

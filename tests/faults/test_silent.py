@@ -25,6 +25,7 @@ CASES = [
 """Each trouble under the first wrapper it applies to, and in the exhaustive tests under the others."""
 CONSEQUENCES = {
     "initial-parameters": {"replica-divergence"},
+    "corrupted-message": {"replica-divergence"},
     "starved": {"straggler"},
     "unwrapped": {"replica-divergence"},
     "rescaled": {"replica-divergence"},

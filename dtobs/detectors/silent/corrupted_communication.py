@@ -216,8 +216,25 @@ def _who(
             f"{ranks_text(odd)} got another result than {'its' if len(odd) == 1 else 'their'} peers out of",
             Confidence.CERTAIN,
         )
+    off = _off(records, len(members)) if len(counts) > 1 else []
+    if off:
+        odd = sorted(int(rank) for rank in ranks[out][off])
+        return odd, f"{ranks_text(odd)} got another result than what all ranks gave to", Confidence.CERTAIN
     if len(counts) > 1:
         return sorted(digests), f"{ranks_text(sorted(digests))} got different results out of", Confidence.CERTAIN
     if changed and records["target"][0] < 0:
         return changed, wrote, Confidence.CERTAIN
     return sorted(members), "what came out is not the reduction of what went into", Confidence.LIKELY
+
+
+def _off(records: npt.NDArray[np.void], size: int) -> list[int]:
+    """Which of the results, in their order, are far from what went in, where others are not; [] where that is open."""
+    given, out = records[records["end"] == End.IN], records[records["end"] == End.OUT]
+    rule = int(records["rule"][0])
+    if rule == Rule.SAME:
+        return []
+    inputs = given["value"]
+    wanted = inputs.max(0) if rule in (Rule.MAX, Rule.MIN) else inputs.sum(0) / (size if rule == Rule.AVG else 1)
+    apart = np.abs(out["value"] - wanted).max(1)
+    clear = max(_FLOOR * float(given["scale"].sum()), 10 * float(apart.min()))
+    return [int(n) for n in np.flatnonzero(apart > clear)]

@@ -149,6 +149,15 @@ def test_a_rank_that_wrote_into_its_input_is_named_with_certainty(tmp_path: Path
     assert "rank 1 changed while it was under way what is sent in" in finding.summary
 
 
+def test_two_results_that_differ_are_told_apart_by_what_went_in(tmp_path: Path):
+    def two_and_two(ends: Ends) -> None:
+        for rank in (0, 2):
+            flip(ends.came_out[rank])
+
+    (finding,) = corrupted_communication(job(tmp_path, Rule.SUM, two_and_two).view())
+    assert (finding.ranks, finding.confidence) == ((0, 2), Confidence.CERTAIN)
+
+
 def test_what_all_ranks_get_alike_is_not_judged_where_the_operation_is_not_known(tmp_path: Path):
     assert corrupted_communication(job(tmp_path, Rule.SAME, result_of_all).view()) == []
 
