@@ -20,6 +20,8 @@ from dtobs.logs.templates import Role
 from dtobs.words import ranks_text, verb
 
 _XID_OF_PROGRAMS = {"13", "31", "43", "45", "68", "69", "109"}
+_RECEIVED = ("gloo-sizes", "nccl-truncated")
+"""Lines of a rank to which a peer sent another size: either of them may be the odd one, and often it is the peer."""
 _SUPPOSED = ("nccl-mismatch", "fingerprint-alone")
 """Lines that name a rank and say that they suppose it: "at and around this rank"."""
 _DIFFERS = re.compile(r"Tensor (?:Tensor )?(?:shapes|dtypes|device)|Op type|Tensor dtypes: ")
@@ -107,6 +109,8 @@ def _odd_of_fingerprints(signs: Sequence[Sign]) -> tuple[int, ...]:
     told = {int(s.fields["rank"]) for s in signs if s.kind in _SUPPOSED and "rank" in s.fields}
     if told:  # each names the rank it is about
         return tuple(sorted(told))
+    if all(s.kind in _RECEIVED for s in signs):
+        return ()
     for sign in signs:
         fields = sign.fields
         if sign.kind == "fingerprint" and "other" in fields:
@@ -146,6 +150,10 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"{who} found no space left{f' in {path}' if path else ''}{site}: {told}"
     if code == "nccl-misuse":
         return f"NCCL refused the call of {who}: {_cut(_most_telling(signs))}"
+    if first.kind in _RECEIVED and "got" in first.fields:
+        got, wanted = first.fields["got"], first.fields["wanted"]
+        receiver = "a rank" if first.rank is None else ranks_text([first.rank])
+        return f"{receiver} got {got} bytes from a peer where its own call has {wanted}: their calls differ{site}"
     if first.kind == "nccl-mismatch":
         return f"NCCL supposes that calls differ around {who}: {told}"
     if code == "unused-parameters":

@@ -77,7 +77,7 @@ def cell(row: dict[str, Any], found: Finding | str | None) -> str:
     if found is None:
         return "–"
     sure = "found" if found.confidence is Confidence.CERTAIN else found.confidence.value
-    if found.code == row["expected"]:
+    if found.code == row["expected"] and set(found.ranks) <= set(row.get("ranks") or [1]):
         return sure
     if not found.ranks or found.code == "dumps-missing":
         return f"cannot tell ({found.code})"

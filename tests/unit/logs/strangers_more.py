@@ -195,6 +195,12 @@ row(
     + table((3, 1, NO_TRACE), (0, -9, "Signal 9 (SIGKILL) received by PID 9000")),
     ("rank-dead", (0,)),
 )
+row(
+    "who gets another size is not who sent it",
+    "[rank0]: terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    "[rank0]:   what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?",
+    ("shape-mismatch", ()),
+)
 # --- nothing is wrong ---
 for name, text in {
     "loss scaling": "\n".join([*(f"step {n} loss {3 - n / 50:.3f}" for n in range(40)), "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0", "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768", *(f"step {n} loss {3 - n / 50:.3f}" for n in range(40, 80))]),
