@@ -39,7 +39,6 @@ class Snapshot:
 
     moving: str = ""
     stale: frozenset[int] = frozenset()
-    waited_seconds: float | None = None
 
 
 def judge(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> Snapshot:
@@ -48,11 +47,11 @@ def judge(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> Snapsh
     waited = _longest_wait(dumps)
     if len(stale) > MOVING_SHARE * len(dumps.ranks):
         text = f"{len(stale)} of {len(dumps.ranks)} dumps are older than what the other ranks had completed by then"
-        return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited)
+        return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale)
     if waited is not None and waited < MAX_USUAL_SECONDS * USUAL_FACTOR and waited < _patience(dumps):
         text = f"nothing in them had waited longer than {duration_text(waited)} when they were taken"
-        return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale, waited)
-    return Snapshot("", stale, waited)
+        return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale)
+    return Snapshot("", stale)
 
 
 def _overtaken(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> frozenset[int]:

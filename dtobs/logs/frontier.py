@@ -35,9 +35,6 @@ class Standing:
     stuck: int | None = None  #: the oldest call that timed out
     op: str = ""
     numel_in: int | None = None
-    numel_out: int | None = None
-    shape: str = ""
-    timeout_ms: int | None = None
     site: str = ""
     where: str = ""
     text: str = ""
@@ -183,10 +180,8 @@ def _stuck(standing: Standing, sign: Sign, work: Sign | None) -> None:
         standing.where, standing.text = sign.where, sign.text
         return
     fields = work.fields
-    standing.op, standing.shape = fields.get("op", ""), fields.get("shape", "")
+    standing.op = fields.get("op", "")
     standing.numel_in = int(fields["nin"]) if "nin" in fields else None
-    standing.numel_out = int(fields["nout"]) if "nout" in fields else None
-    standing.timeout_ms = int(fields["timeout"]) if "timeout" in fields else None
     standing.where, standing.text = work.where, work.text
 
 

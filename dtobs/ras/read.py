@@ -22,7 +22,6 @@ _MANY = re.compile(r"\s{0,8}(\d{1,7}) ranks have (?:launched up to operation (\d
 _ONE = re.compile(r"\s{0,8}Rank (\d{1,7}) has (?:launched up to operation (\d{1,18})|(not launched) any)")
 _MEMBER = re.compile(r"\s{0,8}Rank (\d{1,7}) -- ")
 _DEAD = re.compile(r"\s{0,8}Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,200})")
-_HOST = re.compile(r"managed by process (\d{1,9}) on node (\S{1,80})")
 
 
 @dataclass
@@ -34,8 +33,6 @@ class Communicator:
     counts: dict[str, dict[int, int]] = field(default_factory=dict)
     crowds: dict[str, dict[int, int]] = field(default_factory=dict)  #: operation → count → ranks not named
     missing: dict[int, bool] = field(default_factory=dict)  #: rank → considered dead
-    errors: dict[int, int] = field(default_factory=dict)  #: rank → its asynchronous error
-    hosts: dict[int, str] = field(default_factory=dict)
     places: dict[int, tuple[str, int, int]] = field(default_factory=dict)  #: rank → host, process and device
 
     def tops(self, operation: str) -> dict[int, int]:
@@ -117,12 +114,8 @@ def _sample_of(value: dict[str, Any], where: str) -> Sample:
         communicator = Communicator(name, _whole(entry.get("size")))
         for rank in _objects(entry.get("ranks")):
             number = _whole(rank.get("rank"))
-            status = rank.get("status")
-            if isinstance(status, dict) and _whole(status.get("async_error")) not in (0, 7):
-                communicator.errors[number] = _whole(status.get("async_error"))
-            communicator.hosts[number] = str(rank.get("host", ""))[:80]
             if "pid" in rank:
-                place = communicator.hosts[number], _whole(rank["pid"]), _whole(rank.get("cuda_dev"))
+                place = str(rank.get("host", ""))[:80], _whole(rank["pid"]), _whole(rank.get("cuda_dev"))
                 communicator.places[number] = place
             counts = rank.get("collective_counts")
             for operation, count in counts.items() if isinstance(counts, dict) else ():
@@ -180,11 +173,9 @@ def _detail(line: str, current: Communicator, operation: str, count: int | None)
         return operation, count
     if found := _ONE.match(line):
         current.counts.setdefault(operation, {})[int(found[1])] = int(found[2] or 0)
-        _host(line, current, int(found[1]))
         return operation, None
     if found := _MEMBER.match(line):
         rank = int(found[1])
-        _host(line, current, rank)
         crowd = current.crowds.get(operation, {})
         if count is not None and crowd.get(count, 0) > 0:
             current.counts.setdefault(operation, {})[rank] = count
@@ -193,8 +184,3 @@ def _detail(line: str, current: Communicator, operation: str, count: int | None)
             current.missing[rank] = False
         return operation, count
     return operation, count
-
-
-def _host(line: str, current: Communicator, rank: int) -> None:
-    if found := _HOST.search(line):
-        current.hosts[rank] = found[2]
