@@ -10,17 +10,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.errors import TargetError
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
 from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import Bubble, latest
-from dtobs.timeline.operations import from_run
-from dtobs.timeline.whatif import WhatIf, whatif
-
-WHATIF_STEPS = 8
-WHATIF_RANKS, WHATIF_OPERATIONS = 64, 8192
-"""Beyond them a simulation is too much for every scrape; `dtobs whatif` does it when asked."""
+from dtobs.timeline.whatif import WhatIf, recent
 
 
 class OwnCost(Protocol):
@@ -77,14 +71,8 @@ class Look:
 
     @cached_property
     def whatif(self) -> WhatIf | None:
-        """The last steps against the same made equal; None where nobody recorded them, or where they are too many."""
-        if not self.leads or len(self.view.ranks) > WHATIF_RANKS:
-            return None
-        try:
-            operations = from_run(self.view, WHATIF_STEPS)
-            return whatif(operations) if len(operations) <= WHATIF_OPERATIONS else None
-        except TargetError:
-            return None
+        """The last steps against the same made equal."""
+        return recent(self.view) if self.leads else None
 
     @cached_property
     def utc_seconds(self) -> float:

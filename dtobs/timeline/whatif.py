@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.errors import TargetError
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
 from dtobs.timeline.operation_graph import Graph, graph, ideal_durations
-from dtobs.timeline.operations import COMPUTATION, MESSAGES, OPS, SYNCS, Floats, Operations
+from dtobs.timeline.operations import COMPUTATION, MESSAGES, OPS, SYNCS, Floats, Operations, from_run
 from dtobs.words import ranks_text
 
 SCHEMA = "dtobs.whatif/1"
@@ -27,6 +29,10 @@ LONGER = 1.1
 CORRELATED, UNEVEN = 0.9, 0.05
 MOST_RANKS = 2048
 """Beyond it, ranks are judged by stage and data rank alone, as in the paper."""
+
+RECENT_STEPS = 8
+RECENT_RANKS, RECENT_OPERATIONS = 64, 8192
+"""Beyond them a simulation is too much for every scrape and screen; `dtobs whatif` does it when asked."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -65,6 +71,17 @@ class WhatIf:
             "ideal_seconds": self.ideal_ns / 1e9,
             "findings": [finding.to_json() for finding in self.findings],
         }
+
+
+def recent(view: RunView) -> WhatIf | None:
+    """The last steps of a run; None where nobody recorded them, or where they are too many to simulate all the time."""
+    if len(view.ranks) > RECENT_RANKS:
+        return None
+    try:
+        operations = from_run(view, RECENT_STEPS)
+        return whatif(operations) if len(operations) <= RECENT_OPERATIONS else None
+    except TargetError:
+        return None
 
 
 def whatif(ops: Operations) -> WhatIf:

@@ -20,6 +20,7 @@ from dtobs.recording.rank import ENDED, LONG_PHASES, State
 from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import ideal, recent_shares
 from dtobs.timeline.pipeline import pipelines
+from dtobs.timeline.whatif import recent
 from dtobs.tui import words
 from dtobs.tui.rows import Accused, RankRow, rank_rows
 
@@ -92,6 +93,7 @@ class Frame:
     skew_seconds: float | None = None  #: the latest rank behind the first, at the step's first collective
     bubble: float | None = None  #: idle share of the pipeline with the widest bubble, as measured
     bubble_ideal: float | None = None  #: what its schedule cannot avoid
+    slowdown: float | None = None  #: S of the what-if: the last steps' time over that of equal operations
     rows: tuple[RankRow, ...] = ()
     missing_ranks: tuple[int, ...] = ()
     findings: tuple[FindingRow, ...] = ()  #: newest first
@@ -164,6 +166,7 @@ def build_frame(view: RunView, entries: Iterable[Entry] = (), cleared: Iterable[
         skew_seconds=max(skews) if skews else None,
         bubble=bubble,
         bubble_ideal=bound,
+        slowdown=cost.slowdown if (cost := recent(view)) else None,
         rows=rows,
         missing_ranks=tuple(view.missing_ranks) if rows else (),
         findings=tuple(_finding(entry, end) for entry in opened),

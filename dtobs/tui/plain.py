@@ -42,6 +42,7 @@ def facts(frame: Frame) -> list[tuple[str, str]]:
         ("grad norm", words.number(frame.gradient_norm)),
         ("val loss", words.number(frame.validation_loss)),
         ("lr", words.number(frame.learning_rate)),
+        ("slowdown", NONE if frame.slowdown is None else f"{frame.slowdown:.2f}"),
     ]
     return [pair for pair in pairs if pair[1] != NONE]
 

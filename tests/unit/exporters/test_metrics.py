@@ -14,13 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dtobs.errors import DependencyMissing
 from dtobs.exporters import prometheus
-from dtobs.exporters.look import WHATIF_RANKS, Look
+from dtobs.exporters.look import Look
 from dtobs.exporters.metrics import BY_NAME, TABLE
 from dtobs.exporters.prometheus import RunCollector, exposition
 from dtobs.exporters.totals import BUCKETS, StepTotals
 from dtobs.findings import CATALOGUE
 from dtobs.host.process import ProcessState
 from dtobs.testing.fake_run import FakeRun
+from dtobs.timeline.whatif import RECENT_RANKS
 from tests.unit.exporters.looks import full_look
 
 GOLDEN = Path(__file__).with_name("exposition.golden.txt")
@@ -133,7 +134,7 @@ def test_what_a_slow_rank_costs_and_what_fixing_it_returns(tmp_path: Path):
 
 def test_what_slowness_costs_is_the_leads_to_say_and_not_of_a_large_run(tmp_path: Path):
     small = lopsided(tmp_path / "run", 2).view()
-    large = lopsided(tmp_path / "large", WHATIF_RANKS + 1).view()
+    large = lopsided(tmp_path / "large", RECENT_RANKS + 1).view()
     look = full_look(tmp_path / "other")
     for other in (replace(look, view=small, leads=False), replace(look, view=large)):
         found = samples(exposition(replace(other, totals=StepTotals())))

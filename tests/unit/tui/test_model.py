@@ -18,6 +18,7 @@ from dtobs.tui.curves import plot
 from dtobs.tui.detail import rank_detail
 from dtobs.tui.model import Frame, build_frame
 from dtobs.tui.order import KEYS, Order, arrange
+from dtobs.tui.plain import facts
 from dtobs.tui.rows import RankRow
 from tests.unit.tui.scene import SLOW, STUCK, FakeSource, stalled_run, write_findings
 
@@ -309,3 +310,13 @@ def test_a_curve_of_few_points_is_a_line() -> None:
     lines = plot((0.0, 1.0, 0.0), 10, 3)
     assert all(any(line[column] != "\u2800" for line in lines) for column in range(10))
     assert plot((0.0, float("nan"), 1.0), 10, 3) == ["⠀" * 9 + "⠈", "⠀" * 10, "⡀" + "⠀" * 9], "and none over a gap"
+
+
+def test_what_slowness_costs_is_a_figure_of_the_head(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", 4)
+    for _ in range(10):
+        for rank in run.ranks:
+            rank.step(forward=0.23, exposed=0.005) if rank.number == 1 else rank.step(forward=0.03, exposed=0.205)
+    frame = build_frame(run.view())
+    assert frame.slowdown is not None and frame.slowdown > 1.5
+    assert dict(facts(frame))["slowdown"] == f"{frame.slowdown:.2f}"
