@@ -16,7 +16,7 @@ _FRAME = re.compile(
 _EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w]{0,80}(?:\.[A-Za-z_<>]\w{0,80}>?){0,8})(?:: (?P<message>.{0,2000}))?$")
 _INSTALLED = re.compile(
     r"(?:site-packages|dist-packages|/lib/python3|<frozen|<string>|/torch/(?:distributed|nn|optim|_dynamo|utils)/"
-    r"|/(?:torchrun|accelerate|deepspeed)$)"
+    r"|/(?:torchrun|accelerate|deepspeed)$|/dtobs/(?:probes|session|integrations)/)"
 )
 _COMMUNICATION = re.compile(r"/torch/(?:distributed|_C)/|/deepspeed/comm/")
 _MAX_LINES = 600
