@@ -30,8 +30,8 @@ def mismatch_text(code: str, place: str, parties: Parties, made: Callable[[int],
     """
     sides = [f"{named(ranks)} called {made(ranks[0])}" for ranks in parties.parties[:_MAX_SIDES]]
     if parties.majority:  # the odd ones first, then what the others did
-        return f"{_WHAT[code]} at {place}: {', but '.join([*sides[1:], sides[0]])}"
-    return f"ranks disagree, {_WHAT[code]} at {place}: {', but '.join(sides)}"
+        sides = [*sides[1:], sides[0]]
+    return f"{_WHAT[code]} at {place}: {', but '.join(sides)}"
 
 
 def lost_step_text(rank: int, shift: int, peers: str, group: str, seq: int, site: str, expected: str) -> str:
