@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import xxhash
 
+from dtobs.probes.host_memory import host_memory
+
 _WIDTH = 1024
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _NUMPY = frozenset({torch.int64, torch.int32, torch.float32, torch.float64})
@@ -21,8 +23,9 @@ def host_digest(tensor: torch.Tensor) -> int:
     """xxh3 (64 bits) of a CPU tensor's values in logical order; no copy where it is contiguous."""
     if tensor.dtype in _NUMPY and type(tensor) is torch.Tensor and not tensor.requires_grad:
         # The operators of `words` cost more than the hash of something as small as a batch of token numbers.
-        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tensor.numpy()).data)
-    return xxhash.xxh3_64_intdigest(words(tensor).numpy().data)
+        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(host_memory(tensor)).data)
+    held = words(tensor)  # a copy, where it is not contiguous: it has to live until it is read
+    return xxhash.xxh3_64_intdigest(host_memory(held).data)
 
 
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dtobs.probes.host_memory import host_memory
+
 _DIRECT = (torch.float32, torch.float64)
 _BLAS_ELEMENTS = 1 << 31
 FEW = 1 << 13
@@ -23,7 +25,7 @@ FEW = 1 << 13
 def host_array(values: torch.Tensor) -> npt.NDArray[Any] | None:
     """The memory of a plain dense CPU tensor outside autograd, as numpy has it; None where numpy cannot."""
     plain = type(values) is torch.Tensor and values.dtype in _DIRECT
-    return values.numpy() if plain and not (values.requires_grad or values.is_neg()) else None
+    return host_memory(values) if plain and not (values.requires_grad or values.is_neg()) else None
 
 
 def host_square(values: torch.Tensor | npt.NDArray[Any], first: int | None = None) -> float:

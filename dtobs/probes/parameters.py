@@ -18,6 +18,7 @@ import xxhash
 
 from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digest, host_digest, words
+from dtobs.probes.host_memory import host_memory
 from dtobs.probes.layout import Named, find_layout, local_tensor, model_tensors
 from dtobs.probes.process_groups import dimension
 from dtobs.probes.sampling import period
@@ -106,7 +107,7 @@ class ParameterProbe(Probe):
         if known is None or known[0] != tensor.data_ptr() or known[1].nbytes != tensor.nbytes:
             if not tensor.is_contiguous():
                 return host_digest(tensor)
-            known = self._memory[row] = (tensor.data_ptr(), words(tensor).numpy().data)
+            known = self._memory[row] = (tensor.data_ptr(), host_memory(words(tensor)).data)
         return xxhash.xxh3_64_intdigest(known[1])
 
 

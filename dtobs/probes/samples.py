@@ -16,6 +16,7 @@ import torch
 
 from dtobs.probes.base import Probe
 from dtobs.probes.digests import words
+from dtobs.probes.host_memory import host_memory
 from dtobs.probes.layout import local_tensor
 from dtobs.probes.rotation import Rotation
 from dtobs.recording.laws import SAMPLES, SAMPLES_EACH
@@ -85,7 +86,8 @@ def host_rows(batch: list[torch.Tensor]) -> npt.NDArray[np.uint64]:
     total = np.zeros(min(MOST_ROWS, batch[0].shape[0]), np.uint64)
     varied = np.zeros(len(total), bool)
     for number, tensor in enumerate(batch):
-        flat = _some(tensor).numpy()
+        some = _some(tensor)
+        flat = host_memory(some)
         values = flat.view(f"u{flat.dtype.itemsize}").astype(np.uint64)
         total += (values * _WEIGHTS[: values.shape[1]]).sum(axis=1, dtype=np.uint64) * np.uint64(2 * number + 1)
         varied |= (values != values[:, :1]).any(axis=1)
