@@ -43,7 +43,7 @@ class _Quantity:
 
 
 _LOSS = _Quantity("loss-spike", "the loss", 1.5)
-_NORM = _Quantity("gradient-spike", "the gradient norm", 10.0)
+_NORM = _Quantity("gradient-spike", "the gradient norm", 30.0)
 
 
 def spikes(view: RunView) -> list[Finding]:
