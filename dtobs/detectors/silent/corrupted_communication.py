@@ -99,7 +99,8 @@ def _judge(view: RunView, calls: _Calls) -> tuple[npt.NDArray[np.bool_], npt.NDA
     sums = np.add.reduceat(values, starts) / divided[:, None]
     largest = np.maximum.reduceat(np.where(put_in[:, None], records["value"], -np.inf), starts)
     wanted = np.where(np.isin(rule, (Rule.MAX, Rule.MIN))[:, None], largest, sums)
-    apart = np.where(put_in, 0.0, np.abs(records["value"] - wanted[calls.equation]).max(1))
+    with np.errstate(invalid="ignore"):  # where nothing went in, or what did is not finite, nothing is judged
+        apart = np.where(put_in, 0.0, np.abs(records["value"] - wanted[calls.equation]).max(1))
     furthest = np.maximum.reduceat(np.nan_to_num(apart, nan=np.inf), starts)
     rounding = records["epsilon"][starts]
     # Roundings of a sum in a row add up like a walk, ten deviations of it; of a few elements, in one direction.
