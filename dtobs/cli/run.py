@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")
     root = Path(given).absolute() if given else new_run_path(args.name)
     _refuse_a_live_run(root)
+    new = [folder for folder in (root, *root.parents) if not folder.exists()]
     if not _make(root):
         return Command(words, {**os.environ, "DTOBS_DISABLE": "1"}).run()
     try:
@@ -89,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
             spawned = len(set(unseen.read_text().split())) if unseen.exists() else 0
         _conclude(root, words, code, spawned)
     finally:
-        with contextlib.suppress(OSError):
-            root.rmdir()  # where nothing was recorded it is empty
+        with contextlib.suppress(OSError):  # where nothing was recorded they are empty
+            for made in new:
+                made.rmdir()
     return code
 
 

@@ -15,6 +15,7 @@ from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.callsites import Desync
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.wording import Words
+from dtobs.words import count
 
 _THING = {
     "collective-mismatch": "another collective",
@@ -96,7 +97,7 @@ def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Fin
         ranks = ranks if complete else ()
         confidence = Confidence.LIKELY if complete else Confidence.POSSIBLE
         if not complete:
-            summary += f" ({missing} dumps are missing, so no side has a majority)"
+            summary += f" ({count(missing, 'dump')} missing, so no side has a majority)"
     return Finding(
         mismatch.code,
         summary,

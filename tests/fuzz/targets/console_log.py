@@ -21,7 +21,7 @@ SEEDS = [
     ).encode()
     for case in CASES
     for version in (case.versions[0], "2.5")
-] + [words.encode() for _, words, _ in EXCERPTS]
+] + [words.encode() for _, words, wanted in EXCERPTS if wanted is not None]
 _PATH = scratch("console_log") / "job.log"
 
 

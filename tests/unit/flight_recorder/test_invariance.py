@@ -33,7 +33,7 @@ def verdicts(dumps):
 def accuses_no_innocent(fault: Fault, code: str, ranks: tuple[int, ...], confidence: Confidence, summary: str) -> bool:
     """Two ranks that disagree between themselves are both named, and the summary says so."""
     guilty = set(fault.expected(LAYOUT)[1])
-    tie = len(ranks) == 2 and fault.rank in ranks and ("disagree" in summary or "each other" in summary)
+    tie = len(ranks) == 2 and fault.rank in ranks and ("different " in summary or "each other" in summary)
     return confidence is Confidence.POSSIBLE or set(ranks) <= guilty or tie
 
 
