@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from runtime.config import ModelConfig
 
 # Dense peak of the tensor or matrix cores in FLOP/s, without sparsity: 16-bit, then FP8 (16-bit where it has none).
-# From the makers' data sheets: nvidia.com/en-us/data-center (from Hopper on they print rates with sparsity, twice
-# these), amd.com/en/products/accelerators/instinct. A MI250X shows as two devices, each with half of what its sheet
-# says. A name matches where all its words are in that of the device, and the first that does counts.
+# Sheets: nvidia.com/en-us/data-center (from Hopper on they print rates with sparsity, twice these),
+# amd.com/en/products/accelerators/instinct. GB200, B200 and H20 were compared with published tables; the other
+# figures are as commonly quoted. A MI250X shows as two devices, each with half of what its sheet says.
+# A name matches where all its words are in that of the device, and the first that does counts.
 _PEAKS = {
     "GB200": (2500e12, 5000e12),
     "B200": (2250e12, 4500e12),
