@@ -162,14 +162,21 @@ class PageWriter:
     def commit(self) -> None:
         """Publish the fields; never waits. Threads may call it at once: each takes a number, then copies the fields.
 
-        So the copy with the highest number has what every thread set before it took its own. Whatever runs here for
-        the first time since the caches were lost costs 10 µs: so there is little of it.
+        So the copy with the highest number has what every thread set before it took its own. A thread that was kept
+        from its core in between may have written an old copy over a newer one: it sees a later number and publishes
+        again. Whatever runs here for the first time since the caches were lost costs 10 µs: so there is little of it.
         """
         ints = self.ints
-        ints[_SEQ] = seq = next(self._count)
-        ints[_HEARTBEAT] = monotonic_ns()
-        body = self._buffer[8:]  # a copy: another thread may set fields before the checksum is written
-        self._pack(self._map, self._offset + (seq & 1) * HALF_BYTES, crc32(body), body)
+        while True:
+            seq = next(self._count)
+            if ints[_SEQ] > seq:
+                continue
+            ints[_SEQ] = seq
+            ints[_HEARTBEAT] = monotonic_ns()
+            body = self._buffer[8:]  # a copy: another thread may set fields before the checksum is written
+            self._pack(self._map, self._offset + (seq & 1) * HALF_BYTES, crc32(body), body)
+            if ints[_SEQ] == seq:
+                return
 
     def close(self) -> None:
         """Unmap; the file stays."""
