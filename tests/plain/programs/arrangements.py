@@ -84,6 +84,7 @@ def fsdp2_with_parameters_on_the_host(rank: int, world: int, watch: Watch) -> li
 @program()
 def batch_size_grows(rank: int, world: int, watch: Watch) -> list[float]:
     """More micro-batches as training goes on, and longer sequences."""
+    torch.manual_seed(5 + rank)
     model = DDP(Language())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
@@ -217,8 +218,8 @@ def half_precision_by_hand(rank: int, world: int, watch: Watch) -> list[float]:
 @program()
 def grows_its_layers(rank: int, world: int, watch: Watch) -> list[float]:
     """A new layer in mid-run: the model is wrapped again and the optimizer made anew."""
-    layers = [nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 6)]
     torch.manual_seed(2)
+    layers = [nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 6)]
     losses: list[float] = []
     for size in range(3):
         plain = nn.Sequential(*layers)
