@@ -21,7 +21,8 @@ from dtobs.words import count, ranks_text
 
 _STEPS_AFTER = 3
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
-_LOST = ("nccl-remote", "nccl-system", "gloo-closed")
+_LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died")
+_ENGINE_WAITS = 4
 _MAX_RANKS_SHOWN = 4096
 
 
@@ -172,14 +173,15 @@ def _tracks(evidence: Evidence, ranks: RankMap) -> dict[int | None, Track]:
     """Progress by rank; what nobody is known to have written is under None, the longest of it."""
     found: dict[int | None, Track] = {}
     for writer, track in evidence.tracks.items():
-        rank = ranks.rank(writer)
+        rank = ranks.rank(writer, track.file)
         if rank not in found or len(found[rank].seen) < len(track.seen):
             found[rank] = track
     return found
 
 
 def _heard(evidence: Evidence, ranks: RankMap, live: list[Sign], world: int, tracks: dict[int | None, Track]) -> Heard:
-    known = {rank for writer in evidence.writers if (rank := ranks.rank(writer)) is not None}
+    known = {rank for file, writer in evidence.writers if (rank := ranks.rank(writer, file)) is not None}
+    known |= {int(sign.fields["rank"]) for sign in live if sign.kind == "world" and "rank" in sign.fields}
     known |= {rank for sign in live if (rank := rank_of(sign)) is not None}
     steps = {rank: track.step for rank, track in tracks.items() if rank is not None and track.step is not None}
     by_file: dict[int, set[int]] = {}
@@ -219,6 +221,10 @@ def _notes(
         notes.append(
             f"{who} lost a peer and nothing here says why, the log of the other side may:"
             f" {' '.join(lost[0].text.split())[:160]} ({lost[0].where})"
+        )
+    if not findings and (waits := [s for s in live if s.kind == "engine-waits"]) and len(waits) >= _ENGINE_WAITS:
+        notes.append(
+            f"vLLM's engine waited for its workers many times ({waits[-1].where}): their stacks say where they stand"
         )
     steps = [track.step for track in tracks.values() if track.step is not None]
     if findings and steps:

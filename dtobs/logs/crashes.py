@@ -24,6 +24,12 @@ _RECEIVED = ("gloo-sizes", "nccl-truncated")
 """Lines of a rank to which a peer sent another size: either of them may be the odd one, and often it is the peer."""
 _SUPPOSED = ("nccl-mismatch", "fingerprint-alone")
 """Lines that name a rank and say that they suppose it: "at and around this rank"."""
+_ABORTS = ("illegal-address", "device-fault")
+"""What a driver ends a process for by SIGABRT, without a word of who it is."""
+_WITHOUT_MULTICAST = (
+    "Set NCCL_NVLS_ENABLE=0 to go on without it, more slowly; have the Fabric Manager and the NVSwitches of the host"
+    " looked at."
+)
 _DIFFERS = re.compile(r"Tensor (?:Tensor )?(?:shapes|dtypes|device)|Op type|Tensor dtypes: ")
 _LAUNCHER = re.compile(r"elastic|ChildFailedError|SignalException|CalledProcessError|exitcode")
 _EVIDENCE = 8
@@ -86,7 +92,9 @@ def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
     ranks = _ranks(signs, scene, code)
     supposed = all(s.kind in _SUPPOSED for s in signs)
     confidence = Confidence.CERTAIN if ranks and not supposed else Confidence.LIKELY
-    return Finding(code, _summary(code, first, signs, ranks), ranks, confidence, evidence=_records(signs))
+    step = _WITHOUT_MULTICAST if first.kind == "nvls" else ""
+    text = _summary(code, first, signs, ranks)
+    return Finding(code, text, ranks, confidence, evidence=_records(signs), next_step=step)
 
 
 def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
@@ -100,6 +108,8 @@ def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
     if ranks:
         return tuple(sorted(ranks))
     failed = {e.rank for e in scene.endings if e.rank is not None and e.code == 1}
+    if not failed and code in _ABORTS:
+        failed = {e.rank for e in scene.endings if e.rank is not None and e.signal == 6}
     return tuple(sorted(failed)) if len(failed) == 1 or 1 < len(failed) <= len(signs) else ()
 
 
@@ -142,6 +152,8 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"{who} ran out of device memory{wanted}{site}{other}"
     if code == "device-fault":
         xid = f" (Xid {first.fields['xid']} at {first.fields['bus']})" if "xid" in first.fields else ""
+        if first.kind == "nvls":
+            return f"the NVLink switches of {who} refused a multicast, or their Fabric Manager did: {told}"
         return f"the device of {who} failed{xid}: {told}"
     if code == "illegal-address":
         return f"a kernel of {who} accessed memory that is not its own{site}: {told}"
@@ -254,6 +266,13 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
 
 def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
     """Ranks that ended with an error code where no line says why; nothing where a rank complains of another one."""
+    lost = [s for s in live if s.kind == "ray-died"]
+    if lost:
+        text = "ray tells that the process of a rank is gone, and no line here says why"
+        step = (
+            "Look at ray's log of this worker (session_latest/logs/worker-*), and in its host's kernel log for a kill."
+        )
+        return [Finding("rank-dead", text, (), Confidence.POSSIBLE, evidence=_records(lost), next_step=step)]
     ended = [e for e in scene.endings if e.signal is None and e.code > 0]
     blames = any(s.role in (Role.CASCADE, Role.STUCK) and not _LAUNCHER.search(s.text) for s in live)
     if not ended or blames:

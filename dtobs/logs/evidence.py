@@ -10,7 +10,7 @@ from dtobs.logs import prefix, progress
 from dtobs.logs.failure_table import Failed, FailureTable
 from dtobs.logs.places import Place
 from dtobs.logs.templates import GROUP, Role, match
-from dtobs.logs.traces import START, Raised, Trace
+from dtobs.logs.traces import START, Raised, Trace, rank_named
 
 _KEPT = {"work-timeout": 64, "work-status": 64, "transport": 24, "exception": 12, "world": 3, "completed": 8}
 _KEPT_OTHERWISE = 8
@@ -23,6 +23,10 @@ _DIGITS = b"0123456789"
 _ALIKE, _TAKEN, _SHAPES = 2000, 16, 4096
 """Of progress lines that look alike but for their digits, all but every sixteenth are left after so many, later all but
 every sixty-fourth."""
+OF_TORCH = "torch"
+_NEVER_RAISED = ("Exception ignored in", "--- Logging error ---")
+"""What Python prints before a traceback that goes nowhere."""
+_FOLLOWS = 3
 _UTC = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
 _COLLECTIVE_FRAME = re.compile(r"#\d{1,4} (?P<name>\S{1,120}) from (?P<file>[^:]{1,400}):(?P<line>\d{1,9})")
@@ -32,7 +36,10 @@ _INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python3|/torch/")
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who wrote: `kind` is rank, local, task, nccl (`node` is host:pid) or file; resolved to ranks at the end."""
+    """Who wrote: `kind` is rank, local, task, nccl (`node` is host:pid) or file; resolved to ranks at the end.
+
+    A rank that stands after another one is torch's own (`node` is `OF_TORCH`).
+    """
 
     kind: str
     number: int
@@ -60,6 +67,7 @@ class Track:
     """How far one writer trains: `seen` are (order, step) of the latest lines, oldest first."""
 
     seen: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=64))
+    file: int = 0
     told_at: str = ""  #: what the latest line calls the time
     losses: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     seconds: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
@@ -78,8 +86,9 @@ class Evidence:
         self.tracks: dict[Writer, Track] = {}
         self.moved: dict[int, deque[tuple[int, int]]] = {}  #: file → (order, step) of its latest progress lines
         self.failures: list[Failed] = []
-        self.writers: Counter[Writer] = Counter()
+        self.writers: Counter[tuple[int, Writer]] = Counter()  #: (file, writer)
         self.files: dict[int, Counter[int]] = {}  #: file → explicit ranks in it
+        self.outer: dict[int, set[tuple[int, int]]] = {}  #: file → (rank of the launcher, rank of torch) on one line
         self.nodes: dict[tuple[str, int], Counter[int]] = {}  #: (node, local rank) → ranks said beside it
         self.pids: dict[
             tuple[str, int], Counter[tuple[int, int]]
@@ -91,6 +100,7 @@ class Evidence:
         self._dull: set[bytes] = set()  #: lines of transports inside a host, of which a file has told enough
         self._kept: Counter[tuple[str, Writer]] = Counter()
         self._traces: dict[Writer, Trace] = {}
+        self._announced: dict[Writer, int] = {}  #: the line that says of the next traceback that nobody gets it
         self._stacks: dict[Writer, int] = {}
         self._table: FailureTable | None = None
         self._order = 0
@@ -105,6 +115,7 @@ class Evidence:
         """Lines of another file follow."""
         self.end()
         self._traces.clear()
+        self._announced.clear()
         self._stacks.clear()
         self._dull.clear()
         self._table = None
@@ -138,12 +149,16 @@ class Evidence:
             text = text[nccl.end() :]
             host = Writer("nccl", int(nccl[2]), nccl[1])
             writer = host if writer.kind == "file" else writer
-        self.writers[writer] += 1
+        self.writers[self._file, writer] += 1
         where = f"{self._name}:{number}"
         if self._continues(writer, text, where):
             return
         if START in text:
-            self._traces.setdefault(writer, Trace())
+            announced = self._announced.pop(writer, -_FOLLOWS - 1)
+            self._traces.setdefault(writer, Trace(rank_named(text), ignored=number - announced <= _FOLLOWS))
+            return
+        if any(words in text for words in _NEVER_RAISED):
+            self._announced[writer] = number
             return
         if text.startswith(_COLLECTIVE_STACK):
             self._stacks[writer] = 0
@@ -175,6 +190,9 @@ class Evidence:
             self.files.setdefault(self._file, Counter())[rank] += 1
             if local is not None:
                 self.nodes.setdefault((node, local), Counter())[rank] += 1
+            if origin.outer is not None:
+                self.outer.setdefault(self._file, set()).add((origin.outer, rank))
+                return Writer("rank", rank, OF_TORCH)
             return Writer("rank", rank)
         if local is not None:
             return Writer("local", local, node)
@@ -202,7 +220,8 @@ class Evidence:
         result = trace.feed(text)
         if isinstance(result, Raised):
             del self._traces[writer]
-            self._raised(writer, result, where)
+            if not trace.ignored:
+                self._raised(writer if trace.rank is None else Writer("rank", trace.rank, OF_TORCH), result, where)
             return True
         if not result:
             del self._traces[writer]
@@ -234,7 +253,7 @@ class Evidence:
         told = progress.parse(text)
         if told is None or (told.step is None and told.loss is None):
             return False
-        track = self.tracks.setdefault(writer, Track())
+        track = self.tracks.setdefault(writer, Track(file=self._file))
         if told.step is None:  # a Trainer's dictionary: its lines are counted
             told = replace(told, step=(track.step or 0) + 1)
         step = told.step or 0

@@ -14,13 +14,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dtobs.logs.evidence import Sign
+from dtobs.words import count
 
 _BARE_RANK = re.compile(r"\[Rank (\d{1,7})\]")
 _DEFAULT = ("0", "default_pg")
 P2P = frozenset({"SEND", "RECV", "RECVANYSOURCE", "COALESCED"})
 SAME_NUMEL = frozenset(
-    {"ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "REDUCE", "ALLREDUCE_COALESCED"}
+    {"ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "REDUCE", "ALLREDUCE_COALESCED", "COALESCED"}
 )
+_MAX_NUMEL = 1 << 59
+"""A call without a size is told with the largest number there is."""
 UNKNOWN_GROUP = ""
 
 
@@ -39,9 +42,16 @@ class Standing:
     where: str = ""
     text: str = ""
 
+    @property
+    def of_pairs(self) -> bool:
+        """Whether it waits in sends and receives. A coalesced call that tells its size is a collective of tensors."""
+        return self.op in P2P and not (self.op == "COALESCED" and self.numel_in is not None)
+
     def call(self) -> str:
         """``ALLREDUCE of 1024 elements``, with what is known of it."""
-        return (self.op or "a collective") + (f" of {self.numel_in} elements" if self.numel_in is not None else "")
+        return (self.op or "a collective") + (
+            f" of {count(self.numel_in, 'element')}" if self.numel_in is not None else ""
+        )
 
 
 @dataclass(slots=True)
@@ -133,9 +143,16 @@ def rank_of(sign: Sign) -> int | None:
     bare = _BARE_RANK.search(sign.text[:300])
     if bare is not None:
         return int(bare[1])
-    if "pg_rank" in sign.fields and (sign.fields.get("pg_name") == "0" or sign.fields.get("pg_desc") == "default_pg"):
+    if "pg_rank" in sign.fields and sign.fields.get("pg_name") == "0":
         return int(sign.fields["pg_rank"])
-    return None
+    return default_rank(sign)
+
+
+def default_rank(sign: Sign) -> int | None:
+    """The rank that a line gives its writer in the group of all ranks."""
+    if sign.fields.get("pg_desc") != _DEFAULT[1] or "pg_rank" not in sign.fields:
+        return None
+    return int(sign.fields["pg_rank"])
 
 
 def _standing(groups: dict[str, GroupFrontier], sign: Sign, rank: int) -> Standing:
@@ -181,7 +198,8 @@ def _stuck(standing: Standing, sign: Sign, work: Sign | None) -> None:
         return
     fields = work.fields
     standing.op = fields.get("op", "")
-    standing.numel_in = int(fields["nin"]) if "nin" in fields else None
+    numel = int(fields.get("nin", _MAX_NUMEL))
+    standing.numel_in = numel if numel < _MAX_NUMEL else None
     standing.where, standing.text = work.where, work.text
 
 

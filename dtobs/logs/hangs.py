@@ -15,7 +15,7 @@ from dtobs.calls.frontier import UNKNOWN, Frontier, frontier_of
 from dtobs.calls.waits import Root, roots_of
 from dtobs.calls.words import all_issued_text, circle_text, mismatch_text, not_completed_text, not_issued_text
 from dtobs.findings import Confidence, Finding
-from dtobs.logs.frontier import P2P, SAME_NUMEL, GroupFrontier, Standing
+from dtobs.logs.frontier import SAME_NUMEL, GroupFrontier, Standing
 from dtobs.words import count, ranks_do, ranks_text
 
 _EVIDENCE = 8
@@ -88,7 +88,7 @@ def hangs(groups: Iterable[GroupFrontier], heard: Heard) -> list[Finding]:
     if not stalls:
         return []
     _add_possible_members(stalls)
-    messages = [number for number, stall in enumerate(stalls) if stall.standing.op in P2P]
+    messages = [number for number, stall in enumerate(stalls) if stall.standing.of_pairs]
     begins = roots_of(
         {number: stall.frontier(number) for number, stall in enumerate(stalls)},
         messages,
@@ -125,7 +125,7 @@ def _in_first(group: GroupFrontier) -> tuple[int, list[Standing], list[Standing]
 def _disagreement(group: GroupFrontier) -> Finding | None:
     """Ranks that wait in one sequence number with other operations or sizes."""
     seq, inside, _ = _in_first(group)
-    if len(inside) < 2 or any(s.op in P2P for s in inside):
+    if len(inside) < 2 or any(s.of_pairs for s in inside):
         return None
     ops = {s.rank: s.op for s in inside if s.op}
     if (found := judge(ops, len(inside))) is not None:
@@ -176,7 +176,9 @@ def _stall(group: GroupFrontier, heard: Heard) -> Stall:
     """The frontier of a group in which a rank timed out. Of whom nothing tells where it stands, nothing is in it."""
     seq, inside, past = _in_first(group)
     done = [s for s in past if (s.completed or -1) >= seq or (s.stuck or 0) > seq]
-    all_in = bool(done) and inside[0].op not in (*P2P, *_ONE_SIDED)  # nobody completes it without all the others
+    all_in = (
+        bool(done) and not inside[0].of_pairs and inside[0].op not in _ONE_SIDED
+    )  # nobody completes it without all the others
     issued: dict[int, int] = {s.rank: max(seq, s.issued or 0) for s in [*inside, *done]}
     silent: list[int] = []
     unheard: list[int] = []
@@ -199,7 +201,7 @@ def _stall(group: GroupFrontier, heard: Heard) -> Stall:
 def _add_possible_members(stalls: list[Stall]) -> None:
     """A group from which nobody is missing may have members that nobody names: those who wait for one of its ranks."""
     for place, second in enumerate(stalls):
-        if second.missing or second.standing.op in P2P:
+        if second.missing or second.standing.of_pairs:
             continue
         held = set(second.waiting)
         waiting = {r for first in stalls if held & set(first.missing) for r in first.waiting}
@@ -256,7 +258,7 @@ def _idle(stall: Stall, idle: tuple[int, ...], stuck: set[int]) -> Finding:
 def _all_in(stall: Stall, heard: Heard) -> Finding:
     """Everybody that is heard of waits in the call: the network, or somebody whose log is not there."""
     standings = [stall.group.standings[rank] for rank in stall.waiting]
-    only_one = heard.world < 2 or (len(stall.group.standings) < 2 and stall.standing.op not in P2P)
+    only_one = heard.world < 2 or (len(stall.group.standings) < 2 and not stall.standing.of_pairs)
     if stall.unheard or only_one:
         others = f"the logs of {ranks_text(stall.unheard)}" if stall.unheard else "the logs of the other ranks"
         return Finding(
@@ -268,7 +270,7 @@ def _all_in(stall: Stall, heard: Heard) -> Finding:
             evidence=evidence(standings),
             next_step="Give the logs of these ranks as well (torchrun --log-dir, SLURM %t): nothing accuses them.",
         )
-    p2p = stall.standing.op in P2P
+    p2p = stall.standing.of_pairs
     return Finding(
         "p2p-unmatched" if p2p else "network-stalled",
         all_issued_text(stall.waiting, stall.call(), stall.standing.site),

@@ -13,7 +13,7 @@ from dtobs.logs.hangs import Heard
 from dtobs.words import count, ranks_do, ranks_text
 
 _NUMBER = re.compile(r"\d{1,7}")
-_STORE = ("store-waits", "store-barrier", "store-connect", "store-bind", "rendezvous")
+_STORE = ("store-waits", "store-barrier", "store-connect", "store-bind", "rendezvous", "gloo-mesh")
 
 
 def named(live: Sequence[Sign], heard: Heard) -> list[Finding]:
@@ -71,12 +71,29 @@ def _unnamed_in_gloo(live: Sequence[Sign], found: list[Finding]) -> list[Finding
 
 
 def others(live: Sequence[Sign], heard: Heard, ended: Sequence[Ending]) -> list[Finding]:
-    """The first of Gloo, the store, NCCL's start and links that has something to say."""
-    return _gloo(live, heard) or _store(live, heard) or _nccl_start(live, heard) or _links(live) or _watchdogs(live)
+    """The first of Gloo, HCCL, the store, NCCL's start and links that has something to say."""
+    return (
+        _timed_out("Gloo", "gloo-timeout", live, heard)
+        or _hccl_start(live)
+        or _timed_out("HCCL", "hccl-timeout", live, heard)
+        or _store(live, heard)
+        or _nccl_start(live, heard)
+        or _links(live)
+        or _watchdogs(live)
+    )
 
 
-def _gloo(live: Sequence[Sign], heard: Heard) -> list[Finding]:
-    timed_out = [s for s in live if s.kind == "gloo-timeout"]
+def _hccl_start(live: Sequence[Sign]) -> list[Finding]:
+    signs = [s for s in live if s.kind == "hccl-start"]
+    if not signs:
+        return []
+    text = f"HCCL's communicator never came about: {signs[0].fields['what']}"
+    return [_finding("nccl-init-stuck", text, (), Confidence.POSSIBLE, signs)]
+
+
+def _timed_out(library: str, kind: str, live: Sequence[Sign], heard: Heard) -> list[Finding]:
+    """Ranks that timed out in a library which counts no calls: those that did not are absent."""
+    timed_out = [s for s in live if s.kind == kind]
     if not timed_out:
         return []
     waiting = {s.rank for s in timed_out if s.rank is not None}
@@ -86,13 +103,13 @@ def _gloo(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     if absent and waiting and 2 * len(absent) <= heard.world:
         sure = Confidence.LIKELY if silent else Confidence.POSSIBLE
         site = next((s.fields["site"] for s in timed_out if s.fields.get("site")), "")
-        text = f"{ranks_text(absent)} never came to the Gloo call in which {ranks_text(waiting)} timed out"
+        text = f"{ranks_text(absent)} never came to the {library} call in which {ranks_text(waiting)} timed out"
         return [_finding("rank-not-joined", text + (f" at {site}" if site else ""), absent, sure, timed_out)]
     unheard = tuple(rank for rank in range(heard.world) if rank not in heard.ranks)
     if unheard and waiting:
-        text = f"{ranks_text(waiting)} timed out in a Gloo call; the logs of {ranks_text(unheard)} would say for whom"
+        text = f"{ranks_text(waiting)} timed out in {library}; the logs of {ranks_text(unheard)} would say for whom"
         return [_finding("dumps-missing", text, unheard, Confidence.POSSIBLE, timed_out)]
-    text = "ranks timed out in a Gloo call, and no line says for whom they waited"
+    text = f"ranks timed out in {library}, and no line says for whom they waited"
     return [_finding("network-stalled", text, (), Confidence.POSSIBLE, timed_out)]
 
 
@@ -160,6 +177,8 @@ def _links(live: Sequence[Sign]) -> list[Finding]:
     hcas = sorted({s.fields["hca"] for s in signs if "hca" in s.fields})
     words = [f"to {', '.join(peers[:4])}" if peers else "", f"through {', '.join(hcas[:4])}" if hcas else ""]
     text = f"InfiniBand connections broke {' '.join(word for word in words if word)}".rstrip()
+    if request := next((s.fields["what"] for s in signs if "what" in s.fields), ""):
+        text = f"libfabric's connections broke: {request}"
     if call := next((s.fields for s in signs if "call" in s.fields), None):
         text = f"InfiniBand's {call['call']} failed" + (f": {call['event']}" if "event" in call else "")
     return [_finding("network-stalled", text, ranks, Confidence.LIKELY, signs)]

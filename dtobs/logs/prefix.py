@@ -1,6 +1,7 @@
 """Who wrote a line: what launchers, schedulers and loggers put before it, taken off layer by layer.
 
-torchrun ``[default3]:`` and ``[node0:default3]:``, torch ``[rank3]:``, srun ``3:``, mpirun ``[1,3]<stderr>:``, kubectl
+torchrun ``[default3]:`` and ``[node0:default3]:``, torch ``[rank3]:`` (and torchtitan's ``[rank1]:[rank3]:``, the first
+of which is local), srun ``3:``, mpirun ``[1,3]<stderr>:``, kubectl
 ``[pod/…]``, ray ``(Worker pid=1)``, pdsh ``host:``, times, the head of a C++ log line, ANSI colours.
 """
 
@@ -31,8 +32,12 @@ _LABEL = re.compile(r" {0,6}(\d{1,6}): ")
 _POD = re.compile(r"\[(?:pod/)?([\w.\-]{1,120})(?:/([\w.\-]{1,120}))?\] (?=\S)")
 _STERN = re.compile(r"([a-z0-9][\w.\-]{0,100}-\d{1,6})\s{1,8}(?:[\w.\-]{1,60}\s{1,4})?[|│>] ")
 _RAY = re.compile(r"\([A-Za-z_][\w.:<>\-]{0,80} (?:\w{1,20}=\w{1,40}, )?pid=(\d{1,9})(?:, ip=([\w.:]{1,60}))?\) ?")
+_LOGGER = re.compile(
+    r"[\w.\-]{1,60} - (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) - "
+    r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[\w.\-/]{1,120}:\d{1,6}\] )?"
+)
 _STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT): ?")
-_HOST = re.compile(r"([A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}): (?=[\[{T(*\dWEI ])")
+_HOST = re.compile(r"(?!E[A-Z]\d{4}:)([A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}): (?=[\[{T(*\dWEI ])")
 _TIME = re.compile(
     r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \|)? ?"
 )
@@ -51,6 +56,7 @@ class Origin:
     local: int | None = None
     task: int | None = None
     node: str = ""
+    outer: int | None = None  #: the rank that a launcher put before torch's own: the local one, where they differ
 
 
 NOBODY = Origin()
@@ -66,13 +72,13 @@ def plain(raw: bytes) -> str:
 
 def split(text: str) -> tuple[Origin, str]:
     """The origin of a line and the line without its prefixes. Leading spaces of what is left stay: tracebacks."""
-    rank = local = task = None
+    rank = local = task = outer = None
     node = ""
     for _ in range(_LAYERS):
         if not text or text[0] not in "[(<0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz":
             break
         if (found := _RANK.match(text)) and not text.startswith(_WATCHDOG_WORDS, found.end()):
-            rank = int(found[1])
+            outer, rank = rank, int(found[1])
         elif found := _ROLE_RANK.match(text):
             local, rank = int(found[1]), int(found[2])
         elif found := _MPI.match(text):
@@ -89,14 +95,19 @@ def split(text: str) -> tuple[Origin, str]:
             node = node or (found[2] or "")
         elif found := _named(text):
             node = node or found[1]
-        elif (found := _CLOCK.match(text)) or (found := _C10.match(text)):
+        elif (found := _CLOCK.match(text)) or (found := _C10.match(text)) or (found := _logger(text)):
             pass
         else:
             break
         text = text[found.end() :]
     if rank is None and local is None and task is None and not node:
         return NOBODY, text
-    return Origin(rank, local, task, node), text
+    return Origin(rank, local, task, node, outer), text
+
+
+def _logger(text: str) -> re.Match[str] | None:
+    """What a logger of Python puts before its words."""
+    return _LOGGER.match(text) if text[0] in "DEIWC" or " - " in text[:72] else None
 
 
 def _named(text: str) -> re.Match[str] | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from dtobs.logs.evidence import Evidence, Sign, Writer
-from dtobs.logs.frontier import rank_of
+from dtobs.logs.evidence import OF_TORCH, Evidence, Sign, Writer
+from dtobs.logs.frontier import default_rank, rank_of
 
 _DIGITS = re.compile(r"(\d+)")
 MAX_WORLD = 1_000_000
@@ -18,7 +18,7 @@ class RankMap:
     def __init__(self, evidence: Evidence, several_files: bool) -> None:
         self._evidence = evidence
         self._several = several_files
-        locals_ = [writer for writer in evidence.writers if writer.kind == "local"]
+        locals_ = [writer for _, writer in evidence.writers if writer.kind == "local"]
         named = {node for node, _ in evidence.nodes} | {writer.node for writer in locals_}
         self._nodes = sorted(named, key=_natural)
         numbers = [writer.number for writer in locals_] + [local for _, local in evidence.nodes]
@@ -28,10 +28,14 @@ class RankMap:
         self._offsets = {
             node: ranks.most_common(1)[0][0] - local for (node, local), ranks in sorted(evidence.nodes.items())
         }
+        self._first = {file: _first_rank(pairs) for file, pairs in _ranks_of_launchers(evidence).items()}
         self._cache: dict[Writer, int | None] = {}
 
-    def rank(self, writer: Writer) -> int | None:
-        """The rank of a writer, or None."""
+    def rank(self, writer: Writer, file: int) -> int | None:
+        """The rank of a writer in a file, or None."""
+        if writer.kind == "rank" and writer.node != OF_TORCH and file in self._first:
+            first = self._first[file]
+            return None if first is None else first + writer.number
         if writer not in self._cache:
             self._cache[writer] = self._find(writer)
         return self._cache[writer]
@@ -58,7 +62,26 @@ class RankMap:
 def resolve(evidence: Evidence, several_files: bool) -> tuple[list[Sign], RankMap]:
     """The signs with their ranks."""
     ranks = RankMap(evidence, several_files)
-    return [replace(sign, rank=ranks.rank(sign.writer)) for sign in evidence.signs], ranks
+    return [replace(sign, rank=ranks.rank(sign.writer, sign.file)) for sign in evidence.signs], ranks
+
+
+def _ranks_of_launchers(evidence: Evidence) -> dict[int, set[tuple[int, int]]]:
+    """By file, the (rank of the launcher, rank of torch) that stand on one line: where they differ, the first is local.
+
+    torchtitan has torchrun call its local ranks ``[rank0]:``, just as torch calls global ones.
+    """
+    found = {file: set(pairs) for file, pairs in evidence.outer.items()}
+    for sign in evidence.signs:
+        own = default_rank(sign)
+        if sign.writer.kind == "rank" and sign.writer.node != OF_TORCH and own is not None:
+            found.setdefault(sign.file, set()).add((sign.writer.number, own))
+    return {file: pairs for file, pairs in found.items() if any(outer != own for outer, own in pairs)}
+
+
+def _first_rank(pairs: set[tuple[int, int]]) -> int | None:
+    """The rank of the node's first process; None where several nodes write into the file."""
+    firsts = {own - outer for outer, own in pairs}
+    return firsts.pop() if len(firsts) == 1 and min(firsts) > 0 else None
 
 
 def world_size(signs: list[Sign], evidence: Evidence) -> int:
@@ -67,7 +90,7 @@ def world_size(signs: list[Sign], evidence: Evidence) -> int:
     sizes += [rank + 1 for sign in signs if (rank := rank_of(sign)) is not None and rank < MAX_WORLD]
     sizes += [entry.rank + 1 for entry in evidence.failures if entry.rank is not None and entry.rank < MAX_WORLD]
     for sign in signs:
-        if sign.kind in ("world", "nccl-init", "nccl-ready", "store-barrier", "store-waits"):
+        if sign.kind in ("world", "nccl-init", "nccl-ready", "nccl-ended", "store-barrier", "store-waits"):
             said = [int(sign.fields[name]) for name in ("size", "members", "started") if name in sign.fields]
             sizes += [size for size in said if size < MAX_WORLD]
     return max(sizes, default=0)

@@ -65,6 +65,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("dump-signal", INFO, ("Received a dump signal", "Received a timeout signal"), rf"from (?P<source>this local rank| ?rank -?\d{{1,7}}).{{0,120}}{STATUS}"),
     _row("dump-signal", INFO, "Observed flight recorder dump signal"),
     _row("watchdog-stuck", STUCK, ("watchdog got stuck for", "Heartbeat monitor timed out"), r"stuck for (?P<seconds>\d{1,9}) seconds|Heartbeat"),
+    _row("watchdog-stuck", STUCK, "Watchdog timeout (self.watchdog_timeout"),  # SGLang
     _row("gil", INFO, "Could not acquire GIL within"),
     _row("teardown", CASCADE, ("To avoid data inconsistency", "Some NCCL operations have failed or timed out")),
     _row("desync", STUCK, "but didn't join collective", r"\[(?P<ranks>[\d, ]{1,4000})\] finished collective #(?P<seq>\d{1,18}), but didn't join collective #(?P<next>\d{1,18})"),
@@ -86,9 +87,21 @@ TEMPLATES: tuple[Template, ...] = (
     _row("store-connect", STUCK, ("while trying to connect to (", "client socket has failed to connect to"), r"connect to (?:any network address of )?\((?P<host>[^,)]{1,200}), (?P<port>\d{1,5})\)"),
     _row("store-bind", STUCK, "server socket has failed to listen on any local network address", r"any local network address(?:.{0,120}?(?:port: |[\]0]:)(?P<port>\d{1,5})\b)?"),
     _row("rendezvous", STUCK, ("RendezvousTimeoutError", "RendezvousConnectionError", "connection to the C10d store has failed")),
-    _row("nccl-id", STUCK, "is setting up NCCL communicator and retrieving ncclUniqueId", r"\[(?P<rank>\d{1,7})\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<source>\d{1,7})\]"),
+    _row("nccl-id", STUCK, "is setting up NCCL communicator and retr", r"\[(?P<rank>\d{1,7})\] is setting up NCCL communicator and retr(?:ie|ei)ving ncclUniqueId from \[(?P<source>\d{1,7})\]"),
     _row("store-waits", STUCK, "wait timeout after", r"wait timeout after (?P<ms>\d{1,12})ms, keys: (?P<keys>\S{1,200})"),
+    _row("store-waits", STUCK, ("RuntimeError: Socket Timeout", "Timeout waiting for key: ", "connect() timed out. Original timeout was")),
     _row("cascade", CASCADE, ("recvValue failed", "sendBytes failed", "recvBytes failed", 'Failed to check the "should dump" flag', "TCPStore server has shut down", "failed to recv, got 0 bytes", "RendezvousClosedError")),
+    _row("checkpoint-failed", CASCADE, "CheckpointException ranks:"),
+    # --- NCCL's connections, in words that Gloo has as well ---
+    _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "NCCL WARN Connect to", "socketStartConnect: Connect to", "socketPollConnect: "), r"(?:NCCL WARN |(?=socket[SP]))(?P<what>[^\r\n]{1,160})"),
+    _row("nccl-bootstrap", STUCK, "NCCL WARN NET/OFI ", r"NCCL WARN (?P<what>NET/OFI (?:Couldn't|Unable to|Failed to) (?:open|bind|enable|create|allocate)[^\r\n]{1,140})"),
+    _row("nccl-remote", CASCADE, ("NCCL INFO ", "NCCL WARN "), r"NCCL (?:INFO|WARN) .{0,200}(?:Connection (?:closed|reset|refused)|Broken pipe|Socket closed)"),
+    # --- HCCL, the library of Ascend devices ---
+    _row("hccl-start", STUCK, "EI0006: ", r"EI0006: (?:\[PID: \d{1,9}\] )?(?:[\d.:\-]{10,40} )?(?P<what>[^\r\n]{1,160})"),
+    _row("hccl-timeout", STUCK, ("EI0002: ", "hccl fftsplus task timeout", "EE1002: ")),
+    _row("cascade", CASCADE, ("OPS function error: Hccl", "HCCL error in: ")),
+    _row("hccl-timeout", STUCK, "error code is 507", r"error code is 50704[68]"),
+    _row("hccl-timeout", STUCK, "NPU error, error code is 107020"),
     # --- Gloo ---
     _row("gloo-timeout", STUCK, "Timed out waiting", r"Timed out waiting (?P<ms>\d{1,12})ms for (?P<what>recv|send)"),
     _row("gloo-timeout", STUCK, "Application timeout caused pair closure"),
@@ -101,15 +114,16 @@ TEMPLATES: tuple[Template, ...] = (
     _row("nccl-shm", ROOT, "No space left on device", r"(?P<path>/dev/shm[^\s,)]{0,120})|No space", "disk-full"),
     _row("ib-completion", STUCK, "Got completion from peer", r"from peer (?P<peer>[^\s<]{1,80})(?:<\d{1,5}>)? with (?:status|error)[= ](?P<status>\d{1,6})"),
     _row("ib-completion", STUCK, "Got completion with error", r"completion with error (?P<status>\d{1,6})"),
+    _row("ib-completion", STUCK, "NET/OFI Request", r"NET/OFI (?P<what>Request \S{1,40} completed with error[^\r\n]{0,120})"),
     _row("ib-completion", STUCK, "Got async event", r"NET/IB : (?P<hca>[\w.:]{1,40}:\d{1,4}) Got async event ?: (?P<event>[^\r\n]{1,80})"),
     _row("ib-call", STUCK, "Call to ibv_", r"Call to (?P<call>ibv_\w{1,60}) failed(?: with error (?P<event>[^\r\n]{1,80}))?"),
     _row("ib-link", STUCK, "NCCL WARN NET/IB : ", r"NET/IB : (?P<what>[^\r\n]{1,160})"),
-    _row("nccl-misuse", ROOT, ("ncclInvalidUsage", "ncclInvalidArgument", "invalid usage (run with", "invalid argument (run with"), "", "nccl-misuse"),
+    _row("nccl-misuse", ROOT, ("ncclInvalidUsage", "ncclInvalidArgument", "invalid usage (run with", "invalid argument (run with", "invalid usage, NCCL version", "invalid argument, NCCL version"), "", "nccl-misuse"),
     _row("nccl-twice", ROOT, "has already checked in", r"rank (?P<rank>\d{1,7}) of \d{1,7} ranks has already checked in", "nccl-misuse"),
     _row("nccl-version", ROOT, ("NCCL WARN Mismatched NCCL version", "version mismatch detected"), "", "nccl-misuse"),
     _row("nccl-remote", CASCADE, ("ncclRemoteError", "remote process exited or there was a network error", "NCCL communicator was aborted", "NCCL communicator encountered error", "remote error detected from rank", "connection closed by remote peer", "Connection closed by remote peer", "socketProgress: Connection", "NCCL Error 6:")),
     _row("nccl-system", CASCADE, ("ncclSystemError", "ncclInternalError", "unhandled system error")),
-    _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "socketStartConnect: Connect to", "socketPollConnect: "), r"(?:NCCL WARN |(?=socket))(?P<what>[^\r\n]{1,160})"),
+    _row("nccl-ended", INFO, "Abort COMPLETE", r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})"),
     _row("nccl-init", INFO, "Init START", r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})(?:.{0,160}commId (?P<comm>0x[0-9a-f]{1,20}))?"),
     _row("nccl-ready", INFO, "Init COMPLETE", r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})(?:.{0,160}commId (?P<comm>0x[0-9a-f]{1,20}))?"),
     _row("transport", INFO, ("via NET/", "via P2P", "via SHM"), r" : (?P<rank>\d{1,7})\[[^\]]{1,20}\] -> (?P<other>\d{1,7})\[[^\]]{1,20}\].{0,20} via (?P<transport>(?:NET|P2P|SHM)[\w/]{0,40})"),
@@ -123,15 +137,21 @@ TEMPLATES: tuple[Template, ...] = (
     _row("device-oom", ROOT, ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "OutOfMemoryError: CUDA", "HIP out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "NCCL WARN Cuda failure 'out of memory'", "NCCL WARN Cuda failure 2 'out of memory'"), "", "device-out-of-memory"),
     _row("host-oom", ROOT, ("Out of memory: Killed process", "Memory cgroup out of memory"), r"Killed process (?P<pid>\d{1,9})", "rank-oom-killed"),
     _row("host-oom", ROOT, ("oom_kill event", "oom-kill event", "oom-kill:constraint", "Out Of Memory", "OOM Killed", "OOMKilled", "OUT_OF_MEMORY", "oom-killer"), r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400})|oom|OOM|Out Of Memory|OUT_OF_MEMORY", "rank-oom-killed"),
+    _row("host-oom", ROOT, ("killed due to memory pressure (OOM)", "due to the node running low on memory"), "", "rank-oom-killed"),
     _row("host-oom", ROOT, ("DataLoader worker (pid", "worker(s) exited unexpectedly"), r"(?:is killed by signal: Killed|exited unexpectedly)", "rank-oom-killed"),
     _row("shm", ROOT, ("Unexpected bus error encountered in worker", "insufficient shared memory", "workers are out of shared memory"), "", "disk-full"),
     # --- device ---
+    _row("nvls", ROOT, "NVLink SHARP (NVLS) Multicast memory", "", "device-fault"),
     _row("xid", ROOT, "Xid (PCI", r"Xid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,4})", "device-fault"),
     _row("ecc", ROOT, ("uncorrectable ECC error", "uncorrectable NVLink error", "fallen off the bus", "CUDA error: hardware stack error", "CUDA-capable device(s) is/are busy or unavailable", "unspecified driver error", "system not yet initialized", "CUDA_ERROR_SYSTEM_NOT_READY", "Unable to determine the device handle for GPU", "cudaErrorECCUncorrectable", "CUDA_ERROR_ECC", "GPU is lost"), "", "device-fault"),
     _row("illegal-address", ROOT, ("illegal memory access was encountered", "CUDA error: misaligned address", "CUDA error: invalid program counter", "CUDA error: unspecified launch failure", "CUDA error: an illegal instruction", "Memory access fault by GPU", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal memory access encountered"), "", "illegal-address"),
     # --- disk ---
     _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),
     _row("cuda-failure", ROOT, "unhandled cuda error", "", "uncaught-exception"),
+    # --- services that run models, ray ---
+    _row("engine-waits", INFO, "No available shared memory broadcast block found", r"found in (?P<seconds>\d{1,6}) seconds"),
+    _row("engine-died", CASCADE, ("Engine core initialization failed", "WorkerProc initialization failed due to an exception", "EngineDeadError", "EngineCore encountered an issue")),
+    _row("ray-died", CASCADE, ("The actor died unexpectedly before finishing this task", "A worker died or was killed while executing a task", "ray.exceptions.WorkerCrashedError", "ray.exceptions.NodeDiedError", "The actor is dead because its worker process has died")),
     # --- endings ---
     _row("exit-code", TEARDOWN, "failed (exitcode:", r"failed \(exitcode: (?P<exit>-?\d{1,6})\) local_rank: (?P<local>\d{1,7}) \(pid: (?P<pid>\d{1,9})\)"),
     _row("restart", INFO, "will restart worker group", r"(?P<left>\d{1,6})/(?P<all>\d{1,6}) attempts left"),
@@ -165,7 +185,7 @@ ANCHORS: tuple[bytes, ...] = (
     b"raining", b"train_runtime", b"successfully", b"Trainer.fit", b"Interrupt", b"Root Cause", b"Failures:", b"illed",
     b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it", b"worker group", b"atchdog", b"Gloo", b"exited",
     b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
-    b"socketPoll", b"server socket",
+    b"socketPoll", b"server socket", b"EI000", b"EE1002", b"worker died",
 )  # fmt: skip
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
 

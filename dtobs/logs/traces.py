@@ -19,6 +19,7 @@ _INSTALLED = re.compile(
     r"|/(?:torchrun|accelerate|deepspeed)$|/dtobs/(?:probes|session|integrations)/)"
 )
 _COMMUNICATION = re.compile(r"/torch/(?:distributed|_C)/|/deepspeed/comm/")
+_OF_RANK = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
 _MAX_LINES = 600
 _MAX_STRANGERS = 60
 
@@ -38,7 +39,9 @@ class Raised:
 class Trace:
     """One traceback that is being read."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int | None = None, ignored: bool = False) -> None:
+        self.rank = rank  #: who raised it, where its first line names somebody: `rank_named`
+        self.ignored = ignored  #: nobody gets it, and the process goes on
         self.strange = False  #: the last line was somebody else's
         self._own = self._any = ""
         self._launcher = self._communicates = False
@@ -74,6 +77,12 @@ class Trace:
             self._communicates,
             text.strip(),
         )
+
+
+def rank_named(text: str) -> int | None:
+    """The rank whose exception it is: a checkpoint's, which every rank prints, begins ``Traceback (…): (RANK 3)``."""
+    found = _OF_RANK.search(text)
+    return None if found is None else int(found[1])
 
 
 def _looks_like_type(name: str) -> bool:

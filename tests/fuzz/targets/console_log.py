@@ -10,7 +10,7 @@ from dtobs.reports import html, json, text
 from tests.fuzz.mutate import mutate_bytes
 from tests.fuzz.scratch import scratch
 from tests.unit.logs.generator import CASES, table
-from tests.unit.logs.strangers_more import EXCERPTS
+from tests.unit.logs.pasted import EXCERPTS
 
 SEEDS = [
     "\n".join(

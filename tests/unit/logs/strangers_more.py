@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.logs.strangers import NO_TRACE, ROWS, late, row, table, trace
+from tests.unit.logs.strangers import NO_TRACE, late, row, table, trace
 
 # --- NCCL itself ---
 row(
@@ -218,6 +218,3 @@ for name, text in {
     "pytest": "tests/test_oom.py::test_cuda_out_of_memory PASSED\ntests/test_nccl.py::test_watchdog_timeout PASSED\n============ 41 passed in 12.10s ============",
 }.items():  # fmt: skip
     row(f"healthy: {name}", text, None)
-
-EXCERPTS = tuple(ROWS)
-"""All of them."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dtobs.diagnose import diagnose_logs
+from tests.unit.logs.pasted import EXCERPTS
 from tests.unit.logs.strangers import Answer
-from tests.unit.logs.strangers_more import EXCERPTS
 
 
 @pytest.mark.parametrize(("text", "answer"), [row[1:] for row in EXCERPTS], ids=[row[0] for row in EXCERPTS])

@@ -1,0 +1,11 @@
+"""All rows of all files of excerpts: each file adds its own when it is imported."""
+
+from __future__ import annotations
+
+from tests.unit.logs import strangers_elsewhere, strangers_more, strangers_public
+from tests.unit.logs.strangers import ROWS
+
+assert strangers_more
+assert strangers_public
+assert strangers_elsewhere
+EXCERPTS = tuple(ROWS)
