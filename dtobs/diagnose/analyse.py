@@ -17,10 +17,11 @@ from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
 from dtobs.diagnose.run_pictures import run_pictures
 from dtobs.diagnose.status import statuses
+from dtobs.events import RankState
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity, Trait
 from dtobs.host.process import ProcessState
 from dtobs.recording.journal import Entry
-from dtobs.recording.rank import END_SIGNALS, State
+from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
@@ -148,7 +149,7 @@ def without_consequences(
 
 def _working(view: RunView) -> list[int]:
     """The ranks that somebody who ends the job ends: those that have closed their sessions were through before."""
-    return [rank for rank in view.ranks if view.rank(rank).state is not State.FINISHED] or view.ranks
+    return [rank for rank in view.ranks if int(view.page(rank)["state"]) != RankState.CLOSED] or view.ranks
 
 
 def _follows(finding: Finding, hang: Finding, world: Collection[int]) -> bool:

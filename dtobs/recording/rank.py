@@ -6,6 +6,7 @@ Every renderer, metric and detector takes these facts from here, so that one ran
 from __future__ import annotations
 
 import signal as signals
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import Kind, Phase, RankState, phase_name
+from dtobs.host.process import signal_name
 from dtobs.host.stacks import Frame, ThreadStack, main_thread
 from dtobs.recording.meta import Group, Meta, Op, Site
 
@@ -50,8 +52,8 @@ class State(StrEnum):
     FINISHED = "finished"  #: closed its session
     EXITED = "exited"  #: left with exit code 0 and without closing its session
     FAILED = "failed"  #: an exception left the training code
-    INTERRUPTED = "interrupted"  #: from the keyboard
-    TERMINATED = "terminated"  #: told to end by a launcher or a scheduler
+    INTERRUPTED = "interrupted"  #: from the keyboard, whether or not it closed its session on the way out
+    TERMINATED = "terminated"  #: told to end by a launcher or a scheduler, whether or not it closed its session
     DEAD = "dead"  #: its process is gone by any other way
     UNREACHABLE = "out of reach"  #: its node no longer answers; what is known of it is from before
     UNKNOWN = "unknown"
@@ -137,7 +139,7 @@ class Rank:
         """The one word for what it does or how it ended."""
         said = self.get("state")
         if said == RankState.CLOSED:
-            return State.FINISHED
+            return _TOLD.get(self.told, State.TERMINATED) if self.told else State.FINISHED
         if said == RankState.FAILED:
             kind = str((self.exception or {}).get("type", "")).rpartition(".")[2]
             return {"KeyboardInterrupt": State.INTERRUPTED, "SystemExit": State.EXITED}.get(kind, State.FAILED)
@@ -145,7 +147,7 @@ class Rank:
             return State.UNREACHABLE
         process = self.process
         if process is not None and not process.alive:
-            return _gone(process)
+            return _gone(process, self.told)
         if process is not None and process.stopped:
             return State.SUSPENDED
         if (self.waited_seconds or 0.0) >= BRIEF_WAIT_SECONDS:
@@ -157,6 +159,15 @@ class Rank:
         if said != RankState.RUNNING:
             return State.UNKNOWN
         return State.SILENT if self._too_quiet else State.RUNNING
+
+    @cached_property
+    def told(self) -> int:
+        """The signal that told it to end and that reached its Python before it closed its session; 0 without one."""
+        raised = [str(e.get("type", "")) for e in self.meta.exceptions if not e.get("thread")]
+        heard = self.view.signals(self.rank) & END_SIGNALS
+        if signals.SIGINT in heard or raised[-1:] == ["KeyboardInterrupt"]:
+            return signals.SIGINT
+        return min(heard, default=0)
 
     @property
     def _too_quiet(self) -> bool:
@@ -241,7 +252,8 @@ class Rank:
         words = [f"raised {raised.get('type', 'an exception')}"] if raised is not None else []
         process = self.process
         if process is not None and not process.alive and not (words and process.exit_code in (0, 1, None)):
-            words.append(process.ending)
+            unseen = self.told and process.exit_code is None and not process.oom_killed
+            words.append(f"told to end by {signal_name(self.told)}" if unseen else process.ending)
         return ", ".join(words)
 
     @cached_property
@@ -258,9 +270,28 @@ class Rank:
         return self.stack.user_frame if self.stack is not None else None
 
 
-def _gone(process: ProcessState) -> State:
-    if process.exit_code in TERMINATION and not process.oom_killed:
-        return State.INTERRUPTED if process.exit_code == -signals.SIGINT else State.TERMINATED
+_TOLD = {signals.SIGINT: State.INTERRUPTED}
+
+
+def ending_signal(process: ProcessState, heard: Collection[int]) -> int:
+    """The signal by which somebody told a process to end, and by which it ended; 0 where none did.
+
+    Where nobody saw its exit code, it is one of those that its Python `heard`.
+    """
+    code = process.exit_code
+    if process.oom_killed:
+        return 0
+    if code in (-signals.SIGINT, 128 + signals.SIGINT) or (code is None and signals.SIGINT in heard):
+        return signals.SIGINT
+    if code is None:
+        return min(END_SIGNALS.intersection(heard), default=0)
+    return -code if code in TERMINATION else 0
+
+
+def _gone(process: ProcessState, told: int) -> State:
+    number = ending_signal(process, {told})
+    if number:
+        return _TOLD.get(number, State.TERMINATED)
     return State.EXITED if process.exit_code == 0 else State.DEAD
 
 

@@ -275,8 +275,9 @@ def _end(view: RunView, rows: Sequence[RankRow], broken: Sequence[RankRow]) -> t
     if broken:
         which = f"rank {broken[0].rank} {broken[0].state}" if len(broken) == 1 else f"{len(broken)} ranks failed"
         return "broken", f"ended{where}, {which}"
-    stopped = early and any(row.state in (State.INTERRUPTED, State.TERMINATED) for row in rows)
-    return "ended", f"interrupted{where}" if stopped else f"ended{where}" if early else "ended, all ranks finished"
+    if any(row.state in (State.INTERRUPTED, State.TERMINATED) for row in rows) and (early or total is None):
+        return "ended", f"interrupted{where or f' at step {reached:,}'}"
+    return "ended", f"ended{where}" if early else "ended, all ranks finished"
 
 
 def _still(view: RunView, step_seconds: float | None) -> str:

@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any
 
 from dtobs.events import RankState
-from dtobs.host.process import ProcessState
-from dtobs.recording.rank import END_SIGNALS
+from dtobs.host.process import ProcessState, signal_name
+from dtobs.recording.rank import END_SIGNALS, ending_signal
 from dtobs.recording.view import RunView
 
 
@@ -61,9 +61,13 @@ class Ending:
 
     @property
     def way(self) -> str:
-        """How it ended, in words: "killed by SIGKILL", "was interrupted by SIGINT"."""
-        if self.kind is End.INTERRUPTED:
+        """How it ended, in words: "killed by SIGKILL", "was interrupted by SIGINT", "was told to end by SIGTERM"."""
+        heard = self.signals & END_SIGNALS
+        killed = self.process is not None and (self.process.exit_code or 0) < 0
+        if self.kind is End.INTERRUPTED or (signals.SIGINT in heard and not killed):
             return "was interrupted by SIGINT"
+        if heard and not killed:
+            return f"was told to end by {signal_name(min(heard))}"
         return self.process.ending if self.process is not None else "gone"
 
     @property
@@ -158,11 +162,8 @@ def _kind_of_exit(process: ProcessState, heard: frozenset[int]) -> End:
         return End.EXITED
     if code == -signals.SIGABRT:
         return End.ABORTED
-    if code in (-signals.SIGINT, 128 + signals.SIGINT) or (code is None and signals.SIGINT in heard):
-        return End.INTERRUPTED
-    if (code is not None and -code in END_SIGNALS) or (code is None and heard & END_SIGNALS):
-        return End.TERMINATED
-    return End.DIED
+    number = ending_signal(process, heard)
+    return End.INTERRUPTED if number == signals.SIGINT else End.TERMINATED if number else End.DIED
 
 
 def _last_sign_of_life_ns(view: RunView, rank: int) -> int:

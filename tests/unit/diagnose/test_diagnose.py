@@ -176,6 +176,17 @@ def test_a_job_that_was_cancelled_is_noted(tmp_path):
     assert diagnosis.notes == ("interrupted after step 3: the ranks were killed by SIGTERM",)
 
 
+def test_a_job_that_was_interrupted_and_closed_its_sessions_is_noted(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(3)
+    for number, rank in enumerate(run.ranks):
+        run.directory.signals(number, 0).write_bytes(bytes([2]) + bytes(63))
+        rank.close()
+    diagnosis = diagnose(Evidence("x", run.view(later=9, processes={r: ProcessState(1, alive=False) for r in (0, 1)})))
+    assert diagnosis.findings == ()
+    assert diagnosis.notes == ("interrupted after step 3: the ranks were interrupted by SIGINT",)
+    assert {status.state for status in diagnosis.ranks.values()} == {"interrupted"}
+
+
 def standing(hung: FakeRun, later: float = 20.0) -> tuple[Entry, ...]:
     """What the monitor wrote of a standstill before it was long enough for an alarm."""
     view = hung.view(later=later)

@@ -51,6 +51,38 @@ def test_what_the_kernel_says(tmp_path: Path, process: ProcessState, state: Stat
     assert (rank.silent_seconds is None) is not process.alive
 
 
+@pytest.mark.parametrize(
+    ("heard", "closed", "process", "state", "ending"),
+    [
+        (2, True, None, State.INTERRUPTED, ""),
+        (2, True, ProcessState(1, alive=False), State.INTERRUPTED, "told to end by SIGINT"),
+        (2, True, ProcessState(1, alive=False, exit_code=0), State.INTERRUPTED, "exited with code 0"),
+        (2, False, ProcessState(1, alive=False), State.INTERRUPTED, "told to end by SIGINT"),
+        (0, False, ProcessState(1, alive=False, exit_code=130), State.INTERRUPTED, "exited with code 130"),
+        (15, True, ProcessState(1, alive=False, exit_code=0), State.TERMINATED, "exited with code 0"),
+        (15, False, ProcessState(1, alive=False), State.TERMINATED, "told to end by SIGTERM"),
+        (15, False, ProcessState(1, alive=False, exit_code=-9), State.DEAD, "killed by SIGKILL"),
+        (10, True, ProcessState(1, alive=False, exit_code=0), State.FINISHED, "exited with code 0"),
+        (0, True, ProcessState(1, alive=False), State.FINISHED, "gone, exit code unknown"),
+    ],
+)
+def test_who_was_told_to_end_did_not_finish(
+    tmp_path: Path, heard: int, closed: bool, process: ProcessState | None, state: State, ending: str
+):
+    run = run_of(tmp_path)
+    run.directory.signals(1, 0).write_bytes(bytes([heard]) + bytes(63))
+    if closed:
+        run.rank(1).close()
+    rank = run.view(processes={0: ALIVE, **({1: process} if process else {})}).rank(1)
+    assert (rank.state, rank.ending) == (state, ending)
+
+
+def test_an_interrupt_on_record_says_so_where_no_signal_was_written_down(tmp_path: Path):
+    run = run_of(tmp_path)
+    run.rank(1).meta("exception", type="KeyboardInterrupt", message="", t_ns=run.rank(1).clock_ns).close()
+    assert look(run, 0).rank(1).state is State.INTERRUPTED
+
+
 def test_silence_is_measured_in_the_own_steps(tmp_path: Path):
     quick, slow = run_of(tmp_path / "quick"), run_of(tmp_path / "slow", seconds=40)
     assert [look(quick, s).rank(0).state for s in (5, 12)] == [State.RUNNING, State.SILENT]

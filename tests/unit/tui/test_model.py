@@ -256,6 +256,25 @@ def test_an_interrupted_run_is_no_complete_one(tmp_path: Path) -> None:
     assert build_frame(run.view(processes=interrupted)).status_text == "interrupted at step 319 of 4,000"
 
 
+@pytest.mark.parametrize(("total", "where"), [(4000, "step 319 of 4,000"), (None, "step 319")])
+def test_ranks_that_close_their_sessions_on_ctrl_c_are_interrupted(tmp_path: Path, total: int | None, where: str):
+    run = FakeRun(tmp_path / "run", 2, info={"config": {"run": {"steps": total}}}).steps(320)
+    for number, rank in enumerate(run.ranks):
+        run.directory.signals(number, 0).write_bytes(bytes([2]) + bytes(63))
+        rank.close()
+    frame = frame_of(run)
+    assert [(row.state, row.level) for row in frame.rows] == [("interrupted", "done")] * 2
+    assert frame.status_text == f"interrupted at {where}"
+
+
+def test_a_run_that_did_all_its_steps_has_ended_although_its_launcher_ended_it_then(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 2, info={"config": {"run": {"steps": 320}}}).steps(320)
+    run.directory.signals(1, 0).write_bytes(bytes([15]) + bytes(63))
+    for rank in run.ranks:
+        rank.close()
+    assert frame_of(run).status_text == "ended, all ranks finished"
+
+
 def test_time_left_and_what_was_cleared(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 2, info={"config": {"run": {"steps": 120}}}).steps(20)
     entry = Entry(
