@@ -10,12 +10,19 @@ SIGKILL of all, of one rank or of the launcher, the loss of the node, the job's 
 still be the verdict. A few cells of that matrix by default; --all takes every one of them. With --early, nobody ends
 it, and `dtobs diagnose` is asked 15 seconds into each hang, long before the alarm.
 
+With --flips N, single bits are flipped at random in N small trainings of three ranks: in parameters, gradients before
+and after their reduction, optimizer state, activations, and what calls bring. The table says how many of them changed
+what the training ends with, and how many of those were found, after how many steps, with the right rank and parameter.
+It ends with 1 when anything was accused wrongly; what was missed is no failure. DTOBS_PROBES applies as in any job.
+
 examples:
   dtobs drill stopped killed
   dtobs drill --quick
   dtobs drill --wrapper fsdp --keep drills/
   dtobs drill --endings --way kill-all --when before stopped absent
   dtobs drill --early
+  dtobs drill --flips 60
+  DTOBS_PROBES=conservation=all,updates=all dtobs drill --flips 60 --wrapper zero1
 """
 
 from __future__ import annotations
@@ -54,6 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--when", choices=("before", "after"), help="with --endings: before or after the hang was found"
     )
     parser.add_argument("--all", action="store_true", help="with --endings: every cell of the matrix")
+    parser.add_argument("--flips", type=int, metavar="N", help="flip a bit in each of N trainings: what is found?")
+    parser.add_argument("--seed", type=int, default=0, help="with --flips: which bits (default: 0)")
     parser.add_argument("--at-once", type=int, metavar="N", help="drills at a time (default: half the cores)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run directories below DIR")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
@@ -68,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         _list(every, as_json=args.json)
         return Exit.NOTHING_FOUND
     _check(args)
+    if args.flips is not None:
+        return _flips(args)
     if args.endings or args.early:
         return _endings(args)
     chosen = _choose(every, args.faults, args.wrapper, quick=args.quick)
@@ -90,6 +101,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raises UsageError for what cannot be."""
     if not args.endings and (args.way or args.when or args.all):
         raise UsageError("--way, --when and --all are for --endings")
+    if args.flips is not None and (args.flips < 1 or args.faults or args.endings or args.early):
+        raise UsageError("--flips takes a number from 1 on, no FAULT, and neither --endings nor --early")
     if args.at_once is not None and args.at_once < 1:
         raise UsageError(f"--at-once {args.at_once}: give 1 or more")
     if args.keep is not None and args.keep.exists() and not args.keep.is_dir():
@@ -131,6 +144,26 @@ def _endings(args: argparse.Namespace) -> int:
             left = f", {tried - done} could not be played" if done < tried else ""
             print(f"{way:<16} {when:<10} {right} of {done}{left}")
     return Exit.ERROR if any(judged.wrong for judged in played) else Exit.NOTHING_FOUND
+
+
+def _flips(args: argparse.Namespace) -> int:
+    """Flip bits, and print the table."""
+    from dtobs.drills import flips
+
+    if args.wrapper not in (None, *flips.TARGETS):
+        raise UsageError(f"bits are flipped under the layouts {', '.join(flips.TARGETS)}, not {args.wrapper!r}")
+    layouts = (args.wrapper,) if args.wrapper else tuple(flips.TARGETS)
+    with tempfile.TemporaryDirectory(prefix="dtobs-drill-") as scratch:
+        folder = (args.keep or Path(scratch)).absolute()
+        trials = flips.play_all(flips.draw(args.flips, args.seed, layouts), folder)
+    if args.json:
+        print(json.dumps([trial.to_json() for trial in trials], indent=1))
+    else:
+        print(f"{flips.table(trials)}\n{flips.summary(trials)}", end="")
+        for trial in trials:
+            if trial.wrong:
+                print(f"WRONG: {trial.layout}: {trial.wrong}")
+    return Exit.ERROR if flips.failed(trials) else Exit.NOTHING_FOUND
 
 
 def _tell_ending(judged: Judged) -> None:

@@ -155,13 +155,13 @@ def context() -> ForkServerContext:
     return found
 
 
-def rank_environment(rank: int) -> dict[str, str]:
+def rank_environment(rank: int, world: int = WORLD) -> dict[str, str]:
     """The variables that torchrun gives a worker."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "LOCAL_WORLD_SIZE": str(WORLD),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
         "GROUP_RANK": "0",
         "OMP_NUM_THREADS": "1",
     }

@@ -47,11 +47,12 @@ class SilentJob:
     monitor: bool = False
 
 
-def flip_bit(parameter: torch.Tensor, bit: int = 20) -> None:
-    """Invert one bit of the first element that this rank holds: what a bad memory cell does."""
+def flip_bit(parameter: torch.Tensor, bit: int = 20, element: int = 0) -> None:
+    """Invert one bit of one FP32 element that this rank holds: what a bad memory cell does."""
     held = parameter.detach()
     local = held._local_tensor if isinstance(held, DTensor) else held
-    local.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
+    mask = 1 << bit if bit < 31 else -(1 << 31)
+    local.view(-1)[element : element + 1].view(torch.int32).bitwise_xor_(mask)
 
 
 class BadLink:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtobs.drills import job, lost_time, silent
+from dtobs.drills import flipped_job, job, lost_time, silent
 
 
 def main(
@@ -50,6 +50,9 @@ def main(
     elif family == "time":
         meet()
         lost_time.train(lost_time.TimeJob(**fields))
+    elif family == "flips":
+        meet()
+        flipped_job.train_all(flipped_job.FlippedJob(**fields), stay.send)
     else:
         meet()
         silent.train(silent.SilentJob(**fields))

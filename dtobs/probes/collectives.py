@@ -157,8 +157,11 @@ class Collectives(Probe):
             commit()
             ints[_PROBE_NS] += time.perf_counter_ns() - began
             conservation = context.conservation
-            if conservation is None or barrier or not (peer_to_peer or conservation.due(seq)):
+            if conservation is None or barrier:
                 return None
+            if not (peer_to_peer or conservation.due(seq)):
+                # What is waited for at once has nothing beside it, but for what is already under way.
+                return conservation.passing(args) if not waits or conservation.waiting else None
             return conservation.look(operator, args, group, seq, op)
 
         return record

@@ -3,7 +3,9 @@
 Some calls of each group are looked at, chosen by their number in it, so every rank looks at the same ones. What is put
 in is read before the call is issued, what comes out when it has been waited for: in ``Work.wait``, ``wait_tensor``,
 DDP's buffer broadcast, or, for what DDP's own reducer reduces, at the end of the backward. A call that nobody waits for
-there (the futures of a communication hook) is not compared, and a ``probe`` entry says so.
+there (the futures of a communication hook) is not compared, and a ``probe`` entry says so. Nor is one whose memory
+another call under way has as well: backends that do one call after another allow it, and what either of them gets or
+leaves there cannot be read in between.
 
 At the level "all" every call is read whole.
 """
@@ -44,12 +46,16 @@ _BROADCASTS = (
     "torch.nn.parallel.distributed._distributed_broadcast_coalesced",
 )
 """Those of broadcasts that C++ waits for before ``_broadcast_coalesced`` returns."""
-_MOST_WAITING = 64
+_MOST_WAITING, _MOST_UNDER_WAY = 64, 64
 _SAID_AFTER = 16
 """Calls that nobody waited for before it is said that most are not compared."""
 _ADJUST_NS = 1_000_000_000
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+
+
+Ranges = Sequence[tuple[int, int]]
+"""Addresses, each first and behind the last."""
 
 
 class Chooser:
@@ -99,6 +105,8 @@ class Look:
     came_out: list[Part]
     put_in: list[tuple[Part, torch.Tensor]] = field(default_factory=list)  # and what was read of it
     work: Any = None
+    memory: Ranges = ()
+    shared: bool = False  #: another call had the same memory before this one was waited for
 
 
 class ConservationProbe(Probe):
@@ -110,6 +118,7 @@ class ConservationProbe(Probe):
     def __init__(self) -> None:
         super().__init__()
         self.waiting: dict[int, Look] = {}  #: calls under way that are looked at, by the id of their Work
+        self.under_way: dict[int, tuple[Any, Ranges, int]] = {}  #: the others: their Work, its memory and the step
         self._tagged: set[tuple[int, int, str]] = set()
         self._known: dict[tuple[int, str], bool] = {}
         self._unread, self._compared, self._unread_said = 0, 0, False
@@ -121,14 +130,38 @@ class ConservationProbe(Probe):
         self._chooser = Chooser(everything=self.context.levels.get(self.name) == "all")
         self.due = self._chooser.due
         self.look, self._begun = self.guard(self._look), self.guard(self._issued)
+        self.passing, self._left = self.guard(self._pass), self.guard(self._leave)
         self.waited = self.guard(self._waited)
         self.context.conservation = self
         self.undo.callback(setattr, self.context, "conservation", None)
         self.undo.callback(self.waiting.clear)
+        self.undo.callback(self.under_way.clear)
 
     def abandon(self) -> None:
         """The calls under way are those of another process."""
         self.waiting.clear()
+        self.under_way.clear()
+
+    def _pass(self, args: Sequence[Any]) -> Callable[[Any], object] | None:
+        """Called before an asynchronous call is issued that is not looked at: what to do with its operator's result."""
+        memory = _ranges(args)
+        self._share(memory)
+        return functools.partial(self._left, memory) if memory else None
+
+    def _leave(self, memory: Ranges, result: Any) -> None:
+        work = Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+        with self._lock:
+            if len(self.under_way) >= _MOST_UNDER_WAY:  # nobody waits for them
+                del self.under_way[next(iter(self.under_way))]
+            self.under_way[id(work)] = work, memory, self.context.step
+
+    def _share(self, memory: Ranges) -> bool:
+        """A call with `memory` is about to be issued; whether another one under way has some of it."""
+        with self._lock:
+            looks = [look for look in self.waiting.values() if _overlap(look.memory, memory)]
+            for look in looks:
+                look.shared = True
+            return bool(looks) or any(_overlap(other, memory) for _, other, _ in self.under_way.values())
 
     def _look(
         self, operator: Operator, args: Sequence[Any], group: GroupState, seq: int, op: int
@@ -139,10 +172,13 @@ class ConservationProbe(Probe):
             if args[3 if operator.name == "send" else operator.root + 1]:
                 self._tagged.add(pair)  # messages with tags may overtake each other
             if pair in self._tagged:
-                return None
+                return self._pass(args)
         if not self.due(seq) or len(group.ranks) < 2 or len(self.waiting) >= _MOST_WAITING:
-            return None
+            return self._pass(args)
         begin = time.perf_counter_ns()
+        memory = _ranges(args)
+        if self._share(memory):
+            return functools.partial(self._left, memory)
         root = args[operator.root] if operator.root >= 0 else -1
         seat = Seat(group.rank, len(group.ranks), seq, self._chooser.everything)
         name = operator.overload._schema.name.partition("::")[2]
@@ -150,10 +186,11 @@ class ConservationProbe(Probe):
         with torch.no_grad():
             parts = cut(name, reduction, root, args, seat)
             if parts is None or not self._backend_known(group, parts.put_in or parts.came_out):
-                return None
+                return functools.partial(self._left, memory)
             flags = Message.PEER_TO_PEER if operator.peer_to_peer else 0
             thread = threading.get_ident()
             look = Look(group.number, seq, op, parts.rule, flags, self.context.step, _issuer(), thread, parts.came_out)
+            look.memory = memory
             look.put_in = [(part, self._read(part, look)) for part in parts.put_in]
         now = time.perf_counter_ns()
         self._chooser.spent(now - begin, now)
@@ -171,9 +208,13 @@ class ConservationProbe(Probe):
         if isinstance(thing, torch.Tensor):
             if type(thing) is not torch.Tensor or thing.layout is not torch.strided:
                 return
-            memory = thing.untyped_storage().data_ptr()
+            memory, mine = thing.untyped_storage().data_ptr(), _ranges((thing,))
+            for key, (_, other, _) in list(self.under_way.items()):
+                if _overlap(other, mine):
+                    self.under_way.pop(key, None)
             self._finish(lambda look: _at(look, memory))
         elif isinstance(thing, Work):
+            self.under_way.pop(id(thing), None)
             self._finish(lambda look: look.work is thing)
         else:
             me = threading.get_ident()
@@ -186,6 +227,8 @@ class ConservationProbe(Probe):
 
     def step_end(self) -> None:
         """Forget the calls of the step before that nobody has waited for."""
+        for key in [key for key, (*_, step) in list(self.under_way.items()) if step < self.context.step]:
+            self.under_way.pop(key, None)
         if not self.waiting:
             return
         with self._lock:
@@ -222,6 +265,7 @@ class ConservationProbe(Probe):
             found = [self.waiting.pop(key) for key, look in list(self.waiting.items()) if done(look)]
         if sys.exc_info()[0] is not None:
             return  # the wait has failed: nothing has come out
+        found = [look for look in found if not look.shared]
         self._compared += len(found)
         for look in found:
             begin = time.perf_counter_ns()
@@ -305,6 +349,23 @@ def _condense(memory: torch.Tensor, rule: Rule, numbers: torch.Tensor) -> None:
         last = exact[-1:].expand(short)
         pieces = torch.cat([exact, last]).view(SKETCHES, -1).amax(1)
         numbers[1:] = torch.maximum(numbers[1:], pieces) if n else pieces
+
+
+def _ranges(args: Sequence[Any]) -> Ranges:
+    """The memory of all tensors among the arguments of an operator."""
+    found: list[tuple[int, int]] = []
+    for each in args:
+        if isinstance(each, (list, tuple)):
+            found += _ranges(each)
+        elif isinstance(each, torch.Tensor) and each.layout is torch.strided and each.numel():
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            begin = each.data_ptr()
+            found.append((begin, begin + reach * each.element_size()))
+    return found
+
+
+def _overlap(some: Ranges, others: Ranges) -> bool:
+    return any(begin < last and first < end for begin, end in some for first, last in others)
 
 
 def _at(look: Look, memory: int) -> bool:

@@ -54,5 +54,5 @@ class Waits(Probe):
         thing, issued = token
         self._progress.wait_end(*issued)
         conservation = self.context.conservation
-        if conservation is not None and conservation.waiting:
+        if conservation is not None and (conservation.waiting or conservation.under_way):
             conservation.waited(thing)

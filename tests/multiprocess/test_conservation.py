@@ -64,6 +64,30 @@ def reused_input(rank: int, world: int, folder: Path) -> None:
             work.wait()
 
 
+def shared_memory(rank: int, world: int, folder: Path) -> None:
+    """Calls one after another on the same tensor, as NCCL allows it of calls of one group, and others beside them."""
+    torch.manual_seed(rank)
+    with dtobs.attach(run_dir=folder, monitor=False, probes={"conservation": "all"}) as session:
+        probe = session._context.conservation  # type: ignore[attr-defined]
+        for call in range(10):
+            x = torch.randn(1000)
+            if call % 2:
+                dist.all_reduce(x)
+                continue
+            whole = torch.zeros(2000)
+            first = dist.all_gather_into_tensor(whole, x, async_op=True)
+            second = dist.broadcast(whole[500:600], src=0, async_op=True)  # a part of what the first one writes
+            assert first is not None and second is not None
+            assert not probe.under_way or len(probe.under_way) == 1
+            second.wait()
+            first.wait()
+            assert not probe.under_way and not probe.waiting
+        neighbours = torch.randn(2, 1000)
+        for work in [dist.all_reduce(row, async_op=True) for row in neighbours]:  # next to each other, nothing shared
+            assert work is not None
+            work.wait()
+
+
 def judged(folder: Path) -> tuple[RunView, int, int]:
     view = load_run(folder)
     assert [int(page["probe_failures"]) for page in view.pages] == [0, 0]
@@ -92,3 +116,12 @@ def test_an_input_that_changes_under_way_is_named(tmp_path: Path):
     (finding,) = corrupted_communication(view)
     assert finding.ranks == (1,)
     assert finding.summary.startswith("rank 1 changed while it was under way what is sent in all_gather #7")
+
+
+def test_memory_that_two_calls_under_way_share_is_not_judged(tmp_path: Path):
+    run_ranks(shared_memory, 2, tmp_path)
+    view, whole, broken = judged(tmp_path)
+    assert broken == 0
+    assert corrupted_communication(view) == []
+    assert whole == 5 + 2  # the reductions between them, and those next to each other
+    assert {view.meta(0).ops[int(r["op"])].op for r in view.law(CONSERVATION, 0)} == {"all_reduce"}

@@ -18,7 +18,7 @@ MOST_STEPS = 512
 LEAST_STEPS, SETTLED_SECONDS = 12, 15.0
 """What lasts a shorter time is chance: another process, the cache of a file, a toy."""
 OVERLOADED = 0.2
-"""Beyond this share of the time without a core, chance decides how long anything takes."""
+"""Beyond this share of the time in which ranks want a core and have none, chance decides how long anything takes."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -51,8 +51,12 @@ class Times:
 
     @property
     def overloaded(self) -> bool:
-        """Whether the machine has fewer cores than threads that want one: most ranks wait for theirs."""
-        share = self.records["run_delay_ns"].sum(axis=1) / 1e9 / np.maximum(self.wall.sum(axis=1), 1e-9)
+        """Whether the machine has fewer cores than threads that want one: most ranks wait for theirs.
+
+        Counted against the time in which they do not wait for each other: who waits wants no core, but the threads that
+        carry the messages do, and lack it as the others do.
+        """
+        share = self.records["run_delay_ns"].sum(axis=1) / 1e9 / np.maximum(self.busy.sum(axis=1), 1e-9)
         return bool(np.median(share) > OVERLOADED)
 
     def seconds(self, name: str) -> Floats:

@@ -43,7 +43,7 @@ class Outcome:
         return not (self.findings or self.problems or self.leftovers or any(self.exit_codes))
 
 
-def train(name: str, layout: Layout, steps: int, folder: Path, cache: Path, timeout: float) -> Outcome:
+def train(name: str, layout: Layout, steps: int, folder: Path, cache: Path, timeout: float, seed: int = 0) -> Outcome:
     """Run all legs of `layout` for `steps` steps in total into `folder`; the folder stays when it was not clean."""
     run_dir = folder / "run"
     outcome = Outcome(name, run_dir=str(run_dir))
@@ -51,7 +51,7 @@ def train(name: str, layout: Layout, steps: int, folder: Path, cache: Path, time
         units = max(1, round(steps * share / layout.per_unit))
         arguments = [*layout.program, layout.length, str(units), *layout.flags, *extra, "--run-dir", run_dir]
         if layout.program[0] == "-m":
-            arguments += ["--data.cache", cache]
+            arguments += ["--data.cache", cache, "--seed", str(seed)]
         with torchrun(arguments, layout.world, timeout=timeout) as command:
             try:
                 code = command.wait()

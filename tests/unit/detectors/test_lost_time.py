@@ -55,6 +55,8 @@ class TestExposedCommunication:
             lambda rank, step: {"exposed": 0.005, "forward": 0.001, "backward": 0.001, "data": 0.0},  # a toy
             lambda rank, step: {"exposed": 0.5, "exposed_data_ns": 0.0, "exposed_pipeline_ns": 0.5e9},  # a bubble
             lambda rank, step: {"exposed": 0.5, "run_delay_ns": 0.3e9},  # fewer cores than ranks
+            # A third of the time that ranks want a core, though but a sixth of the step: who waits wants none.
+            lambda rank, step: {"forward": 0.3, "backward": 0.3, "exposed": 0.8, "run_delay_ns": 0.2e9},
         ],
     )
     def test_stays_quiet(self, tmp_path: Path, change: Change):
