@@ -1,5 +1,7 @@
 """Forward of the root module and the optimizer's step, seen from outside.
 
+What DDP wraps is seen as well: one rank often evaluates ``model.module`` alone while its peers wait for it.
+
 The root module is seen through its class's ``__call__`` rather than through hooks: hooks live in the module's own
 dictionary, so they would be copied with ``deepcopy(model)``, break its pickling and be traced by ``model.compile()``.
 """
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.events import Phase
 from dtobs.probes.base import Probe
@@ -34,6 +37,8 @@ class Forward(Probe):
         for number, root in enumerate(roots(context.model)):
             # Every micro-batch goes through all of them: it counts once.
             around_call(self, root, self._begin_first if number == 0 else self._begin, self._progress.end)
+            if isinstance(root, DistributedDataParallel):
+                around_call(self, root.module, self._begin_wrapped, self._progress.end)
 
     def _begin_first(self, root: torch.nn.Module, *_args: Any, **_named: Any) -> int:
         depth = self._begin(root)
@@ -46,6 +51,10 @@ class Forward(Probe):
             return progress.begin(Phase.VALIDATION)
         progress.claim_training_thread()
         return progress.begin(Phase.FORWARD)
+
+    def _begin_wrapped(self, inside: torch.nn.Module, *_args: Any, **_named: Any) -> int | None:
+        """Inside the wrapper's own forward, and where a backward computes it again, there is nothing to begin."""
+        return None if self.context.phase in (Phase.FORWARD, Phase.BACKWARD) else self._begin(inside)
 
 
 def compiler_is_there() -> bool:

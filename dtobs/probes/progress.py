@@ -154,6 +154,8 @@ class Progress:
         if shown in _BEGINS_STEP and not self.in_step and not self.explicit_steps:
             self.start_step(int(self._ints[_STEP]) + 1)
         if shown == top:
+            if shown in _OUTER:
+                self._page.commit()  # a validation that goes from batch to batch moves, however long it takes
             return depth
         if self._finished is not None and shown in _ENDS_REPORTS:
             self.flush()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from dtobs.events import STEP_PARTS, Kind, Phase, RankState
@@ -202,6 +205,35 @@ def test_evaluation_is_validation(attach: Attach):
     assert steps["validation_ns"][0] == 0
     assert steps["validation_ns"][1] > 0
     assert steps["micro_batches"].tolist() == [1, 1]
+
+
+def test_what_ddp_wraps_is_seen_when_it_is_evaluated_alone(attach: Attach, tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with attach(model, optimizer) as session:
+            train(model, optimizer, 1)
+            model.module.eval()  # inside the wrapper's forward it means nothing
+            train(model, optimizer, 1)
+            before = int(look(session).page(0)["heartbeat_ns"])
+            with torch.no_grad():
+                model.module(torch.ones(1, 8))
+            assert int(look(session).page(0)["heartbeat_ns"]) > before
+            train(model, optimizer, 1)
+    finally:
+        dist.destroy_process_group()
+    steps = steps_of(session)
+    assert (steps["validation_ns"] > 0).tolist() == [False, False, True]
+    assert steps["micro_batches"].tolist() == [1, 1, 1]
+
+
+def test_a_named_validation_moves_with_each_batch(attach: Attach):
+    model = make_model()
+    with attach(model) as session, session.phase("validation"), torch.no_grad():
+        before = int(look(session).page(0)["heartbeat_ns"])
+        model(torch.ones(1, 8))
+        assert int(look(session).page(0)["heartbeat_ns"]) > before
 
 
 def test_a_named_phase_hides_what_is_seen_inside_it(attach: Attach):
