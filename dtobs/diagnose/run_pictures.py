@@ -137,7 +137,7 @@ def _tables(situation: Situation) -> Iterator[CallGrid]:
         if at.group and at.peer < 0:
             waiting[at.group] = waiting.get(at.group, 0) + 1
     about: dict[int, int] = {m.group: m.seq for m in situation.mismatches}
-    about |= {d.group: d.seq for d in situation.desyncs}
+    about |= {d.group: d.seq for d in situation.lost_steps}
     chosen = sorted(waiting, key=lambda group: (group not in about, -waiting[group], group))
     chosen += [group for group in about if group not in waiting]
     for group in chosen[:MAX_TABLES]:

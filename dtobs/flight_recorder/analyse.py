@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from dtobs.calls.frontier import NOTHING_PENDING, Frontier
+from dtobs.calls.lost_step import LostStep, lost_steps
 from dtobs.calls.order import RECENT
 from dtobs.calls.waits import Call, PendingPair, Root, build, calls_held_up, queues_of, roots
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.flight_recorder.align import Aligned, align
-from dtobs.flight_recorder.callsites import Desync, find_desyncs
 from dtobs.flight_recorder.columns import STARTED
-from dtobs.flight_recorder.disagreements import desync_finding, find_mismatches, mismatch_findings
+from dtobs.flight_recorder.disagreements import find_mismatches, lost_step_finding, mismatch_findings, program
 from dtobs.flight_recorder.frontier import frontiers
 from dtobs.flight_recorder.model import DumpProblem, Dumps
 from dtobs.flight_recorder.p2p import pending_pairs
@@ -75,8 +77,8 @@ class DumpAnalysis:
 def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
     """Match the dumps' collectives and pairs and say what is wrong. Raises nothing for any `Dumps`."""
     aligned = align(dumps)
-    desyncs = find_desyncs(dumps, aligned)
-    findings, explained = mismatch_findings(dumps, aligned, find_mismatches(dumps, aligned), desyncs)
+    lost = lost_steps(program(dumps, aligned))
+    findings, explained = mismatch_findings(dumps, aligned, find_mismatches(dumps, aligned), lost)
     states = frontiers(dumps, aligned)
     pairs = pending_pairs(dumps)
     notes = [*dumps.notes, *aligned.notes]
@@ -98,10 +100,10 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
             )
             calls = calls_held_up(states, queues, explained, snapshot.stale)
             verdicts = Verdicts(dumps, states)
-            odd_calls = [d for d in desyncs if not d.proved and d.group not in explained]
+            odd_calls = [one for one in lost if not one.proved and one.group not in explained]
             for root in roots(build(states, queues, calls, pairs)):
-                odd = next((d for d in odd_calls if _leads_to(d, root, states)), None)
-                finding = verdicts.of(root) if odd is None else desync_finding(Words(dumps), odd)
+                odd = next((one for one in odd_calls if _leads_to(dumps, one, root, states)), None)
+                finding = verdicts.of(root) if odd is None else lost_step_finding(Words(dumps), aligned, odd)
                 if finding is not None:
                     findings.append(finding)
     findings = sorted(_one_cause(findings), key=_order)
@@ -132,14 +134,15 @@ def _one_cause(findings: list[Finding]) -> list[Finding]:
     return [merged, *(f for f in findings if f not in stopped)]
 
 
-def _leads_to(desync: Desync, root: Root, states: dict[int, Frontier]) -> bool:
+def _leads_to(dumps: Dumps, lost: LostStep, root: Root, states: dict[int, Frontier]) -> bool:
     """Whether a rank's odd call, of just before, explains a circle it is in, or that it waits alone."""
     rows = root.rows if root.kind == "cycle" else root.calls[0].waiting if root.calls else ()
-    if desync.row not in rows or (root.kind != "cycle" and len(rows) > 1):
+    row = int(np.searchsorted(dumps.rank_numbers, lost.rank))
+    if row not in rows or (root.kind != "cycle" and len(rows) > 1):
         return False
-    state = states[desync.group]
-    issued = state.issued[state.rows == desync.row]
-    return bool((issued - desync.seq <= RECENT).all())
+    state = states[lost.group]
+    issued = state.issued[state.rows == row]
+    return bool((issued - lost.seq <= RECENT).all())
 
 
 def _order(finding: Finding) -> tuple[bool, int, int, tuple[int, ...]]:

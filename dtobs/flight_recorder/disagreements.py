@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.calls.agree import Disagreement, disagreements
-from dtobs.calls.order import RECENT
+from dtobs.calls.lost_step import LostStep, Program, believed
 from dtobs.calls.words import lost_step_text, mismatch_text
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.align import Aligned
-from dtobs.flight_recorder.callsites import Desync
 from dtobs.flight_recorder.model import Dumps
 from dtobs.flight_recorder.wording import Words
 from dtobs.words import count
@@ -31,6 +30,19 @@ def fitting(dumps: Dumps, aligned: Aligned) -> npt.NDArray[np.int32]:
     return np.array(fits, np.int32)[aligned.op] if len(aligned.op) else aligned.op
 
 
+def program(dumps: Dumps, aligned: Aligned) -> Program:
+    """The calls for who looks for a rank that lost step; dumps do not tell steps."""
+    here = set(dumps.rank_numbers.tolist())
+    return Program(
+        aligned,
+        fitting(dumps, aligned),
+        None,
+        lambda rows: bool((aligned.site[rows] >= 0).all()),
+        lambda group: here.intersection(dumps.groups[group].members),
+        lambda group: dumps.groups[group].size,
+    )
+
+
 def find_mismatches(dumps: Dumps, aligned: Aligned) -> list[Disagreement]:
     """The first call of each group on which its ranks do not agree: everything after it is shifted. Pure."""
     agreements = [operation.agreement for operation in dumps.operations]
@@ -47,7 +59,7 @@ def find_mismatches(dumps: Dumps, aligned: Aligned) -> list[Disagreement]:
 
 
 def mismatch_findings(
-    dumps: Dumps, aligned: Aligned, mismatches: Sequence[Disagreement], desyncs: Sequence[Desync]
+    dumps: Dumps, aligned: Aligned, mismatches: Sequence[Disagreement], lost: Sequence[LostStep]
 ) -> tuple[list[Finding], dict[int, int]]:
     """The findings, and for each group concerned the sequence number from which they explain what follows.
 
@@ -55,27 +67,15 @@ def mismatch_findings(
     """
     explained: dict[int, int] = {}
     findings = []
-    for desync in desyncs:
-        if not desync.proved and not any(_follows(dumps, m, desync) for m in mismatches):
-            continue
-        explained[desync.group] = min(explained.get(desync.group, desync.seq), desync.seq)
-        findings.append(desync_finding(Words(dumps), desync))
+    for one in believed(lost, mismatches):
+        explained[one.group] = one.seq
+        findings.append(lost_step_finding(Words(dumps), aligned, one))
     for mismatch in mismatches:
         if explained.get(mismatch.group, mismatch.seq + 1) <= mismatch.seq:
             continue
         explained[mismatch.group] = mismatch.seq
         findings.append(_mismatch(Words(dumps), mismatch, [int(aligned.entry[row]) for row in mismatch.shown]))
     return findings, explained
-
-
-def _follows(dumps: Dumps, mismatch: Disagreement, desync: Desync) -> bool:
-    """Whether a mismatch of the same rank comes so soon after its odd call that the call explains it."""
-    return (
-        mismatch.group == desync.group
-        and mismatch.parties.majority
-        and dumps.ranks[desync.row].rank in mismatch.parties.odd
-        and desync.seq <= mismatch.seq <= desync.seq + RECENT
-    )
 
 
 def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Finding:
@@ -114,26 +114,28 @@ def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Fin
     )
 
 
-def desync_finding(words: Words, desync: Desync) -> Finding:
+def lost_step_finding(words: Words, aligned: Aligned, lost: LostStep) -> Finding:
     """The finding of a rank that made calls more or fewer than its peers."""
-    group = words.dumps.groups[desync.group]
-    rank = words.dumps.ranks[desync.row].rank
-    expected = words.dumps.sites[desync.expected_site]
-    site = words.site(desync.entry).removeprefix(" at ")
-    summary = lost_step_text(rank, desync.shift, "its peers", group.label, desync.seq, site, expected)
+    group = words.dumps.groups[lost.group]
+    met = aligned.rows(lost.group, lost.seq, lost.seq)
+    entry, other = (int(aligned.entry[met][aligned.rank[met] == rank][0]) for rank in (lost.rank, lost.peer))
+    expected = words.site(other).removeprefix(" at ")
+    peers = f"rank {lost.peer}" if group.size == 2 else "its peers"
+    site = words.site(entry).removeprefix(" at ")
+    unsure = tuple(sorted((lost.rank, lost.peer))) if group.size == 2 else ()
     return Finding(
         "call-site-mismatch",
-        summary,
-        ranks=(rank,) if desync.majority else (),
-        confidence=Confidence.LIKELY if desync.majority else Confidence.POSSIBLE,
+        lost_step_text(lost.rank, lost.shift, peers, group.label, lost.seq, site, expected),
+        ranks=(lost.rank,) if lost.sure else unsure,
+        confidence=Confidence.LIKELY if lost.sure else Confidence.POSSIBLE,
         group=group.label,
         evidence=(
             words.evidence(
                 "call site differs",
-                [desync.entry],
+                [entry],
                 expected_site=expected,
-                shift=desync.shift,
-                shifted_calls=desync.agreeing,
+                shift=lost.shift,
+                shifted_calls=lost.agreeing,
             ),
         ),
     )

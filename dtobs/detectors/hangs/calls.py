@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.lost_step import Program
 from dtobs.calls.order import History
 from dtobs.calls.table import CallTable, begins
 from dtobs.events import Kind
@@ -121,6 +122,20 @@ class Calls:
         own = own[own["t_ns"] <= last["t_ns"].max(initial=0)]
         own = own[np.lexsort((own["seq"], own["t_ns"]))]
         return History(own["group"].astype(np.int64), own["op"].astype(np.int64) << 32 | own["site"])
+
+    def program(self) -> Program:
+        """The calls with their steps, for who looks for a rank that lost step."""
+        return Program(
+            self.table,
+            self.rows["op"],
+            self.rows["step"],
+            lambda part: all(
+                (site := self.site(int(row["rank"]), int(row["site"]))) is not None and site.line > 0
+                for row in self.rows[part]
+            ),
+            lambda group: set(self.members(group)) - self.unreliable,
+            lambda group: len(self.members(group)),
+        )
 
     def last_site(self, rank: int) -> Site | None:
         """The user's line that `rank` communicated from most recently; calls of autograd have none."""

@@ -2,7 +2,7 @@
 
 ``collective-mismatch``, ``shape-mismatch``, ``dtype-mismatch``, ``reduce-op-mismatch``: the same group and sequence
 number, and another operation, size, type or reduction (`mismatch`). ``call-site-mismatch``: a call more or fewer than
-its peers made, of the same kind and size, which no backend notices (`desync`).
+its peers made, of the same kind and size, which no backend notices (`dtobs.calls.lost_step`).
 
 What stopped the run there explains whatever its ranks did after it: backends abort ranks that disagree, innocent ones
 included, and connections break. Only a death that was seen and an exception of a rank's own remain causes beside it.
@@ -10,10 +10,10 @@ included, and connections break. Only a death that was seen and an exception of 
 
 from __future__ import annotations
 
+from dtobs.calls.lost_step import LostStep
 from dtobs.calls.words import lost_step_text, mismatch_text
 from dtobs.catalogue import CATALOGUE
 from dtobs.detectors.hangs.describe import Evidence, group_name
-from dtobs.detectors.hangs.desync import Desync
 from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.mismatch import Mismatch
 from dtobs.detectors.hangs.situation import Situation, Told
@@ -25,7 +25,7 @@ _MAX_CALLS_SHOWN = 8
 def find(situation: Situation, left: frozenset[int]) -> Told:
     """The first such call of each kind in each group, whatever else happened: it rests on records alone."""
     found = [_mismatch(situation, m) for m in situation.mismatches]
-    found += [_call_site(situation, desync) for desync in situation.desyncs]
+    found += [_lost_step(situation, lost) for lost in situation.lost_steps]
     if not situation.disagreed:
         return Told(found)
     beside = {ending.rank for ending in situation.causes if _stands_beside(ending)}
@@ -71,31 +71,31 @@ def _calls(situation: Situation, found: Mismatch) -> list[Evidence]:
     return shown
 
 
-def _call_site(situation: Situation, desync: Desync) -> Finding:
+def _lost_step(situation: Situation, lost: LostStep) -> Finding:
     calls = situation.calls
-    call, met = calls.call(desync.rank, desync.group, desync.seq), calls.call(desync.peer, desync.group, desync.seq)
+    call, met = calls.call(lost.rank, lost.group, lost.seq), calls.call(lost.peer, lost.group, lost.seq)
     assert call is not None
     assert met is not None
     site, expected = (calls.site(int(c["rank"]), int(c["site"])) for c in (call, met))
-    peers = f"rank {desync.peer}" if len(calls.members(desync.group)) == 2 else "its peers"
-    group = group_name(situation, desync.group)
+    peers = f"rank {lost.peer}" if len(calls.members(lost.group)) == 2 else "its peers"
+    group = group_name(situation, lost.group)
     return Finding(
         "call-site-mismatch",
-        lost_step_text(desync.rank, desync.shift, peers, group, desync.seq, str(site), str(expected)),
-        (desync.rank,) if desync.sure else tuple(sorted((desync.rank, desync.peer))),
-        confidence=Confidence.LIKELY if desync.sure else Confidence.POSSIBLE,
+        lost_step_text(lost.rank, lost.shift, peers, group, lost.seq, str(site), str(expected)),
+        (lost.rank,) if lost.sure else tuple(sorted((lost.rank, lost.peer))),
+        confidence=Confidence.LIKELY if lost.sure else Confidence.POSSIBLE,
         step=int(call["step"]),
         group=group,
         evidence=(
-            {"what": "call", "rank": desync.rank, "seq": desync.seq, "step": int(call["step"]), "site": str(site)},
+            {"what": "call", "rank": lost.rank, "seq": lost.seq, "step": int(call["step"]), "site": str(site)},
             {
                 "what": "call",
-                "rank": desync.peer,
-                "seq": desync.seq,
+                "rank": lost.peer,
+                "seq": lost.seq,
                 "step": int(met["step"]),
                 "site": str(expected),
             },
-            {"what": "shifted calls that agree by line and step", "calls": desync.agreeing, "shift": desync.shift},
+            {"what": "shifted calls that agree by line and step", "calls": lost.agreeing, "shift": lost.shift},
         ),
         since_ns=int(call["t_ns"]),
     )

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.calls.agree import Agreement, Disagreement, Parties, disagreements
+from dtobs.calls.agree import Agreement, Disagreement, disagreements
 from dtobs.detectors.hangs.calls import Calls
 from dtobs.recording.meta import Op
 
@@ -25,17 +25,13 @@ _PERHAPS_UNEVEN = ("all_gather", "reduce_scatter", "gather", "scatter")
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class Mismatch(Disagreement):
     """The first disagreement of one kind in a group.
 
     `versions` lists what was called, each with its ranks, the most frequent first.
     """
 
-    code: str
-    group: int
-    seq: int
     versions: tuple[tuple[str, tuple[int, ...]], ...]
-    parties: Parties
     step: int
     t_ns: int
     stopped: bool  #: whether a rank got no further than this in the group
@@ -80,8 +76,9 @@ def _mismatch(calls: Calls, found: Disagreement) -> Mismatch:
         found.code,
         found.group,
         found.seq,
-        tuple(zip(versions, found.parties.parties, strict=True)),
         found.parties,
+        found.shown,
+        tuple(zip(versions, found.parties.parties, strict=True)),
         int(rows["step"].max()),
         int(rows["t_ns"].min()),
         _stopped(calls, rows),

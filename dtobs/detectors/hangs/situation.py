@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from dtobs.calls.lost_step import LostStep, believed, lost_steps
 from dtobs.calls.waits import circle_in
 from dtobs.detectors.hangs.calls import Blocked, Calls
-from dtobs.detectors.hangs.desync import Desync, desyncs
 from dtobs.detectors.hangs.endings import End, Ending, all_told, causes, endings
 from dtobs.detectors.hangs.messages import settle
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
@@ -61,14 +61,14 @@ class Situation:
     causes: list[Ending]
     blocked: dict[int, Blocked]  #: by rank; those that gave up waiting included
     mismatches: list[Mismatch] = field(default_factory=list)
-    desyncs: list[Desync] = field(default_factory=list)
+    lost_steps: list[LostStep] = field(default_factory=list)
     absences: list[Absence] = field(default_factory=list)
 
     @property
     def disagreed(self) -> bool:
         """Whether a disagreement is what stopped the run, so that what followed is its consequence."""
         groups = {at.group for at in self.blocked.values()}
-        if self.broken and any(d.group in groups for d in self.desyncs):
+        if self.broken and any(d.group in groups for d in self.lost_steps):
             return True  # the rank with a call too many waits in the end for one that never comes
         return self.broken and any(
             m.group in groups if m.code == "collective-mismatch" else m.stopped
@@ -154,8 +154,8 @@ def interpret(view: RunView) -> Situation:
     first = causes(ended, stalled=stalled is not None)
     situation = Situation(view, stalled, calls, ended, first, _blocked(view, calls, ended, stalled))
     situation.mismatches = mismatches(calls, moving=not situation.broken)
-    situation.desyncs = desyncs(calls, situation.mismatches)
-    lost = {(d.group, d.rank): d.seq for d in situation.desyncs}  # what a lost step explains is no second cause
+    situation.lost_steps = believed(lost_steps(calls.program()), situation.mismatches)
+    lost = {(d.group, d.rank): d.seq for d in situation.lost_steps}  # what a lost step explains is no second cause
     situation.mismatches = [
         m for m in situation.mismatches if not any(m.seq >= lost.get((m.group, r), m.seq + 1) for r in m.parties.odd)
     ]

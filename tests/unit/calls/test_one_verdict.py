@@ -5,6 +5,7 @@ It is surer where there is more evidence, and where a source cannot see what is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -134,6 +135,39 @@ def test_a_majority_is_more_than_half(
         found = agree(Job(FOUR, steps=3, simulated_steps=3), tmp_path)
     assert found is not None
     assert (found.code, found.ranks, found.confidence) == ("collective-mismatch", ranks, confidence)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("simulated_steps", [2, 3, 6])
+def test_a_call_too_many(world: int, simulated_steps: int, tmp_path: Path) -> None:
+    """It is proved by the calls after it, or, of many ranks, by the mismatch soon after it; of two there are none."""
+    layout = Layout(dp=world, tp=1, pp=1)
+    job = Job(layout, Fault("call-site-mismatch", 1, "dp"), steps=12, simulated_steps=simulated_steps)
+    found = agree(job, tmp_path)
+    assert found is not None
+    proved = world > 2
+    assert (found.code, found.ranks) == (("call-site-mismatch", (1,)) if proved else ("shape-mismatch", (0, 1)))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("extra", [True, False])
+def test_a_call_too_many_that_stops_nothing(world: int, extra: bool, tmp_path: Path) -> None:
+    """All of the calls are alike, so that none of them fails; and the healthy twin has a line of a rank's own."""
+
+    def simulated(layout: Layout, faults: object, steps: int, run_ahead: int = 0) -> Outcome:
+        outcome = simulate(layout, (), steps, run_ahead)
+        for rank, issued in enumerate(outcome.issued):
+            for place, made in enumerate(issued):
+                own = "train.py:7:rank_one" if (rank, place % 3, extra) == (1, 1, False) else f"train.py:{place % 3}1:f"
+                issued[place] = replace(made, call=replace(issued[0].call, site=own))
+            if extra and rank == 1:
+                odd = replace(issued[0], call=replace(issued[0].call, site="metrics.py:14:average"))
+                issued[5:] = [replace(odd, step=issued[5].step), *issued[5:-1]]
+        return outcome
+
+    with mock.patch.object(recorded, "simulate", simulated), mock.patch.object(synthetic_dumps, "simulate", simulated):
+        found = agree(Job(Layout(dp=world, tp=1, pp=1), steps=8, simulated_steps=8), tmp_path)
+    assert ((found.code, found.ranks) if found else None) == (("call-site-mismatch", (1,)) if extra else None)
 
 
 @pytest.mark.parametrize("kind", ["max", "sum"])
