@@ -93,42 +93,49 @@ def _annotation() -> dict[str, Any]:
     }
 
 
+def _one(metric: str, legend: str = "") -> Query:
+    """The largest value that the run has."""
+    return Query(f"max({metric}{{{_RUN}}})", legend)
+
+
+def _each(metric: str, legend: str = "rank {{rank}}") -> Query:
+    """A line for each of the chosen ranks."""
+    return Query(f"max by (rank) ({metric}{{{_RANK}}})", legend)
+
+
+def _rate(aggregate: str, metric: str, legend: str, labels: str = _RANK) -> Query:
+    """How fast a counter grows, put together as `aggregate` says."""
+    return Query(f"{aggregate} (rate({metric}{{{labels}}}[$__rate_interval]))", legend)
+
+
+def _lines(title: str, metric: str, *queries: Query, **look: Any) -> Panel:
+    """Curves over time; those of `metric` by rank where no queries are given."""
+    return Panel(title, "timeseries", queries or (_each(metric),), metric, **look)
+
+
+def _stat(title: str, metric: str, queries: tuple[Query, ...], *steps: tuple[float | None, str]) -> Panel:
+    """A number of today, coloured by its size."""
+    unit = "none" if metric == "dtobs_step" else ""
+    return Panel(title, "stat", queries, metric, unit, width=4, height=5, thresholds=steps)
+
+
 def _glance() -> list[Panel]:
-    def count(state: str) -> Query:
-        return Query(f'sum(dtobs_ranks{{{_RUN},state="{state}"}})', state)
-
-    def findings(severity: str) -> Query:
-        return Query(f'sum(dtobs_findings{{{_RUN},severity="{severity}"}})', severity)
-
-    def stat(title: str, metric: str, queries: tuple[Query, ...], *steps: tuple[float | None, str]) -> Panel:
-        unit = "none" if metric == "dtobs_step" else ""
-        return Panel(title, "stat", queries, metric, unit, width=4, height=5, thresholds=steps)
-
+    states = ("running", "waiting", "suspended", "dead", "missing")
+    ranks = tuple(Query(f'sum(dtobs_ranks{{{_RUN},state="{state}"}})', state) for state in states)
+    critical, warnings = (
+        (Query(f'sum(dtobs_findings{{{_RUN},severity="{severity}"}})', severity),)
+        for severity in ("critical", "warning")
+    )
+    goodput = (Query(f"avg(dtobs_goodput_ratio{{{_RUN}}})"),)
+    stalled = "dtobs_stalled_seconds"
+    columns = {"excludeByName": {"Time": True, "Value": True}, "renameByName": {}}
     return [
-        stat("Critical findings", "dtobs_findings", (findings("critical"),), (None, "green"), (1.0, "red")),
-        stat("Warnings", "dtobs_findings", (findings("warning"),), (None, "green"), (1.0, "orange")),
-        stat(
-            "Ranks",
-            "dtobs_ranks",
-            tuple(count(state) for state in ("running", "waiting", "suspended", "dead", "missing")),
-            (None, "blue"),
-        ),
-        stat(
-            "Standing still for",
-            "dtobs_stalled_seconds",
-            (Query(f"max(dtobs_stalled_seconds{{{_RUN}}})"),),
-            (None, "green"),
-            (1.0, "red"),
-        ),
-        stat("Step", "dtobs_step", (Query(f"max(dtobs_step{{{_RUN}}})"),), (None, "blue")),
-        stat(
-            "Goodput",
-            "dtobs_goodput_ratio",
-            (Query(f"avg(dtobs_goodput_ratio{{{_RUN}}})"),),
-            (None, "red"),
-            (0.5, "orange"),
-            (0.8, "green"),
-        ),
+        _stat("Critical findings", "dtobs_findings", critical, (None, "green"), (1.0, "red")),
+        _stat("Warnings", "dtobs_findings", warnings, (None, "green"), (1.0, "orange")),
+        _stat("Ranks", "dtobs_ranks", ranks, (None, "blue")),
+        _stat("Standing still for", stalled, (_one(stalled),), (None, "green"), (1.0, "red")),
+        _stat("Step", "dtobs_step", (_one("dtobs_step"),), (None, "blue")),
+        _stat("Goodput", "dtobs_goodput_ratio", goodput, (None, "red"), (0.5, "orange"), (0.8, "green")),
         Panel(
             "Open findings",
             "table",
@@ -138,17 +145,12 @@ def _glance() -> list[Panel]:
             width=12,
             height=7,
             instant=True,
-            transformations=(
-                {
-                    "id": "organize",
-                    "options": {"excludeByName": {"Time": True, "Value": True}, "renameByName": {}},
-                },
-            ),
+            transformations=({"id": "organize", "options": columns},),
         ),
         Panel(
             "Silence of each rank",
             "bargauge",
-            (Query(f"max by (rank) (dtobs_heartbeat_age_seconds{{{_RANK}}})", "rank {{rank}}"),),
+            (_each("dtobs_heartbeat_age_seconds"),),
             metric="dtobs_heartbeat_age_seconds",
             width=12,
             height=7,
@@ -158,61 +160,50 @@ def _glance() -> list[Panel]:
 
 
 def _learning() -> list[Panel]:
+    mean = Query(f"avg(dtobs_loss{{{_RUN}}})", "training, mean of ranks")
+    tokens = (
+        f"max(rate(dtobs_global_tokens_total{{{_RUN}}}[$__rate_interval]))"
+        f" or sum(rate(dtobs_tokens_total{{{_RUN}}}[$__rate_interval]))"
+    )
     return [
-        Panel(
+        _lines(
             "Loss",
-            "timeseries",
-            (
-                Query(f"avg(dtobs_loss{{{_RUN}}})", "training, mean of ranks"),
-                Query(f"max(dtobs_validation_loss{{{_RUN}}})", "validation"),
-            ),
-            metric="dtobs_loss",
+            "dtobs_loss",
+            mean,
+            _one("dtobs_validation_loss", "validation"),
             empty="the loop reports no loss: session.report(loss=…)",
         ),
-        Panel(
+        _lines(
             "Gradient norm",
-            "timeseries",
-            (
-                Query(f"max by (rank) (dtobs_local_gradient_norm{{{_RANK}}})", "rank {{rank}}, before reduction"),
-                Query(f"max(dtobs_reduced_gradient_norm{{{_RUN}}})", "after reduction"),
-            ),
-            metric="dtobs_local_gradient_norm",
+            "dtobs_local_gradient_norm",
+            _each("dtobs_local_gradient_norm", "rank {{rank}}, before reduction"),
+            _one("dtobs_reduced_gradient_norm", "after reduction"),
             empty="no gradient has been read",
         ),
-        Panel(
+        _lines(
             "Learning rate",
-            "timeseries",
-            (Query(f"max(dtobs_learning_rate{{{_RUN}}})", "learning rate"),),
-            metric="dtobs_learning_rate",
+            "dtobs_learning_rate",
+            _one("dtobs_learning_rate", "learning rate"),
             empty="no optimizer was seen",
             unit="sci",
         ),
-        Panel(
+        _lines(
             "Tokens a second, all ranks",
-            "timeseries",
-            (
-                Query(
-                    f"max(rate(dtobs_global_tokens_total{{{_RUN}}}[$__rate_interval]))"
-                    f" or sum(rate(dtobs_tokens_total{{{_RUN}}}[$__rate_interval]))",
-                    "tokens/s",
-                ),
-            ),
-            metric="dtobs_tokens_total",
+            "dtobs_tokens_total",
+            Query(tokens, "tokens/s"),
             empty="the loop reports no tokens: session.report(tokens=…)",
             description="As the training counts them, each token once; without its figure the sum of the ranks' own.",
         ),
-        Panel(
+        _lines(
             "Gradient noise scale",
-            "timeseries",
-            (Query(f"max(dtobs_gradient_noise_scale_tokens{{{_RUN}}})", "tokens"),),
-            metric="dtobs_gradient_noise_scale_tokens",
+            "dtobs_gradient_noise_scale_tokens",
+            _one("dtobs_gradient_noise_scale_tokens", "tokens"),
             empty="needs two data ranks, reported tokens and some hundred steps",
         ),
-        Panel(
+        _lines(
             "Model FLOPs utilisation",
-            "timeseries",
-            (Query(f"max(dtobs_mfu_ratio{{{_RUN}}})", "MFU"),),
-            metric="dtobs_mfu_ratio",
+            "dtobs_mfu_ratio",
+            _one("dtobs_mfu_ratio", "MFU"),
             empty="no peak is known for this device (--run.peak_flops), or no FLOPs are reported",
         ),
     ]
@@ -220,98 +211,61 @@ def _learning() -> list[Panel]:
 
 def _time() -> list[Panel]:
     rate = f"rate(dtobs_step_duration_seconds_bucket{{{_RUN}}}[$__rate_interval])"
+    quantiles = (
+        Query(f"histogram_quantile({q}, sum by (le) ({rate}))", name)
+        for q, name in ((0.5, "median"), (0.99, "99th percentile"))
+    )
     return [
-        Panel(
-            "Step duration",
-            "timeseries",
-            tuple(
-                Query(f"histogram_quantile({q}, sum by (le) ({rate}))", name)
-                for q, name in ((0.5, "median"), (0.99, "99th percentile"))
-            ),
-            metric="dtobs_step_duration_seconds",
-        ),
-        Panel(
+        _lines("Step duration", "dtobs_step_duration_seconds", *quantiles),
+        _lines(
             "Own work a step, by rank",
-            "timeseries",
-            (Query(f"max by (rank) (dtobs_busy_seconds{{{_RANK}}})", "rank {{rank}}"),),
-            metric="dtobs_busy_seconds",
+            "dtobs_busy_seconds",
             description="Step times are equal on all ranks because they wait for each other; own work is not.",
         ),
-        Panel(
-            "Late to the first collective, by rank",
-            "timeseries",
-            (Query(f"max by (rank) (dtobs_arrival_skew_seconds{{{_RANK}}})", "rank {{rank}}"),),
-            metric="dtobs_arrival_skew_seconds",
-        ),
-        Panel(
+        _lines("Late to the first collective, by rank", "dtobs_arrival_skew_seconds"),
+        _lines(
             "Parts of the step, mean of ranks",
-            "timeseries",
-            (
-                Query(
-                    f"avg by (phase) (rate(dtobs_phase_seconds_total{{{_RANK}}}[$__rate_interval]))",
-                    "{{phase}}",
-                ),
-            ),
-            metric="dtobs_phase_seconds_total",
+            "dtobs_phase_seconds_total",
+            _rate("avg by (phase)", "dtobs_phase_seconds_total", "{{phase}}"),
             unit="percentunit",
             stacked=True,
         ),
-        Panel(
+        _lines(
             "Exposed communication, by rank",
-            "timeseries",
-            (Query(f"max by (rank) (dtobs_exposed_communication_seconds{{{_RANK}}})", "rank {{rank}}"),),
-            metric="dtobs_exposed_communication_seconds",
+            "dtobs_exposed_communication_seconds",
             empty="the ranks do not communicate",
         ),
-        Panel(
+        _lines(
             "What slowness costs",
-            "timeseries",
-            (
-                Query(f"max(dtobs_slowdown_ratio{{{_RUN}}})", "all"),
-                Query(f"max by (stage) (dtobs_slowdown_stage_ratio{{{_RUN}}})", "stage {{stage}}"),
-                Query(f"max by (fix) (dtobs_slowdown_returned_ratio{{{_RUN}}})", "returned by {{fix}}"),
-            ),
-            metric="dtobs_slowdown_ratio",
+            "dtobs_slowdown_ratio",
+            _one("dtobs_slowdown_ratio", "all"),
+            Query(f"max by (stage) (dtobs_slowdown_stage_ratio{{{_RUN}}})", "stage {{stage}}"),
+            Query(f"max by (fix) (dtobs_slowdown_returned_ratio{{{_RUN}}})", "returned by {{fix}}"),
             empty="at most 64 ranks are simulated at every scrape; `dtobs whatif` takes more",
             description="Time over that of the same operations made equal; the share of the loss that a fix returns.",
         ),
-        Panel(
+        _lines(
             "Pipeline bubble, by rank",
-            "timeseries",
-            (
-                Query(f"max by (rank) (dtobs_pipeline_bubble_ratio{{{_RANK}}})", "rank {{rank}}"),
-                Query(f"max(dtobs_pipeline_bubble_replayed_ratio{{{_RUN}}})", "replayed"),
-                Query(f"max(dtobs_pipeline_bubble_ideal_ratio{{{_RUN}}})", "schedule"),
-            ),
-            metric="dtobs_pipeline_bubble_ratio",
+            "dtobs_pipeline_bubble_ratio",
+            _each("dtobs_pipeline_bubble_ratio"),
+            _one("dtobs_pipeline_bubble_replayed_ratio", "replayed"),
+            _one("dtobs_pipeline_bubble_ideal_ratio", "schedule"),
             empty="no pipeline in this run",
             description="Above the replay: communication and late ranks. Replay above the schedule: uneven stages.",
         ),
-        Panel(
-            "Waiting for data, by rank",
-            "timeseries",
-            (Query(f"max by (rank) (dtobs_data_wait_seconds{{{_RANK}}})", "rank {{rank}}"),),
-            metric="dtobs_data_wait_seconds",
-        ),
-        Panel(
+        _lines("Waiting for data, by rank", "dtobs_data_wait_seconds"),
+        _lines(
             "Time lost, by reason",
-            "timeseries",
-            (
-                Query(
-                    f"avg by (reason) (rate(dtobs_badput_seconds_total{{{_RUN}}}[$__rate_interval]))",
-                    "{{reason}}",
-                ),
-            ),
-            metric="dtobs_badput_seconds_total",
+            "dtobs_badput_seconds_total",
+            _rate("avg by (reason)", "dtobs_badput_seconds_total", "{{reason}}", _RUN),
             unit="percentunit",
             stacked=True,
             width=16,
         ),
-        Panel(
+        _lines(
             "Age of the last checkpoint",
-            "timeseries",
-            (Query(f"max(dtobs_checkpoint_age_seconds{{{_RUN}}})", "age"),),
-            metric="dtobs_checkpoint_age_seconds",
+            "dtobs_checkpoint_age_seconds",
+            _one("dtobs_checkpoint_age_seconds", "age"),
             empty="no checkpoint was written yet",
         ),
     ]
@@ -319,33 +273,19 @@ def _time() -> list[Panel]:
 
 def _resources() -> list[Panel]:
     return [
-        Panel(
+        _lines(
             "Bytes given to collectives, by rank",
-            "timeseries",
-            (
-                Query(
-                    f"sum by (rank) (rate(dtobs_collective_bytes_total{{{_RANK}}}[$__rate_interval]))",
-                    "rank {{rank}}",
-                ),
-            ),
-            metric="dtobs_collective_bytes_total",
+            "dtobs_collective_bytes_total",
+            _rate("sum by (rank)", "dtobs_collective_bytes_total", "rank {{rank}}"),
             empty="the ranks do not communicate",
             unit="Bps",
         ),
-        Panel(
-            "Host memory, by rank",
-            "timeseries",
-            (Query(f"max by (rank) (dtobs_rss_bytes{{{_RANK}}})", "rank {{rank}}"),),
-            metric="dtobs_rss_bytes",
-        ),
-        Panel(
+        _lines("Host memory, by rank", "dtobs_rss_bytes"),
+        _lines(
             "Device memory, by rank",
-            "timeseries",
-            (
-                Query(f"max by (rank) (dtobs_device_memory_bytes{{{_RANK}}})", "rank {{rank}}"),
-                Query(f"max(dtobs_device_memory_limit_bytes{{{_RUN}}})", "limit"),
-            ),
-            metric="dtobs_device_memory_bytes",
+            "dtobs_device_memory_bytes",
+            _each("dtobs_device_memory_bytes"),
+            _one("dtobs_device_memory_limit_bytes", "limit"),
             empty="no device: this run is on CPUs",
         ),
     ]
@@ -353,33 +293,23 @@ def _resources() -> list[Panel]:
 
 def _own() -> list[Panel]:
     return [
-        Panel(
+        _lines(
             "Cost inside the training process",
-            "timeseries",
-            (
-                Query(
-                    f"max by (rank) (rate(dtobs_probe_seconds_total{{{_RANK}}}[$__rate_interval]))",
-                    "rank {{rank}}",
-                ),
-            ),
-            metric="dtobs_probe_seconds_total",
+            "dtobs_probe_seconds_total",
+            _rate("max by (rank)", "dtobs_probe_seconds_total", "rank {{rank}}"),
             unit="percentunit",
             thresholds=((None, "green"), (0.005, "orange")),
         ),
-        Panel(
+        _lines(
             "Processor share of the monitors",
-            "timeseries",
-            (Query(f"sum(rate(dtobs_monitor_cpu_seconds_total{{{_RUN}}}[$__rate_interval]))", "monitors"),),
-            metric="dtobs_monitor_cpu_seconds_total",
+            "dtobs_monitor_cpu_seconds_total",
+            Query(f"sum(rate(dtobs_monitor_cpu_seconds_total{{{_RUN}}}[$__rate_interval]))", "monitors"),
             unit="percentunit",
         ),
-        Panel(
+        _lines(
             "Failures of probes and monitor",
-            "timeseries",
-            (
-                Query(f"sum(dtobs_probe_failures_total{{{_RUN}}})", "probes switched off"),
-                Query(f"sum by (part) (dtobs_monitor_errors_total{{{_RUN}}})", "monitor: {{part}}"),
-            ),
-            metric="dtobs_monitor_errors_total",
+            "dtobs_monitor_errors_total",
+            Query(f"sum(dtobs_probe_failures_total{{{_RUN}}})", "probes switched off"),
+            Query(f"sum by (part) (dtobs_monitor_errors_total{{{_RUN}}})", "monitor: {{part}}"),
         ),
     ]
