@@ -28,7 +28,7 @@ class Rotation:
     """The rows to look at in each step, out of `count`; with `everything`, all of them in all steps."""
 
     def __init__(self, count: int, *, everything: bool = False, share: float = SHARE) -> None:
-        self._count, self._everything, self._share = count, everything, share
+        self._count, self.everything, self._share = count, everything, share
         self.level = -1  #: 2**level rows in every step, or one row in every 2**-level-th
         self._steps, self._looks = 0, 0
         self._spent_ns = 0
@@ -39,7 +39,7 @@ class Rotation:
         """Begin `step`: the rows to look at in it, often none."""
         if not self._count:
             return []
-        if self._everything:
+        if self.everything:
             return list(range(self._count))
         self._steps += 1
         if self._steps <= FIRST_STEPS:

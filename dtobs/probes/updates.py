@@ -2,8 +2,10 @@
 
 They are copied when the optimizer begins, when it has stepped, and when it begins again: so it is known what it found,
 what it made of that, and whether anything but it has written there since. The monitor computes the step again in FP64
-(`detectors.silent.audit`). A look costs a few small copies whatever the model's size; which tensors a step looks at
-follows from its number (`probes.rotation`), so ranks look at the same ones.
+(`detectors.silent.audit`). Of more than the window a sum of machine words is kept from when the optimizer has stepped
+until it begins again: one bit that memory has flipped meanwhile changes it by a power of two. A look costs a few small
+copies whatever the model's size; which tensors a step looks at follows from its number (`probes.rotation`), so ranks
+look at the same ones.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from dtobs.recording.laws import UPDATES, WINDOW, Update
 KINDS: dict[type, str] = {torch.optim.AdamW: "adam", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
 """Optimizers whose arithmetic is known; exactly these, a subclass may do something else."""
 _MOMENTS = {"sgd": ("momentum_buffer", ""), "": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq")}
+_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_ROWS = 4096
+SUMMED = 1 << 14
+"""Elements of one tensor of which the words are summed, unless everything is looked at."""
 
 
 @dataclass
@@ -49,6 +54,9 @@ class _Look:
     numbers: list[float | torch.Tensor]
     before: torch.Tensor
     after: torch.Tensor | None = None
+    sums: torch.Tensor | None = None  # int64[3] of what was left
+    summed: int = 0
+    drift: Any = (0, 0, 0)
 
 
 class UpdateProbe(Probe):
@@ -132,6 +140,7 @@ class UpdateProbe(Probe):
         begin = time.perf_counter_ns()
         for look in self._now:
             look.after = self._copy(look.row, look.first, look.count, gradient=False)
+            look.sums, look.summed = self._sums(look)
             self._forget_if_changed(look)
         self._now = [look for look in self._now if look.after is not None]
         self._rotation.spent(time.perf_counter_ns() - begin)
@@ -197,6 +206,27 @@ class UpdateProbe(Probe):
             pieces.append(values.as_strided((count,), (1,), values.storage_offset() + first))
         return torch.cat(pieces)
 
+    def _sums(self, look: _Look) -> tuple[torch.Tensor | None, int]:
+        """int64[3]: the sums of the words of the parameter and its moments, and how many bytes of each they cover."""
+        parameter = self._rows[look.row].parameter()
+        if parameter is None:
+            return None, 0
+        held = local_tensor(parameter)
+        state = self._state(parameter)
+        found: list[torch.Tensor] = []
+        covered = 0
+        for tensor in (held, *(state.get(name) for name in _MOMENTS[self._kind])):
+            values = local_tensor(tensor) if isinstance(tensor, torch.Tensor) else None
+            if values is None or values.dtype != held.dtype or not values.is_contiguous() or values.shape != held.shape:
+                found.append(torch.zeros((), dtype=torch.int64, device=held.device))
+                continue
+            flat = values.detach().view(-1)
+            if len(flat) > SUMMED and not self._rotation.everything:
+                flat = flat.narrow(0, place(look.step, len(flat) - SUMMED + 1), SUMMED)
+            covered = flat.nbytes
+            found.append(_sum_of_words(flat))
+        return torch.stack(found), covered
+
     def _forget_if_changed(self, look: _Look) -> None:
         """A learning rate that another hook of the step has set: which one was used is not known."""
         optimizer = self._audited()
@@ -211,6 +241,16 @@ class UpdateProbe(Probe):
         rest = self._copy(look.row, look.first, look.count, gradient=False)
         if rest is None or look.after is None:
             return
+        if look.sums is not None:
+            sums, summed = self._sums(look)
+            if sums is not None and summed == look.summed and sums.device == look.sums.device:
+                drift = sums - look.sums
+                if drift.is_cpu:
+                    look.drift = drift.numpy()
+                else:
+                    self.late.put(drift, lambda values: setattr(look, "drift", values.copy()))
+            else:
+                look.summed = 0
         ring, record = self.context.recorder.law(UPDATES), self._record
         parts, count = [look.before, look.after, rest], look.count
         late = [n for n, number in enumerate(look.numbers) if isinstance(number, torch.Tensor)]
@@ -222,6 +262,7 @@ class UpdateProbe(Probe):
                 numbers[place_] = float(values[10 * count + n])
             record["step"], record["row"], record["first"] = look.step, look.row, look.first
             record["count"], record["flags"] = look.count, look.flags
+            record["summed"], record["drift"] = look.summed, look.drift
             for name, number in zip(("lr", "weight_decay", "beta1", "beta2", "eps", "done"), numbers, strict=True):
                 record[name] = number
             for name, begin, wide in (("before", 0, 4), ("after", 4, 3), ("rest", 7, 3)):
@@ -238,6 +279,19 @@ class UpdateProbe(Probe):
             arrived(together.numpy())
         else:
             self.late.put(together, arrived)
+
+
+def _sum_of_words(flat: torch.Tensor) -> torch.Tensor:
+    """int64 scalar: the sum, modulo 2**64, of the bytes taken eight at a time; what is left over counts by bytes."""
+    whole = flat.numel() - flat.numel() % (8 // math.gcd(8, flat.element_size()))
+    offset = flat.storage_offset() * flat.element_size() % 8
+    if offset or not whole:  # not where a word begins
+        flat = flat.clone()
+    total = flat[:whole].view(torch.int64).sum() if whole else flat.new_zeros((), dtype=torch.int64)
+    left = flat[whole:]
+    if left.numel():
+        total = total + left.view(_WORDS[left.element_size()]).to(torch.int64).sum()
+    return total
 
 
 def _flags(group: dict[str, Any]) -> int:

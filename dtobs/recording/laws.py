@@ -125,6 +125,8 @@ UPDATES = Law(
         ("before", "<f8", (4 * WINDOW,)),  # parameter, gradient, first and second moment, as the optimizer found them
         ("after", "<f8", (3 * WINDOW,)),  # parameter and moments when it had stepped; NaN where there is no moment
         ("rest", "<f8", (3 * WINDOW,)),  # the same just before its next step
+        ("summed", "<u8"),  # bytes of each of the three, of which the sum of all 8-byte words was taken
+        ("drift", "<i8", (3,)),  # by how much that sum changed until the next step, modulo 2**64
     ),
     1 << 8,
 )

@@ -23,6 +23,7 @@ Bools = npt.NDArray[np.bool_]
 
 _EPS = {"float64": 2.0**-44, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _TINY = {"float64": 2.3e-308, "float32": 1.2e-38, "float16": 6.2e-5, "bfloat16": 1.2e-38}
+_BITS = {"float64": (64, 52), "float32": (32, 23), "float16": (16, 10), "bfloat16": (16, 7)}
 SLACK = 8.0
 """Roundings that an implementation may add up, in units of the format's own."""
 SAME_RATIO = 0.02
@@ -167,6 +168,22 @@ class Audit:
         """bool[N, 3, WINDOW]: elements of parameter and moments that something else than the optimizer wrote."""
         different = (self.after != self.rest) & ~(np.isnan(self.after) & np.isnan(self.rest))
         return np.asarray(different & self.inside[:, None])
+
+    @cached_property
+    def drifted(self) -> Bools:
+        """bool[N, 3]: parts of which the sum of words changed between the step and the next."""
+        return np.asarray((self.records["drift"] != 0) & (self.records["summed"] > 0)[:, None])
+
+    def flipped_bit(self, n: int, part: int) -> int | None:
+        """Which bit of one element alone has changed in that part of window `n`, as the sum of its words says."""
+        drift = abs(int(self.records["drift"][n][part]))
+        if not drift or drift & (drift - 1):
+            return None
+        return (drift.bit_length() - 1) % self.bits(n)[0]
+
+    def bits(self, n: int) -> tuple[int, int]:
+        """Of an element of window `n`, and those of its mantissa."""
+        return _BITS.get(self.dtypes[int(self.records["row"][n])], (64, 52))
 
 
 Window = tuple[Audit, int]

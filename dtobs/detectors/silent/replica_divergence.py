@@ -5,7 +5,8 @@ dimension of a mesh), bit for bit, and reports the first step and the first para
 three or more copies the majority says which rank is odd. Copies that met again once are averaged now and then on
 purpose: they may go their own ways twice as long as ever before (or as ``session.policy(average_every=)`` says). Copies
 between which no gradient travels while they differ may be in the first such period (local SGD, DiLoCo): nothing is
-wrong with that, and `detectors.comparisons` says it as a fact, after `FIRST_PERIOD` steps.
+wrong with that, and `detectors.comparisons` says it as a fact, after `FIRST_PERIOD` steps. One tensor of one copy that
+differed in a single look, and never before or after, is no averaging: something overwrote what was then sent anew.
 
 Why it hurts: from then on the ranks average gradients of different models. Nothing raises, the loss still falls.
 
@@ -28,12 +29,14 @@ from dtobs.words import ranks_do, ranks_text
 
 FIRST_PERIOD = 16
 """Steps that copies may be apart, with no gradient between them, before it is said."""
+LEAST_EQUAL = 8
+"""Looks in which all copies were equal, before one in which they were not is odd."""
 
 
 def replica_divergence(view: RunView) -> list[Finding]:
     """One finding for each set of ranks whose copies differ."""
     judged = ((copies, _judge(view, copies)) for copies in replica_sets(view))
-    return [_describe(view, copies, Confidence.CERTAIN) for copies, sure in judged if sure is Confidence.CERTAIN]
+    return [_describe(view, copies, sure) for copies, sure in judged if sure in (Confidence.CERTAIN, Confidence.LIKELY)]
 
 
 def apart_on_purpose(view: RunView) -> list[tuple[list[int], int]]:
@@ -54,6 +57,8 @@ def _judge(view: RunView, copies: ReplicaSet) -> Confidence | None:
     if not differs[-1]:  # they met again, but perhaps by being NaN everywhere
         last = int(copies.steps[differs][-1])
         met = not any(((h := view.rank_steps(r))["nonfinite"][h["step"] > last] > 0).any() for r in copies.ranks)
+        if met and _once(copies):
+            return Confidence.LIKELY
         return None if met else Confidence.CERTAIN
     apart, longest = _apart(copies.steps, differs)
     declared = [view.meta(r).policy.get("average_every") for r in copies.ranks]
@@ -65,6 +70,16 @@ def _judge(view: RunView, copies: ReplicaSet) -> Confidence | None:
     if _gradients_travel(view, copies, copies.steps[differs]):
         return Confidence.CERTAIN
     return Confidence.POSSIBLE if apart > FIRST_PERIOD else None
+
+
+def _once(copies: ReplicaSet) -> bool:
+    """Whether one tensor of one copy out of three or more differed in a single look, late, and then no more."""
+    looks = np.flatnonzero(copies.differs.any(axis=1))
+    if len(looks) != 1 or looks[0] < LEAST_EQUAL or copies.differs[looks[0]].sum() != 1:
+        return False
+    which = int(copies.differs[looks[0]].argmax())
+    odd, majority = odd_ones({r: int(d) for r, d in zip(copies.ranks, copies.digests[:, looks[0], which], strict=True)})
+    return majority and len(odd) == 1
 
 
 def _apart(steps: npt.NDArray[np.int64], differs: npt.NDArray[np.bool_]) -> tuple[int, int]:
@@ -120,6 +135,8 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         summary = f"{ranks_do(odd, 'differ')} from {ranks_text(others)} in {name}{more}, first seen {since}"
     else:
         summary = f"{ranks_text(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
+    if confidence is Confidence.LIKELY:
+        summary += f" and again after step {int(copies.steps[when + 1])}"
     return Finding(
         "replica-divergence",
         summary,

@@ -76,6 +76,34 @@ def test_copies_that_meet_again_are_periodic_averaging(tmp_path: Path):
     assert findings(diverging(tmp_path, 3, odd=1, again=True)) == []
 
 
+@pytest.mark.parametrize(
+    ("world", "at", "wrong", "said"),
+    [
+        (3, {12}, (0, 9, 0), True),  # memory of rank 1, in what the owner of the tensor then sends anew
+        (2, {12}, (0, 9, 0), False),  # of two, either may be the odd one
+        (3, {12}, (9, 9, 9), False),  # all of a copy: other weights swapped in
+        (3, {12, 15}, (0, 9, 0), False),  # again
+        (3, {3}, (0, 9, 0), False),  # a beginning
+    ],
+)
+def test_one_tensor_of_one_copy_in_a_single_look(tmp_path: Path, world: int, at: set[int], wrong: tuple, said: bool):
+    run = FakeRun(tmp_path, world)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*PARAMETERS).digests(1, 2, 3, step=-1)
+        for step in range(20):
+            off = wrong if number == 1 and step in at else (0, 0, 0)
+            rank.step(params_digest=step + 1 + 100 * sum(off))
+            rank.digests(*(10 * (n + 1) + step + each for n, each in enumerate(off)))
+    found = findings(run)
+    assert [(f.code, f.ranks, f.step, f.confidence) for f in found] == (
+        [("replica-divergence", (1,), 12, Confidence.LIKELY)] if said else []
+    )
+    if said:
+        assert found[0].summary.endswith(
+            "first seen after step 12; they were equal after step 11 and again after step 13"
+        )
+
+
 def averaging(tmp_path: Path, apart: list[bool], *, travels: bool = False, policy: int = 0) -> FakeRun:
     """Two copies that differ after the steps that `apart` says; with or without gradients between them."""
     run = FakeRun(tmp_path, 2)

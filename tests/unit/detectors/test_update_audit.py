@@ -16,7 +16,9 @@ from dtobs.detectors.silent.audit import Audit, audits
 from dtobs.detectors.silent.state_changed_at_rest import state_changed_at_rest
 from dtobs.detectors.silent.update_mismatch import update_mismatch
 from dtobs.detectors.silent.updates_lost import updates_lost
+from dtobs.drills.silent import flip_bit
 from dtobs.findings import Confidence, Finding
+from dtobs.probes.updates import _sum_of_words
 from dtobs.recording.laws import UPDATES, WINDOW
 from dtobs.recording.meta import Parameter
 from dtobs.recording.view import RunView, load_run
@@ -222,6 +224,57 @@ def clamp_in_the_step(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("between", [clamp, swap_in_and_back, reload, begin_anew, cycle])
 def test_what_is_done_between_steps_on_purpose_is_quiet(tmp_path: Path, between: After):
     assert found(train(tmp_path, OPTIMIZERS["adamw foreach"], between)) == []
+
+
+def once(change: Callable[[nn.Module, torch.optim.Optimizer], object], at: int = 15) -> After:
+    return lambda step, model, optimizer: change(model, optimizer) if step == at else None
+
+
+def weight(model: nn.Module) -> torch.Tensor:
+    return next(iter(model.parameters()))
+
+
+@pytest.mark.parametrize("bit", [4, 12, 22, 23, 27, 30])
+@pytest.mark.parametrize("part", ["values", "first moment", "second moment"])
+def test_one_bit_that_changes_between_steps_is_named_wherever_it_lies(tmp_path: Path, part: str, bit: int):
+    def strike(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = optimizer.state[weight(model)]
+        parts = {"values": weight(model), "first moment": state["exp_avg"], "second moment": state["exp_avg_sq"]}
+        flip_bit(parts[part], bit, 100)
+
+    named = [f for f in found(train(tmp_path, OPTIMIZERS["adamw foreach"], once(strike))) if "one bit" in f.summary]
+    (one,) = named
+    assert (one.code, one.ranks, one.step) == ("state-changed-at-rest", (0,), 16)
+    assert one.summary.startswith(f"one bit of the {part} of 0.weight changed on rank 0 between step 16 and the next")
+    assert f"(bit {bit}, of the {'exponent' if bit > 22 else 'mantissa'})" in one.summary
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: flip_bit(weight(model), 31),  # abs() of one that was negative
+        lambda model, optimizer: flip_bit(weight(model), 0),  # a clamp of one that was a little too large
+        lambda model, optimizer: model[1].weight.data.mul_(2),  # every exponent by one
+        lambda model, optimizer: model[0].bias.data[:1].mul_(2),  # of so little that is summed
+        lambda model, optimizer: (flip_bit(weight(model), 20), flip_bit(weight(model), 20, 7)),  # two at once
+    ],
+)
+def test_what_a_program_does_once_is_no_flipped_bit(tmp_path: Path, change: Callable[..., object]):
+    assert found(train(tmp_path, OPTIMIZERS["adamw foreach"], once(change))) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_of_words_see_each_bit(dtype: torch.dtype):
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    for begin, end in ((0, 17), (1, 16), (3, 4)):
+        for bit in range(8 * dtype.itemsize):
+            values = torch.randn(20, dtype=torch.float64).to(dtype)
+            was = int(_sum_of_words(values[begin:end]))
+            mask = 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
+            values[end - 1 : end].view(kind).bitwise_xor_(mask)
+            drift = abs(int(_sum_of_words(values[begin:end])) - was)
+            drift = min(drift, (1 << 64) - drift)
+            assert drift and not drift & (drift - 1)
 
 
 @pytest.mark.parametrize("prepare", [clip_in_the_step, schedule_in_the_step, clamp_in_the_step])
