@@ -21,6 +21,7 @@ from dtobs.flight_recorder.p2p import pending_pairs
 from dtobs.flight_recorder.snapshot import judge
 from dtobs.flight_recorder.verdicts import Verdicts
 from dtobs.flight_recorder.wording import Words
+from dtobs.words import count
 
 _MAX_TOLD = 4
 
@@ -99,7 +100,7 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
                 lambda entry: operations[int(entries["signature"][entry])].synchronising,
             )
             calls = calls_held_up(states, queues, explained, snapshot.stale)
-            verdicts = Verdicts(dumps, states)
+            verdicts = Verdicts(dumps, states, snapshot.stale)
             odd_calls = [one for one in lost if not one.proved and one.group not in explained]
             for root in roots(build(states, queues, calls, pairs)):
                 odd = next((one for one in odd_calls if _leads_to(dumps, one, root, states)), None)
@@ -119,19 +120,23 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
 
 
 def _one_cause(findings: list[Finding]) -> list[Finding]:
-    """Devices that stopped in several groups are one matter, told in one finding with all their ranks."""
-    stopped = sorted((f for f in findings if f.code == "device-stopped"), key=_order)
-    if len(stopped) < 2:
-        return findings
-    merged = replace(
-        stopped[0],
-        summary="; ".join(f.summary for f in stopped[:_MAX_TOLD]),
-        ranks=tuple({rank for f in stopped for rank in f.ranks}),
-        confidence=min((f.confidence for f in stopped), key=lambda c: c.order),
-        group=None,
-        evidence=tuple(record for f in stopped for record in f.evidence),
-    )
-    return [merged, *(f for f in findings if f not in stopped)]
+    """Devices that stopped, or networks that stall, in several groups are one matter, told in one finding."""
+    for code in ("device-stopped", "network-stalled"):
+        same = sorted((f for f in findings if f.code == code), key=_order)
+        if len(same) > 1:
+            others = (
+                f"; and the same in {count(len(same) - _MAX_TOLD, 'further group')}" if len(same) > _MAX_TOLD else ""
+            )
+            merged = replace(
+                same[0],
+                summary="; ".join(f.summary for f in same[:_MAX_TOLD]) + others,
+                ranks=tuple(sorted({rank for f in same for rank in f.ranks})),
+                confidence=min((f.confidence for f in same), key=lambda c: c.order),
+                group=None,
+                evidence=tuple(record for f in same for record in f.evidence),
+            )
+            findings = [merged, *(f for f in findings if f.code != code)]
+    return findings
 
 
 def _leads_to(dumps: Dumps, lost: LostStep, root: Root, states: dict[int, Frontier]) -> bool:

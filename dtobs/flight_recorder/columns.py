@@ -95,7 +95,11 @@ class RankColumns:
 
 
 def columns_of(dump: object) -> RankColumns:
-    """Turn a decoded dump into columns. Raises DumpError when it is not a Flight Recorder dump."""
+    """Turn a decoded dump into columns. Raises DumpError when it is not a Flight Recorder dump.
+
+    Schema 1 (torch 2.3) numbers sends and collectives together and does not say which ranks a group has: it is taken
+    where all calls are collectives of the group of all ranks.
+    """
     if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
         raise DumpError("it holds no list of entries: not a Flight Recorder dump")
     entries: list[Any] = dump["entries"]
@@ -110,7 +114,7 @@ def columns_of(dump: object) -> RankColumns:
 
 
 def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
-    columns = _fields(entries)
+    columns = _fields(_of_first_schema(entries) if entries and "seq_id" in entries[0] else entries)
     table = np.zeros(len(entries), ENTRY_DTYPE)
     table["site"] = table["source"] = table["target"] = -1
     names, name_index = _intern(columns["profiling_name"])
@@ -170,6 +174,26 @@ def _fields(entries: list[Any]) -> dict[str, Sequence[Any]]:
     if None in columns["time_created_ns"]:
         columns["time_created_ns"] = [t or 0 for t in columns["time_created_ns"]]
     return columns
+
+
+def _of_first_schema(entries: list[Any]) -> list[Any]:
+    """Entries of schema 1 as those of schema 2. Raises DumpError where the first says too little."""
+    if any("collective_seq_id" in entry for entry in entries):
+        return entries
+    if any(entry.get("pg_id", 0) != 0 and "process_group" not in entry for entry in entries):
+        raise DumpError(
+            "its schema 1 does not name the ranks of a group, and it has several groups: torch 2.4 writes them"
+        )
+    if any(parse_name(_text(entry["profiling_name"])).kind != Kind.COLLECTIVE for entry in entries):
+        raise DumpError("its schema 1 numbers sends and collectives together, and it has both: torch 2.4 does not")
+    return [
+        {
+            **entry,
+            "collective_seq_id": entry["seq_id"],
+            "process_group": entry.get("process_group", ("0", "default_pg")),
+        }
+        for entry in entries
+    ]
 
 
 def _intern(values: Iterable[Any]) -> tuple[list[Any], npt.NDArray[np.int32]]:

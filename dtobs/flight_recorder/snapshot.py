@@ -14,7 +14,7 @@ from dtobs.calls.frontier import Frontier
 from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.columns import COMPLETED, SCHEDULED, STARTED
 from dtobs.flight_recorder.model import Dumps
-from dtobs.words import duration_text
+from dtobs.words import duration_text, verb
 
 MIN_WAIT_SECONDS = 5.0
 MAX_USUAL_SECONDS = 60.0
@@ -45,8 +45,11 @@ def judge(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> Snapsh
     """Look for signs of motion. Pure."""
     stale = _overtaken(dumps, aligned, states)
     waited = _longest_wait(dumps)
-    if len(stale) > MOVING_SHARE * len(dumps.ranks):
-        text = f"{len(stale)} of {len(dumps.ranks)} dumps are older than what the other ranks had completed by then"
+    moved = [row for row in stale if (dumps.row == row).any()]
+    timed = any(dump.taken_ns is not None for dump in dumps.ranks)
+    if len(stale) > MOVING_SHARE * len(dumps.ranks) or (moved and not timed):
+        older = f"{len(stale)} of {len(dumps.ranks)} dumps {verb(len(stale), 'are')} older"
+        text = f"{older} than what the other ranks had completed by then"
         return Snapshot(f"the dumps show a job in motion ({text}), so who waits in them proves nothing", stale)
     if waited is not None and waited < MAX_USUAL_SECONDS * USUAL_FACTOR and waited < _patience(dumps):
         text = f"nothing in them had waited longer than {duration_text(waited)} when they were taken"
@@ -64,9 +67,10 @@ def _overtaken(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> f
     done &= ~alone[entries["signature"][aligned.entry]]
     reached = np.zeros(len(dumps.groups), np.int64)
     np.maximum.at(reached, aligned.group[done], aligned.seq[done])
+    empty = np.bincount(dumps.row, minlength=len(dumps.ranks)) == 0  # a recorder that was off, or begun anew
     stale: set[int] = set()
     for group, state in states.items():
-        behind = (state.issued < reached[group]) & (state.last_entry >= 0)
+        behind = (state.issued < reached[group]) & ((state.last_entry >= 0) | empty[state.rows])
         stale |= set(map(int, state.rows[behind]))
     return frozenset(stale)
 

@@ -22,9 +22,10 @@ from dtobs.words import ranks_text, verb
 class Verdicts:
     """Turns the roots of one job's waiting into findings."""
 
-    def __init__(self, dumps: Dumps, states: dict[int, Frontier]) -> None:
+    def __init__(self, dumps: Dumps, states: dict[int, Frontier], stale: frozenset[int] = frozenset()) -> None:
         self.dumps = dumps
         self.states = states
+        self.stale = stale  #: rows whose dumps tell less than their peers prove
         self.words = Words(dumps)
 
     def of(self, root: Root) -> Finding | None:
@@ -290,7 +291,14 @@ class Verdicts:
         words = self.words
         missing = self.dumps.missing_ranks
         waiting = root.calls[0].waiting if root.calls else ()
-        shown = f"of {ranks_text(missing)}" if missing else "of ranks whose numbers the dumps do not tell"
+        old = tuple(sorted(self.dumps.ranks[row].rank for row in self.stale))
+        shown = (
+            f"the dumps of {ranks_text(missing)} are missing"
+            if missing
+            else f"the dumps of {ranks_text(old)} do not hold what their peers have completed with them"
+            if old
+            else "the dumps of ranks whose numbers the dumps do not tell are missing"
+        )
         what = (
             f"; {words.named(waiting)} {verb(len(waiting), 'wait')} in {words.call(root.calls[0].entry)}"
             if root.calls
@@ -298,7 +306,7 @@ class Verdicts:
         )
         return Finding(
             "dumps-missing",
-            f"what the ranks wait for is not in these dumps: the dumps {shown} are missing{what}",
+            f"what the ranks wait for is not in these dumps: {shown}{what}",
             confidence=Confidence.CERTAIN,
             group=self.dumps.groups[root.calls[0].group].label if root.calls else None,
             evidence=(
