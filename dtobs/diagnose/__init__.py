@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dtobs.diagnose.analyse import diagnose
 from dtobs.diagnose.dumps import diagnose_dumps, holds_dumps
-from dtobs.diagnose.folder import diagnose_folder, holds_evidence
+from dtobs.diagnose.folder import diagnose_folder
 from dtobs.diagnose.gather import Evidence, gather
 from dtobs.diagnose.logs import diagnose_logs, holds_logs
 from dtobs.diagnose.model import Diagnosis, RankStatus
@@ -32,6 +32,5 @@ __all__ = [
     "gather",
     "gather_monitors",
     "holds_dumps",
-    "holds_evidence",
     "holds_logs",
 ]

@@ -6,22 +6,24 @@ verdict, with a note where two of them disagree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dtobs.diagnose.combine import Told, combine
 from dtobs.diagnose.dumps import OURS, diagnosis_of
 from dtobs.diagnose.logs import diagnosis_of_logs
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.errors import DtobsError, DumpError, TargetError, opening
-from dtobs.flight_recorder import dumps_from_objects, load_dumps, looks_like_dump
+from dtobs.flight_recorder import begins_as_dump, dumps_from_objects, load_dumps
 from dtobs.flight_recorder.clog import looks_like_clog, read_clog
-from dtobs.flight_recorder.names import find_dumps
-from dtobs.logs import LogFile, analyse_logs, looks_like_log
+from dtobs.flight_recorder.names import rank_of
+from dtobs.logs import LogFile, analyse_logs, begins_as_log, named_like_log
 from dtobs.logs.inspector import looks_like_inspector, read_inspector
-from dtobs.logs.outside import holds_outside, read_outside
+from dtobs.logs.outside import looks_like_outside, read_outside
 from dtobs.ras import judge as judge_ras
 from dtobs.ras import looks_like_ras, read_samples
 from dtobs.recording.rank import State
@@ -32,6 +34,7 @@ from dtobs.words import count
 
 _MAX_FILES = 200_000
 _MAX_FRAMES = 32
+_HEAD = 1 << 18
 
 
 @dataclass
@@ -46,57 +49,83 @@ class Sorted:
     outside: list[Path] = field(default_factory=list)
     inspector: list[Path] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
 
-def holds_evidence(path: Path) -> bool:
-    """Whether `path` is a folder that is no run directory or capture of ours and has something to judge."""
+
+def evidence_in(path: Path) -> Sorted:
+    """What is to be judged in `path`: nothing where it is no folder, or a run directory or a capture of ours."""
     if not path.is_dir() or any((path / name).exists() for name in OURS):
-        return False
-    found = sort_files([path])
-    return any((found.dumps, found.clogs, found.logs, found.stacks, found.ras, found.outside, found.inspector))
+        return Sorted()
+    return sort_files([path])
 
 
 def sort_files(targets: Iterable[Path]) -> Sorted:
-    """What the files in and below the targets hold."""
+    """What the files in and below the targets hold. Each is opened once."""
     found = Sorted()
     for target in targets:
-        taken: set[Path] = set()
-        if target.is_dir():
-            for folder in [target, *(inner for inner in sorted(target.rglob("*")) if inner.is_dir())]:
-                named = [file.path for files in find_dumps(folder).values() for file in files]
-                dumps = {path for path in named if looks_like_dump(path)}
-                taken |= dumps
-                if dumps:
-                    found.dumps.append(folder)
-        files = sorted(target.rglob("*"))[:_MAX_FILES] if target.is_dir() else [target]
-        for path in files:
-            if path not in taken and path.is_file():
-                _sort(path, found, named=path == target)
+        for path in islice(_below(target), _MAX_FILES) if target.is_dir() else [target]:
+            try:
+                with path.open("rb") as file:
+                    _sort(path, file, found, named=path == target)
+            except OSError:
+                if path == target:
+                    found.logs.append(path)
     return found
 
 
-def _sort(path: Path, found: Sorted, *, named: bool) -> None:
-    if looks_like_clog(path):
+def _below(folder: Path) -> Iterator[Path]:
+    """The files in and below a folder, in the order of their names. Links to folders are not followed."""
+    try:
+        with os.scandir(folder) as inside:
+            entries = sorted(inside, key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(Path(entry.path))
+        elif entry.is_file():
+            yield Path(entry.path)
+
+
+def _sort(path: Path, file: BinaryIO, found: Sorted, *, named: bool) -> None:
+    head = file.read(_HEAD)
+    if not named and rank_of(path.name) is not None and begins_as_dump(head):
+        if path.parent not in found.dumps[-1:]:
+            found.dumps.append(path.parent)
+    elif looks_like_clog(head):
         found.clogs.append(path)
-    elif looks_like_ras(path):
+    elif looks_like_ras(head):
         found.ras.append(path)
-    elif looks_like_inspector(path):
+    elif looks_like_inspector(head):
         found.inspector.append(path)
-    elif holds_outside(path):
+    elif looks_like_outside(head):
         found.outside.append(path)
     else:
-        whole = contains_stacks(path)
+        whole = contains_stacks(head, lambda size: _tail(file, head, size))
         if whole:
             found.stacks.append(path)
-        if whole != "only" and (named or looks_like_log(path)):
+        if whole != "only" and (named or (named_like_log(path) and begins_as_log(head))):
             found.logs.append(path)
 
 
-def diagnose_folder(*targets: Path) -> Diagnosis:
-    """The diagnosis of all files that the targets name. Raises TargetError when nothing in them can be used."""
+def _tail(file: BinaryIO, head: bytes, size: int) -> bytes:
+    """The last so many bytes of a file of which the head is read."""
+    if len(head) < _HEAD:
+        return b""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+    return file.read(size)
+
+
+def diagnose_folder(*targets: Path, found: Sorted | None = None) -> Diagnosis:
+    """The diagnosis of all files that the targets name, sorted already or not.
+
+    Raises TargetError when nothing in them can be used.
+    """
     for target in targets:
         with opening(target):
             target.stat()
-    found = sort_files(targets)
+    found = found or sort_files(targets)
     name = ", ".join(map(str, targets))
     parts = [*_dumps(found, name), *_clogs(found, name), *_logs(found, name), *_stacks(found, name), *_ras(found, name)]
     if found.outside:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtobs.diagnose.analyse import diagnose
 from dtobs.diagnose.dumps import diagnose_dumps, holds_dumps
-from dtobs.diagnose.folder import diagnose_folder, holds_evidence
+from dtobs.diagnose.folder import diagnose_folder, evidence_in
 from dtobs.diagnose.gather import TakeCapture, gather
 from dtobs.diagnose.logs import diagnose_logs, holds_logs
 from dtobs.diagnose.model import Diagnosis
@@ -24,15 +24,16 @@ def diagnose_target(targets: Sequence[str], take_capture: TakeCapture | None = N
     if "-" in named:
         return diagnose_logs(named)
     if len(named) > 1:
-        if not all(holds_logs(target) or holds_evidence(Path(target)) for target in named):
+        if not all(holds_logs(target) or evidence_in(Path(target)) for target in named):
             raise UsageError(
                 "several targets can only be logs, or the addresses of one run's monitors (http://HOST:PORT)"
             )
         return diagnose_folder(*map(Path, named))
     target = Path(named[0])
     with opening(target):
-        if holds_evidence(target) or holds_logs(str(target)):
-            return diagnose_folder(target)
+        found = evidence_in(target)
+        if found or holds_logs(str(target)):
+            return diagnose_folder(target, found=found)
         if holds_dumps(target):
             return diagnose_dumps(target)
         return diagnose(gather(target, take_capture))

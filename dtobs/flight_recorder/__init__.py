@@ -8,7 +8,7 @@ Works without torch, for any backend, and for jobs that never heard of dtobs.
 from __future__ import annotations
 
 from dtobs.flight_recorder.analyse import DumpAnalysis, RankFrontier, analyse_dumps
-from dtobs.flight_recorder.decode import looks_like_dump
+from dtobs.flight_recorder.decode import begins_as_dump, looks_like_dump
 from dtobs.flight_recorder.load import dumps_from_objects, load_dumps
 from dtobs.flight_recorder.model import DumpProblem, Dumps
 
@@ -18,6 +18,7 @@ __all__ = [
     "Dumps",
     "RankFrontier",
     "analyse_dumps",
+    "begins_as_dump",
     "dumps_from_objects",
     "load_dumps",
     "looks_like_dump",

@@ -44,11 +44,19 @@ def looks_like_dump(path: Path) -> bool:
     """Whether the file `path` begins like a dump: a pickled dict, or a JSON object with a dump's own keys."""
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD)
-        if head[:2] == b"\x1f\x8b":
-            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
-    except (OSError, zlib.error):
+            return begins_as_dump(file.read(_HEAD))
+    except OSError:
         return False
+
+
+def begins_as_dump(head: bytes) -> bool:
+    """The same of the first bytes of a file."""
+    head = head[:_HEAD]
+    if head[:2] == b"\x1f\x8b":
+        try:
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
+        except zlib.error:
+            return False
     if head[:1] == b"\x80":
         return b"}" in head[2:12]  # after the protocol, and from protocol 4 on a frame of nine bytes
     return head.lstrip()[:1] == b"{" and (b'"pg_config"' in head or bool(_ENTRIES.search(head)))

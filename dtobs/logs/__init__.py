@@ -8,6 +8,15 @@
 from __future__ import annotations
 
 from dtobs.logs.analyse import LogAnalysis, LogRank, analyse_logs
-from dtobs.logs.reader import LogFile, log_files, looks_like_log
+from dtobs.logs.reader import LogFile, begins_as_log, log_files, looks_like_log, named_like_log
 
-__all__ = ["LogAnalysis", "LogFile", "LogRank", "analyse_logs", "log_files", "looks_like_log"]
+__all__ = [
+    "LogAnalysis",
+    "LogFile",
+    "LogRank",
+    "analyse_logs",
+    "begins_as_log",
+    "log_files",
+    "looks_like_log",
+    "named_like_log",
+]

@@ -42,13 +42,9 @@ class Communicator:
     last: float = float("-inf")
 
 
-def looks_like_inspector(path: Path) -> bool:
-    """Whether a file begins with a record of NCCL Inspector."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-    except OSError:
-        return False
+def looks_like_inspector(head: bytes) -> bool:
+    """Whether a file that begins so holds records of NCCL Inspector."""
+    head = head[:_HEAD]
     return head[:1] == b"{" and b'"n_ranks"' in head and (b'"coll_perf"' in head or b'"inspector_output_format' in head)
 
 

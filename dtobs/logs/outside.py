@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dtobs.findings import Confidence, Finding
 
-_HEAD = 1 << 16
+_HEAD, _LINES = 1 << 16, 1 << 12
 _MAX_BYTES = 64 << 20
 _MAX_ROWS = 200_000
 _EVIDENCE = 8
@@ -38,16 +38,11 @@ class Row:
     where: str
 
 
-def holds_outside(path: Path) -> bool:
-    """Whether a file begins as `sacct` or `kubectl get events` print."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD).decode("utf-8", "replace")
-    except OSError:
-        return False
-    if head.lstrip()[:1] == "{":
-        return '"involvedObject"' in head and '"reason"' in head
-    first = "\n".join(head.splitlines()[:3])
+def looks_like_outside(head: bytes) -> bool:
+    """Whether a file that begins so is what `sacct` or `kubectl get events` print."""
+    if head.lstrip()[:1] == b"{":
+        return b'"involvedObject"' in head[:_HEAD] and b'"reason"' in head[:_HEAD]
+    first = "\n".join(head[:_LINES].decode("utf-8", "replace").splitlines()[:3])
     return _SACCT.search(first) is not None or _EVENTS.search(first) is not None
 
 

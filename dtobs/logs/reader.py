@@ -21,6 +21,7 @@ import numpy as np
 PIECE = 1 << 20
 MAX_LINE = 8192
 _GZIP = b"\x1f\x8b"
+_HEAD = 4096
 _BOMB_BYTES = 128 << 20
 _BOMB_RATIO = 400
 
@@ -212,15 +213,24 @@ _SUFFIXES = {".log", ".txt", ".out", ".err", ".stdout", ".stderr", ".gz", ".o", 
 
 def looks_like_log(path: Path) -> bool:
     """Whether a file in a folder is taken for a log by its name and its first bytes."""
-    if not path.is_file() or path.name.startswith("."):
-        return False
-    suffixes = {suffix.lower() for suffix in path.suffixes} or {""}
-    numbered = path.suffix[1:].isdigit() or (path.suffix[1:2] in ("o", "e") and path.suffix[2:].isdigit())
-    if not (path.suffix.lower() in _SUFFIXES or suffixes & {".log", ".out", ".err"} or numbered):
+    if not (named_like_log(path) and path.is_file()):
         return False
     try:
         with path.open("rb") as file:
-            head = file.read(4096)
+            return begins_as_log(file.read(_HEAD))
     except OSError:
         return False
+
+
+def named_like_log(path: Path) -> bool:
+    """Whether logs bear such names."""
+    if path.name.startswith("."):
+        return False
+    suffixes = {suffix.lower() for suffix in path.suffixes} or {""}
+    numbered = path.suffix[1:].isdigit() or (path.suffix[1:2] in ("o", "e") and path.suffix[2:].isdigit())
+    return path.suffix.lower() in _SUFFIXES or bool(suffixes & {".log", ".out", ".err"}) or numbered
+
+
+def begins_as_log(head: bytes) -> bool:
+    """Whether a file that begins so holds text, packed or not."""
     return head[:2] in (_GZIP, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (bool(head) and not _is_binary(head))

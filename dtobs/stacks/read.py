@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,19 +57,16 @@ class ReadStacks:
     problems: tuple[str, ...] = ()
 
 
-def contains_stacks(path: Path) -> str:
-    """ "only" for a dump of stacks, "mixed" where other lines stand between them (a log), "" where there are none."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-            if b"\0" in head[:4096] or head[:2] == b"\x1f\x8b":
-                return ""
-            if head.lstrip()[:1] == b"[" and b'"frames"' in head:
-                return "only"
-            file.seek(max(0, path.stat().st_size - _TAIL))
-            tail = file.read(_TAIL)
-    except OSError:
+def contains_stacks(head: bytes, read_tail: Callable[[int], bytes]) -> str:
+    """ "only" for a dump of stacks, "mixed" where other lines stand between them (a log), "" where there are none.
+
+    `head`: how the file begins; `read_tail`: its last so many bytes.
+    """
+    if b"\0" in head[:4096] or head[:2] == b"\x1f\x8b":
         return ""
+    if head.lstrip()[:1] == b"[" and b'"frames"' in head:
+        return "only"
+    tail = read_tail(_TAIL)
     spied = any(b'"MainThread"' in part and b"Process " in part for part in (head, tail))
     if spied and head.startswith((b"Process ", b"=== Rank ", b"PARTIAL DATA")):
         return "only"

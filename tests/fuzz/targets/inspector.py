@@ -27,4 +27,4 @@ def check(data: bytes) -> bool:
     _PATH.write_bytes(data)
     for finding in read_inspector([_PATH, _PATH])[0]:
         finding.to_json()
-    return looks_like_inspector(_PATH)
+    return looks_like_inspector(data)

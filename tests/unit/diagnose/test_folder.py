@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from dtobs.cli import main
-from dtobs.diagnose.folder import diagnose_folder
+from dtobs.diagnose.folder import diagnose_folder, sort_files
 from dtobs.errors import TargetError
 from dtobs.logs.outside import rows_of
 from tests.unit.logs.generator import CASES, write
@@ -106,3 +108,23 @@ def test_nothing_to_judge(tmp_path: Path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
     with pytest.raises(TargetError, match="nothing in it is a dump, a log"):
         diagnose_folder(tmp_path)
+
+
+def test_each_of_many_files_is_opened_once_to_see_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for number in range(24):
+        folder = tmp_path / f"node{number % 3}" / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank{number}.log").write_text("step 1 loss 2.0\n")
+        (folder / f"job.py.{number}").write_bytes(b"\0\1\2")
+    opened: Counter[str] = Counter()
+    original = Path.open
+
+    def counting(path: Path, *args: Any, **more: Any) -> Any:
+        opened[path.name] += 1
+        return original(path, *args, **more)
+
+    monkeypatch.setattr(Path, "open", counting)
+    found = sort_files([tmp_path])
+    assert [path.name for path in found.logs[:3]] == ["rank0.log", "rank12.log", "rank15.log"]
+    assert len(found.logs) == 24
+    assert set(opened.values()) == {1}
