@@ -113,14 +113,23 @@ class Audit:
             return np.asarray(-lr * np.where(momentum != 0.0, used, self._gradient))
 
     @cached_property
-    def theta_wrong(self) -> Bools:
-        """bool[N, WINDOW]: elements of the parameter that are not where the arithmetic leads."""
+    def theta_off(self) -> Floats:
+        """float64[N, WINDOW]: how far elements of the parameter are from where the arithmetic leads.
+
+        In units of what roundings may leave; NaN where that arithmetic is not known.
+        """
         theta, now, wanted = self.before[:, 0], self.after[:, 0], self.step_wanted
         rough = np.maximum(1e-3, 4 * SLACK * self.eps) * np.abs(wanted)
         allowed = SLACK / 2 * self.eps * (np.abs(theta) + np.abs(wanted)) + rough + self._tiny
         known = ((self.records["flags"] & Update.AMSGRAD) == 0)[:, None] | (self.kind != "adam")
         with np.errstate(all="ignore"):
-            return np.asarray(known & self.inside & (np.abs(now - theta - wanted) > allowed))
+            return np.where(known & self.inside, np.abs(now - theta - wanted) / allowed, np.nan)
+
+    @cached_property
+    def theta_wrong(self) -> Bools:
+        """bool[N, WINDOW]: elements of the parameter that are not where the arithmetic leads."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self.theta_off > 1)
 
     @cached_property
     def state_wrong(self) -> Bools:

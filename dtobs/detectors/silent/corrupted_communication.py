@@ -37,6 +37,9 @@ class _Calls:
     ranks: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
     equation: npt.NDArray[np.int64]  # of each record
+    off: npt.NDArray[np.float64] | None = (
+        None  # of each equation, once judged: its residual over what rounding may leave
+    )
 
     def each(self, number: int) -> slice:
         """The records of one equation."""
@@ -55,6 +58,19 @@ def corrupted_communication(view: RunView) -> list[Finding]:
     steps = calls.records["step"][calls.first[:-1]]
     worst = int(min(found, key=lambda number: (steps[number], number)))
     return [_finding(view, calls, worst, len(found), int(whole.sum()))]
+
+
+def residuals(view: RunView) -> npt.NDArray[np.float64]:
+    """Of every equation that could be judged, how far its sides are apart: above 1, more than rounding explains.
+
+    Of what is only copied, 0 where all bits arrived and 1 where not.
+    """
+    calls = _calls(view)
+    if calls is None:
+        return np.zeros(0)
+    whole, broken = _judge(view, calls)
+    assert calls.off is not None
+    return calls.off[(whole | broken) & np.isfinite(calls.off)]
 
 
 def _calls(view: RunView) -> _Calls | None:
@@ -113,6 +129,8 @@ def _judge(view: RunView, calls: _Calls) -> tuple[npt.NDArray[np.bool_], npt.NDA
     # A whole number may wrap around.
     complete &= (rounding > 0) | (norms < 2.0**30)
     known = complete & (rule != Rule.SAME)
+    with np.errstate(all="ignore"):
+        calls.off = np.where(known, np.where(furthest > 0, furthest / limit, 0.0), np.where(copies, ~alike, np.nan))
     whole |= known & (furthest <= limit)
     broken |= known & (furthest > limit)
     return _results_alike(calls, complete & (got == size) & (size > 1), whole, broken)
