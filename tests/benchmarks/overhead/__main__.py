@@ -12,7 +12,7 @@ from typing import Any
 from dtobs.probes.table import PROBES
 from tests.benchmarks.overhead.hooks import NUMBERS, measure_hooks
 from tests.benchmarks.overhead.shares import measure_shares
-from tests.benchmarks.overhead.workload import Measured, Plan, measure
+from tests.benchmarks.overhead.workload import WIDTH, Measured, Plan, measure
 from tests.harness import run_ranks
 
 
@@ -48,13 +48,16 @@ def main() -> int:
         "--only", nargs="*", default=[], metavar="PROBE", help="of the probes that look at numbers, these"
     )
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the model: 320 has 9.3M parameters, 96 1.1M")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--shares", action="store_true", help="measure what each probe takes of a step, in its hooks")
     parser.add_argument("--by-hook", action="store_true", help="with --shares: what each hook of a probe takes")
     parser.add_argument("--hooks", action="store_true", help="measure single hooks instead of whole steps")
     options = parser.parse_args()
     if options.shares:
-        for one in run_ranks(measure_shares, 2, options.steps, options.fsdp, options.by_hook, timeout=900):
+        for one in run_ranks(
+            measure_shares, 2, options.steps, options.fsdp, options.by_hook, options.width, timeout=900
+        ):
             print(json.dumps(one.value))
         return 0
     if options.hooks:
@@ -62,7 +65,8 @@ def main() -> int:
         print(json.dumps({name: round(value, 2) for name, value in costs.items()}, indent=1))
         return 0
     off = [*options.off, *(p.name for p in PROBES if options.only and p.name in NUMBERS and p.name not in options.only)]
-    plan = Plan(options.pairs, options.steps, options.batch, options.length, dict.fromkeys(off, "off"), options.fsdp)
+    levels = dict.fromkeys(off, "off")
+    plan = Plan(options.pairs, options.steps, options.batch, options.length, levels, options.fsdp, width=options.width)
     found: dict[str, Any] = {"steps": options.steps, "pairs": options.pairs, "off": off, "fsdp": options.fsdp}
     for world in options.worlds:
         results = run_ranks(measure, world, plan, timeout=3600, init_pg=world > 1)

@@ -29,11 +29,14 @@ spent: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
 _nested = threading.local()
 
 
-def measure_shares(rank: int, world_size: int, steps: int, fsdp: bool, hooks: bool) -> dict[str, Any]:
-    """By probe (or hook) the mean microseconds of a step beyond the first eight, and the step's CPU milliseconds."""
+def measure_shares(rank: int, world_size: int, steps: int, fsdp: bool, hooks: bool, width: int) -> dict[str, Any]:
+    """By probe (or hook) the mean microseconds of a step beyond the first eight, and the step's CPU milliseconds.
+
+    Also how much this rank's recording takes on disk: rings have their final size from their first record on.
+    """
     plain, Context.guard = Context.guard, _counting(Context.guard)  # type: ignore[method-assign]
     torch.manual_seed(0)
-    model: nn.Module = shard(Language()) if fsdp else DistributedDataParallel(Language())
+    model: nn.Module = shard(Language(width)) if fsdp else DistributedDataParallel(Language(width))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     data = torch.Generator().manual_seed(rank)
     cpu: list[float] = []
@@ -59,7 +62,10 @@ def measure_shares(rank: int, world_size: int, steps: int, fsdp: bool, hooks: bo
     ordered = sorted(shares.items(), key=lambda item: -item[1][0])
     milliseconds = 1e3 * statistics.median(cpu[WARM_UP:])
     total = sum(us for us, _ in shares.values())
+    files = list((folder / "ranks" / f"{rank:05}").rglob("*"))
     return {
+        "parameters": sum(p.numel() for p in Language(width).parameters()),
+        "kib_recorded": round(sum(f.stat().st_size for f in files if f.is_file()) / 1024),
         "cpu_ms": round(milliseconds, 1),
         "hooks_us": round(total, 1),
         "hooks_percent": round(total / milliseconds / 10, 3),

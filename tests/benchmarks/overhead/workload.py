@@ -21,12 +21,12 @@ VOCABULARY, WIDTH, LAYERS, HEADS = 2048, 320, 6, 8
 class Block(nn.Module):
     """Pre-norm attention and MLP: x_BTD → x_BTD."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.gate, self.up = (nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
-        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x_BTD.shape
@@ -34,7 +34,7 @@ class Block(nn.Module):
             t.view(batch, length, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norms[0](x_BTD)).chunk(3, -1)
         )
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(attended.transpose(1, 2).reshape(batch, length, WIDTH))
+        x_BTD = x_BTD + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
         h_BTD = self.norms[1](x_BTD)
         return x_BTD + self.down(nn.functional.silu(self.gate(h_BTD)) * self.up(h_BTD))
 
@@ -42,11 +42,11 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Tokens [B, T] → logits [B, T, V]."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.embedding(tokens_BT)))
@@ -79,12 +79,13 @@ class Plan:
     levels: dict[str, str]
     fsdp: bool = False
     seed: int = 0
+    width: int = WIDTH
 
 
 def measure(rank: int, world_size: int, plan: Plan) -> tuple[int, list[Measured]]:
     """Parameters of the model, and the blocks in the order measured; the same order on every rank."""
     torch.manual_seed(0)
-    model: nn.Module = Language()
+    model: nn.Module = Language(plan.width)
     parameters = sum(p.numel() for p in model.parameters())
     if plan.fsdp:
         model = shard(model)
