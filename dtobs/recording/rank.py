@@ -270,7 +270,7 @@ class Rank:
         return self.stack.user_frame if self.stack is not None else None
 
 
-_TOLD = {signals.SIGINT: State.INTERRUPTED}
+_TOLD: dict[int, State] = {signals.SIGINT: State.INTERRUPTED}
 
 
 def ending_signal(process: ProcessState, heard: Collection[int]) -> int:
