@@ -29,7 +29,7 @@ MIN_DIFFERING = 2
 MIN_STEPS, MIN_LINES = 3, 2
 """The steps that these calls are of; where the source does not tell steps, the lines: one line shows no order."""
 _MAX_TRIES = 64
-"""Differences of a rank that are looked at: a branch by rank makes one in every step."""
+"""Differences that are looked at for each rank of a group: a branch by rank makes one in every step."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,15 @@ def lost_steps(program: Program) -> list[LostStep]:
     table, heard = program.table, cache(lambda group: frozenset(program.heard(group)))
     found: list[LostStep] = []
     proved: set[int] = set()
+    looks: Counter[int] = Counter()
     tries: Counter[tuple[int, int]] = Counter()
     for rows in table.differing(table.site):
-        group, ranks, fits = int(table.group[rows.start]), table.rank[rows].tolist(), program.fits[rows]
-        if group in proved or (fits != fits[0]).any() or not program.lines(rows) or set(ranks) != heard(group):
+        group = int(table.group[rows.start])
+        if group in proved or looks[group] >= _MAX_TRIES * (rows.stop - rows.start):
+            continue
+        looks[group] += 1
+        ranks, fits = table.rank[rows].tolist(), program.fits[rows]
+        if (fits != fits[0]).any() or not program.lines(rows) or set(ranks) != heard(group):
             continue
         parties = _two(program, rows) if len(ranks) == 2 else _one_among_many(program, rows)
         if parties is None:

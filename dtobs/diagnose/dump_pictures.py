@@ -9,7 +9,6 @@ import numpy as np
 
 from dtobs.calls.frontier import NOTHING_PENDING, Frontier
 from dtobs.diagnose.pictures import (
-    MAX_TABLES,
     STRIP_COLUMNS,
     CallGrid,
     CallState,
@@ -17,6 +16,7 @@ from dtobs.diagnose.pictures import (
     RankWait,
     Strip,
     grid_of,
+    groups_shown,
     sample,
     wait_picture,
 )
@@ -135,20 +135,13 @@ def _waiting_since(matched: Matched) -> dict[int, int]:
 
 
 def _tables(matched: Matched, findings: Sequence[Finding]) -> Iterable[CallGrid]:
-    """The groups that findings are about first, then those in which most ranks wait."""
-    named = [finding.group for finding in findings]
-    groups = matched.dumps.groups
-
-    def order(state: Frontier) -> tuple[bool, int, int]:
-        return (
-            groups[state.group].label not in named,
-            -int((state.pending != NOTHING_PENDING).sum()),
-            state.group,
-        )
-
-    worth = [s for s in matched.states.values() if s.waits or groups[s.group].label in named]
-    for state in sorted(worth, key=order)[:MAX_TABLES]:
-        yield _table(matched, state, _mismatch_seq(findings, groups[state.group].label))
+    """The groups that findings are about, and those in which ranks wait."""
+    named = {finding.group for finding in findings}
+    groups, states = matched.dumps.groups, matched.states
+    about = {group for group in states if groups[group].label in named}
+    waiting = {g: int((s.pending != NOTHING_PENDING).sum()) for g, s in states.items() if s.waits or g in about}
+    for group in groups_shown(waiting, about):
+        yield _table(matched, states[group], _mismatch_seq(findings, groups[group].label))
 
 
 def _mismatch_seq(findings: Sequence[Finding], label: str) -> int | None:

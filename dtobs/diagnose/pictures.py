@@ -134,6 +134,11 @@ def _node(waits: Mapping[int, RankWait], key: tuple[bool, bool, str, str], ranks
     return WaitNode(tuple(ranks), shown or text, site, waiting, is_accused)
 
 
+def groups_shown(waiting: Mapping[int, int], about: Container[int]) -> list[int]:
+    """The groups whose last calls are shown: those that a finding is `about`, then those in which most ranks wait."""
+    return sorted(waiting, key=lambda group: (group not in about, -waiting[group], group))[:MAX_TABLES]
+
+
 def grid_of(
     table: CallTable,
     group: int,

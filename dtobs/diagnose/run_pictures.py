@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from dtobs.detectors.hangs.situation import Situation, interpret
 from dtobs.detectors.hangs.stall import last_movement_ns
 from dtobs.diagnose.model import RankStatus
 from dtobs.diagnose.pictures import (
-    MAX_TABLES,
     STRIP_COLUMNS,
     CallGrid,
     CallState,
@@ -20,6 +20,7 @@ from dtobs.diagnose.pictures import (
     RankWait,
     Strip,
     grid_of,
+    groups_shown,
     sample,
     wait_picture,
 )
@@ -131,16 +132,11 @@ def _rank_cells(view: RunView, rank: int, at: npt.NDArray[np.int64]) -> npt.NDAr
 
 
 def _tables(situation: Situation) -> Iterator[CallGrid]:
-    """The groups in which ranks are blocked, most first, then those whose calls disagree."""
-    waiting: dict[int, int] = {}
-    for at in situation.blocked.values():
-        if at.group and at.peer < 0:
-            waiting[at.group] = waiting.get(at.group, 0) + 1
+    """The groups whose calls disagree, and those in which ranks are blocked."""
     about: dict[int, int] = {m.group: m.seq for m in situation.mismatches}
     about |= {d.group: d.seq for d in situation.lost_steps}
-    chosen = sorted(waiting, key=lambda group: (group not in about, -waiting[group], group))
-    chosen += [group for group in about if group not in waiting]
-    for group in chosen[:MAX_TABLES]:
+    waiting = Counter(at.group for at in situation.blocked.values() if at.group and at.peer < 0)
+    for group in groups_shown(dict.fromkeys(about, 0) | waiting, about):
         yield _table(situation, group, about.get(group))
 
 

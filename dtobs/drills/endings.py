@@ -59,7 +59,7 @@ _OWN_GROUPS = {"crossed-groups", "skipped-group", "no-rendezvous"}
 
 
 @dataclass(frozen=True)
-class Cell:
+class MatrixCell:
     """One field of the matrix. Without an alarm, the end comes `stands_seconds` after the strike."""
 
     layout: str
@@ -85,7 +85,7 @@ class Cell:
 class Judged:
     """A cell that was played. `wrong` says what is wrong with the answer, "" when nothing is."""
 
-    cell: Cell
+    cell: MatrixCell
     diagnosis: Diagnosis | None
     wrong: str
 
@@ -107,11 +107,11 @@ class Judged:
         }
 
 
-def cells(*, early: bool = False) -> list[Cell]:
+def cells(*, early: bool = False) -> list[MatrixCell]:
     """The whole matrix; of `early` ones those that nobody ends, at the default hang timeout."""
     kinds = [f for f in FAULTS.values() if f.code and f.needs_stall and not f.needs and f.code != "network-stalled"]
     every = [
-        Cell(layout, fault.name, way, when, _QUIET_SECONDS[when])
+        MatrixCell(layout, fault.name, way, when, _QUIET_SECONDS[when])
         for fault, way, when in itertools.product(kinds, WAYS, _WHEN)
         for layout in fault.wrappers
     ]
@@ -121,7 +121,7 @@ def cells(*, early: bool = False) -> list[Cell]:
     return [replace(c, quiet_seconds=0.0, stands_seconds=_EARLY_SECONDS) for c in found if c.way == "asked"]
 
 
-def _applies(cell: Cell) -> bool:
+def _applies(cell: MatrixCell) -> bool:
     if cell.way == "asked":
         return cell.when == "before"
     if cell.way == "kill-culprit" and (cell.fault in _STAYS or FAULTS[cell.fault].names == "all"):
@@ -129,10 +129,10 @@ def _applies(cell: Cell) -> bool:
     return cell.way != "own-timeout" or (cell.fault not in _OWN_GROUPS and cell.layout != "hsdp")
 
 
-def some(every: Sequence[Cell], seed: int = 0) -> list[Cell]:
+def some(every: Sequence[MatrixCell], seed: int = 0) -> list[MatrixCell]:
     """A few cells that have every layout, every kind of hang, and every way of ending before and after the alarm."""
     shuffled = random.Random(seed).sample(list(every), len(every))
-    taken: list[Cell] = []
+    taken: list[MatrixCell] = []
     seen: set[tuple[str, ...]] = set()
     for cell in shuffled:
         covers = {(cell.layout,), (cell.fault,), (cell.way, cell.when)}
@@ -142,7 +142,7 @@ def some(every: Sequence[Cell], seed: int = 0) -> list[Cell]:
     return taken
 
 
-def judge(cell: Cell, diagnosis: Diagnosis) -> str:
+def judge(cell: MatrixCell, diagnosis: Diagnosis) -> str:
     """What is wrong with the answer, in words; "" when it says the hang, its ranks, and no other cause."""
     verdict = diagnosis.verdict
     if verdict is None:
@@ -185,7 +185,7 @@ class _Process:
 
 
 def play_all(
-    chosen: Sequence[Cell],
+    chosen: Sequence[MatrixCell],
     folder: Path,
     take_capture: TakeCapture,
     *,
@@ -194,7 +194,7 @@ def play_all(
 ) -> list[Judged]:
     """Play the cells below `folder`, `at_once` at a time; `told` hears of each in order, as it is known."""
 
-    def one(cell: Cell) -> Judged:
+    def one(cell: MatrixCell) -> Judged:
         name = f"{cell.fault}-{cell.layout}-{cell.way}-{cell.when}"
         try:
             return play(cell, folder / name, take_capture)
@@ -209,7 +209,7 @@ def play_all(
     return played
 
 
-def play(cell: Cell, folder: Path, take_capture: TakeCapture) -> Judged:
+def play(cell: MatrixCell, folder: Path, take_capture: TakeCapture) -> Judged:
     """Run the cell on two ranks below `folder`, which it makes, and judge the answer; nothing is left running."""
     folder.mkdir(parents=True)
     run_dir = folder / "run"
@@ -250,7 +250,7 @@ def play(cell: Cell, folder: Path, take_capture: TakeCapture) -> Judged:
     return Judged(cell, diagnosis, judge(cell, diagnosis))
 
 
-def _end(cell: Cell, processes: dict[str, _Process]) -> None:
+def _end(cell: MatrixCell, processes: dict[str, _Process]) -> None:
     """End the job in the way of the cell, and wait until everything that shall end has ended."""
     if cell.way == "asked":
         return

@@ -13,7 +13,7 @@ _ALL_IN_FLIGHT = ("ScheduleGPipe", "ScheduleLoopedBFS")
 
 
 @dataclass(frozen=True)
-class Advice:
+class PipelineChange:
     """One change, the idle share before and after it, and what it costs."""
 
     change: str
@@ -26,13 +26,13 @@ class Advice:
         return f"{self.change}: idle {self.before:.0%} → {self.after:.0%}; {self.memory}"
 
 
-def advise(step: PipelineStep) -> list[Advice]:
+def advise(step: PipelineStep) -> list[PipelineChange]:
     """What is worth doing, the most useful first; without the cost of communication, which changes with neither."""
     found = [one for one in (_more_micro_batches(step), _equal_stages(step)) if one is not None]
     return sorted((a for a in found if a.before - a.after >= LEAST_GAIN), key=lambda a: a.after - a.before)
 
 
-def _more_micro_batches(step: PipelineStep) -> Advice | None:
+def _more_micro_batches(step: PipelineStep) -> PipelineChange | None:
     plan = step.plan
     more = replace(plan, micro_batches=2 * plan.micro_batches)
     now, then = ideal(plan), ideal(more)
@@ -42,10 +42,10 @@ def _more_micro_batches(step: PipelineStep) -> Advice | None:
     if plan.schedule not in _ALL_IN_FLIGHT:
         memory = "less memory: as many micro-batches are in flight, each of half the size"
     change = f"{more.micro_batches} micro-batches of half the size instead of {plan.micro_batches}"
-    return Advice(change, now, then, memory)
+    return PipelineChange(change, now, then, memory)
 
 
-def _equal_stages(step: PipelineStep) -> Advice | None:
+def _equal_stages(step: PipelineStep) -> PipelineChange | None:
     """Each stage's computations as long as those of the mean stage, in the same order."""
     compute = step.compute()
     total: dict[int, int] = {}
@@ -62,7 +62,7 @@ def _equal_stages(step: PipelineStep) -> Advice | None:
     longest = max(total, key=lambda stage: (total[stage], -stage))
     share = 1 - mean / total[longest]
     change = f"stages of equal length ({share:.0%} of what stage {longest} computes goes to the others)"
-    return Advice(change, now.bubble, then.bubble, "its parameters and activations move with it")
+    return PipelineChange(change, now.bubble, then.bubble, "its parameters and activations move with it")
 
 
 def _scaled(chunk: Chunk, by: float) -> Chunk:

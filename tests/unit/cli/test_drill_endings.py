@@ -9,11 +9,11 @@ import pytest
 from dtobs.cli import Exit, main
 from dtobs.diagnose import Diagnosis
 from dtobs.diagnose.model import RankStatus
-from dtobs.drills.endings import WAYS, Cell, Judged, cells, counted, judge, some
+from dtobs.drills.endings import WAYS, Judged, MatrixCell, cells, counted, judge, some
 from dtobs.findings import Confidence, Finding
 
-STOPPED = Cell("ddp", "stopped", "kill-all", "after", 2.0)
-ABSENT = Cell("fsdp", "absent", "ctrl-c", "before", 30.0)
+STOPPED = MatrixCell("ddp", "stopped", "kill-all", "after", 2.0)
+ABSENT = MatrixCell("fsdp", "absent", "ctrl-c", "before", 30.0)
 
 
 def said(code: str, *ranks: int, confidence: Confidence = Confidence.CERTAIN, next_step: str = "") -> Finding:
