@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from dtobs.detectors import hangs, run_detectors
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.describe import waiters, where
-from dtobs.detectors.hangs.endings import all_told, endings
+from dtobs.detectors.hangs.endings import End, all_told, endings
 from dtobs.detectors.hangs.situation import interpret
 from dtobs.detectors.hangs.stall import Stall, last_movement_ns, moved_on, silence
 from dtobs.diagnose.gather import Evidence
@@ -39,7 +40,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     before = [e for e in evidence.journal if e not in gone_on]
     if not any(entry.finding.traits & Trait.HANG for entry in before):
         before += _stood_in(view)
-    found, caused = without_consequences(merge(seen, before), before, _working(view))
+    found, caused = without_consequences(merge(seen, before), before, _working(view), _left_silently(view))
     ordered = rank_causes(as_it_ended(view, finding) for finding in found)
     quiet, ranks = silence(view), statuses(view)
     spent = summarise(view) if len(view.pages) and not evidence.judged else None
@@ -121,12 +122,16 @@ def _went_on(view: RunView, entry: Entry) -> bool:
 
 
 def without_consequences(
-    found: Iterable[Finding], journal: Iterable[Entry], world: Collection[int]
+    found: Iterable[Finding],
+    journal: Iterable[Entry],
+    world: Collection[int],
+    silent: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[list[Finding], list[Finding]]:
     """The findings, and apart from them those that a hang or its end by somebody's hand brought about.
 
     A hang that was there is the matter; that its ranks were killed later, or called something else while they were
-    being ended, follows from it. A standstill that was no alarm yet explains only the end of all ranks `world` at once.
+    being ended, follows from it. A standstill that was no alarm yet explains only the end of all ranks `world` at once,
+    and that a rank left which has not moved since: `silent`, when each rank that closed nothing before it left did so.
     """
     causes, everything = list(found), list(found)
     told = {entry.finding.key: entry for entry in journal}
@@ -138,7 +143,7 @@ def without_consequences(
                 finding in causes
                 and not earlier
                 and finding.code != entry.finding.code
-                and _follows(finding, entry.finding, world)
+                and (_follows(finding, entry.finding, world) or _left_from_it(finding, entry, silent))
             ):
                 causes.remove(finding)
     consequences = [f for f in everything if f not in causes]
@@ -150,6 +155,25 @@ def without_consequences(
 def _working(view: RunView) -> list[int]:
     """The ranks that somebody who ends the job ends: those that have closed their sessions were through before."""
     return [rank for rank in view.ranks if int(view.page(rank)["state"]) != RankState.CLOSED] or view.ranks
+
+
+def _left_silently(view: RunView) -> dict[int, int]:
+    """By rank that left with exit code 0 and closed no session: the monotonic time at which it last moved.
+
+    A program that is through ends its interpreter, which closes the session; another thread, `os._exit` in a handler of
+    signals for one, ends a process whose main thread stands still.
+    """
+    return {r: int(view.page(r)["heartbeat_ns"]) for r, end in endings(view).items() if end.kind is End.EXITED}
+
+
+def _left_from_it(finding: Finding, hang: Entry, silent: Mapping[int, int]) -> bool:
+    """Whether the ranks that are said to have left did nothing after they had been seen to stand still."""
+    ranks = set(finding.ranks) & set(hang.finding.ranks)
+    return (
+        finding.code == "rank-exited-early"
+        and ranks >= set(finding.ranks)
+        and all(silent.get(rank, hang.t_ns) < hang.t_ns for rank in ranks)
+    )
 
 
 def _follows(finding: Finding, hang: Finding, world: Collection[int]) -> bool:

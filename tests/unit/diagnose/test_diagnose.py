@@ -472,3 +472,37 @@ def test_a_state_that_nobody_knows_is_unknown(tmp_path):
     run.steps(3)
     run.rank(1).page(state=512)
     assert diagnose(Evidence("x", run.view())).ranks[1].state == "unknown"
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "validation", "data"])
+def test_a_rank_that_is_ended_where_it_stood_still_did_not_leave_early(tmp_path, phase):
+    """Another thread of it called `os._exit`, as handlers of signals do."""
+    run = FakeRun(tmp_path, 2).steps(10)
+    standing, journal = stands(run, phase)
+    left = {r: ProcessState(7, alive=False, exit_code=0, ended_ns=run.view(later=40).now_ns) for r in (0, 1)}
+    view = run.view(later=100_000, processes=left)
+    view.capture = Capture(view.now_ns, "", "", {r: RankCapture(r, ProcessState(7, alive=True)) for r in (0, 1)})
+    assert [f.code for f in detect(view)] == ["rank-exited-early"]
+    diagnosis = diagnose(Evidence("x", view, journal))
+    assert [(f.code, f.ranks) for f in diagnosis.findings] == [(standing.code, (1,))]
+    assert diagnosis.notes[0].startswith("what came after it: rank 1 ended normally after 10 steps")
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "validation", "data"])
+def test_a_rank_that_went_on_from_where_it_stood_still_and_was_through_left_early(tmp_path, phase):
+    run = FakeRun(tmp_path, 2).steps(10)
+    _, journal = stands(run, phase)
+    run.rank(1).advance(30).close()
+    diagnosis = diagnose(Evidence("x", run.view(later=200), journal))
+    assert [(f.code, f.ranks) for f in diagnosis.findings] == [("rank-exited-early", (1,))]
+
+
+def stands(run: FakeRun, phase: str) -> tuple[Finding, tuple[Entry, ...]]:
+    """Rank 1 of two stands in a phase; what the monitor wrote of that before the alarm."""
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).phase(phase)
+    view = run.view(later=20)
+    view.asked, view.resting = True, frozenset({0, 1})
+    (hang,) = detect(view)
+    assert hang.early
+    return hang, (Entry("standing", "", view.now_ns, 0, hang),)
