@@ -153,12 +153,15 @@ def calls_held_up(
     """For each group somebody waits in: what holds its first uncompleted call up.
 
     `explained`: group → sequence number from which a mismatch explains everything; `stale`: rows whose evidence is
-    older than the wait.
+    older than the wait. Rows that went on from an open call to one that is explained are held up by what they do not
+    agree on, and not by a rank of which nothing is known.
     """
-    return {g: _call(s, queues, (explained or {}).get(g), stale) for g, s in states.items() if s.waits}
+    known = explained or {}
+    past = {row for g, seq in known.items() if g in states for row in states[g].rows[states[g].issued >= seq].tolist()}
+    return {g: _call(s, queues, known.get(g), past, stale) for g, s in states.items() if s.waits}
 
 
-def _call(state: Frontier, queues: Queues, explained: int | None, stale: frozenset[int]) -> Call:
+def _call(state: Frontier, queues: Queues, explained: int | None, past: set[int], stale: frozenset[int]) -> Call:
     seq = state.seq
     old = np.isin(state.rows, list(stale)) if stale else np.zeros(len(state.rows), bool)
     inside = state.pending == seq
@@ -178,7 +181,7 @@ def _call(state: Frontier, queues: Queues, explained: int | None, stale: frozens
     elif lagging.any():
         held, held_by = "device" if (lagging & oldest).any() else "queued", lagging
     elif absent:
-        held = "absent"
+        held = "explained" if past.issuperset(state.rows[waiting].tolist()) else "absent"
     return Call(
         group=state.group,
         seq=seq,

@@ -46,6 +46,8 @@ def frontiers(dumps: Dumps, aligned: Aligned) -> dict[int, Frontier]:
         silent = np.setdiff1d(member_rows[member_rows >= 0], rows)
         pad = len(silent)
         absent = info.members[member_rows < 0].astype(np.int64)
+        # Nobody waits in a group of one: of a group whose ranks are those that were seen, another dump is missing.
+        more = int(info.inferred and len(info.members) == 1 and bool(dumps.missing_ranks))
         result[index] = Frontier(
             group=index,
             rows=np.concatenate([rows, silent]),
@@ -54,7 +56,7 @@ def frontiers(dumps: Dumps, aligned: Aligned) -> dict[int, Frontier]:
             last_entry=np.append(entry[last[begin:end]], np.full(pad, -1)),
             pending_entry=np.append(pending_entry[begin:end], np.full(pad, -1)),
             absent=absent,
-            unknown=max(0, info.size - len(info.members)),
+            unknown=max(more, info.size - len(info.members)),
         )
     return result
 

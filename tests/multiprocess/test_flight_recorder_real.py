@@ -128,8 +128,22 @@ def test_its_dump_is_missing(folder: Path):
 
 def test_ranks_that_disagree_on_the_shape(folder: Path):
     run_ranks(another_shape, 3, folder, expect_exit={0: None, 1: None, 2: None})
-    for analysis in analyses(folder):
-        (finding,) = analysis.findings
-        assert (finding.code, finding.confidence) == ("shape-mismatch", Confidence.POSSIBLE)
-        assert "rank 1 called all_reduce [7] Float" in finding.summary
-        assert "rank 2 called all_reduce [9] Float" in finding.summary
+    for late in ((), ("barrier",), ("barrier", "broadcast")):
+        for path in (folder / "pickle").iterdir():
+            _forget_ends(path, late)
+        for analysis in analyses(folder):
+            (finding,) = analysis.findings
+            assert (finding.code, finding.confidence) == ("shape-mismatch", Confidence.POSSIBLE)
+            assert "rank 1 called all_reduce [7] Float" in finding.summary
+            assert "rank 2 called all_reduce [9] Float" in finding.summary
+
+
+def _forget_ends(path: Path, of: tuple[str, ...]) -> None:
+    """As on a machine so busy that the dump was written before the recorder noted the ends of the newest such calls."""
+    dump, times = pickle.loads(path.read_bytes()), path.stat()
+    for name in of:
+        calls = [entry for entry in dump["entries"] if name in entry["profiling_name"]]
+        for entry in calls[-1:]:
+            entry["retired"] = False
+    path.write_bytes(pickle.dumps(dump))
+    os.utime(path, (times.st_mtime, times.st_mtime))
