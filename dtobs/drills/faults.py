@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Layout = Literal["ddp", "fsdp", "hsdp", "tp", "pp", "by-hand"]
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp", "tp", "pp", "by-hand")
@@ -72,78 +72,25 @@ _BY_ONE = (
         code_under={"pp": "p2p-unmatched"},
     ),
 )
+
+
+def _by_all(name: str, code: str, strike: str, names: Literal["odd", "all"] = "all", **more: Any) -> Fault:
+    """A fault that all ranks take part in."""
+    return Fault(name, "everywhere", code, strike_all=strike, names=names, **more)
+
+
 _BY_ALL = (
-    Fault(
-        "shape",
-        "everywhere",
-        "shape-mismatch",
-        strike_all="reduce_other_shape",
-        names="all",
-        needs_stall=False,
-    ),
-    Fault(
-        "dtype",
-        "everywhere",
-        "dtype-mismatch",
-        strike_all="reduce_other_dtype",
-        names="all",
-        needs_stall=False,
-    ),
-    Fault(
-        "order",
-        "everywhere",
-        "collective-mismatch",
-        strike_all="swap_order",
-        names="all",
-        needs_stall=False,
-    ),
-    Fault(
-        "reduce-op",
-        "everywhere",
-        "reduce-op-mismatch",
-        strike_all="reduce_other_operation",
-        names="all",
-        needs_stall=False,
-    ),
-    Fault(
-        "extra-call",
-        "everywhere",
-        "call-site-mismatch",
-        strike_all="reduce_once_more",
-        needs_stall=False,
-        wrappers=("ddp",),  # elsewhere the next call is of another kind, which is a mismatch that backends notice
-    ),
-    Fault(
-        "extra-receive",
-        "everywhere",
-        "p2p-unmatched",
-        strike_all="receive_once_more",
-        names="all",
-        wrappers=("ddp", "fsdp", "tp", "by-hand"),  # in a pipeline it takes the next stage's input: other sizes
-    ),
-    Fault(
-        "crossed-groups",
-        "everywhere",
-        "group-deadlock",
-        strike_all="cross_two_groups",
-        names="all",
-        wrappers=("ddp", "fsdp", "by-hand"),
-    ),
-    Fault(
-        "skipped-group",
-        "everywhere",
-        "rendezvous-incomplete",
-        strike_all="skip_a_group",
-        wrappers=("ddp", "by-hand"),
-    ),
-    Fault(
-        "dead-link",
-        "everywhere",
-        "network-stalled",
-        strike_all="drop_what_arrives",
-        names="all",
-        needs="packet-filter",
-    ),
+    _by_all("shape", "shape-mismatch", "reduce_other_shape", needs_stall=False),
+    _by_all("dtype", "dtype-mismatch", "reduce_other_dtype", needs_stall=False),
+    _by_all("order", "collective-mismatch", "swap_order", needs_stall=False),
+    _by_all("reduce-op", "reduce-op-mismatch", "reduce_other_operation", needs_stall=False),
+    # Elsewhere the next call is of another kind, which is a mismatch that backends notice.
+    _by_all("extra-call", "call-site-mismatch", "reduce_once_more", "odd", needs_stall=False, wrappers=("ddp",)),
+    # In a pipeline it takes the next stage's input: other sizes.
+    _by_all("extra-receive", "p2p-unmatched", "receive_once_more", wrappers=("ddp", "fsdp", "tp", "by-hand")),
+    _by_all("crossed-groups", "group-deadlock", "cross_two_groups", wrappers=("ddp", "fsdp", "by-hand")),
+    _by_all("skipped-group", "rendezvous-incomplete", "skip_a_group", "odd", wrappers=("ddp", "by-hand")),
+    _by_all("dead-link", "network-stalled", "drop_what_arrives", needs="packet-filter"),
 )
 _HEALTHY = (
     Fault("none", "nowhere", None),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dtobs.findings import Severity
 from dtobs.preflight import network
@@ -128,13 +129,11 @@ def _environment(seen: Evidence, backend: str) -> Iterator[Problem]:
                 grave=rule.severity is Severity.CRITICAL,
             )
     for name, values in differences(by_rank).items():
-        usual = max(values, key=lambda value: len(values[value]))
-        odd = sorted(rank for value, ranks in values.items() if value != usual for rank in ranks)
         shown = "; ".join(f"{value!r} on {ranks_text(ranks)}" for value, ranks in values.items())
         yield seen.problem(
             "environment-differs",
             f"{name} is not the same everywhere: {shown}",
-            odd,
+            _outside_the_largest(values),
             f"Set {name} in the one place that every rank's environment comes from, or nowhere.",
         )
 
@@ -146,17 +145,21 @@ def _versions(seen: Evidence) -> Iterator[Problem]:
             values.setdefault(facts.versions.get(name, "none"), []).append(rank)
         if len(values) < 2:
             continue
-        usual = max(values, key=lambda value: len(values[value]))
-        odd = sorted(rank for value, ranks in values.items() if value != usual for rank in ranks)
         shown = "; ".join(f"{value} on {', '.join(seen.labels(ranks)[:8])}" for value, ranks in values.items())
         yield seen.problem(
             "version-mismatch",
             f"{name} is not the same everywhere: {shown}",
-            odd,
+            _outside_the_largest(values),
             f"Install one version of {name} on all hosts.",
             why=why,
             grave=severity is Severity.CRITICAL,
         )
+
+
+def _outside_the_largest(values: Mapping[Any, Sequence[int]]) -> list[int]:
+    """The ranks that have another value than most."""
+    usual = max(values, key=lambda value: len(values[value]))
+    return sorted(rank for value, ranks in values.items() if value != usual for rank in ranks)
 
 
 def _disks(seen: Evidence) -> Iterator[Problem]:

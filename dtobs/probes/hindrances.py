@@ -6,23 +6,39 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 
-class RunDelay:
+class _KernelFile:
+    """The first of `paths` that can be opened, kept open to be read again and again; none where none can."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._fd = -1
+        for path in paths:
+            try:
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                break
+            except OSError:
+                continue
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class RunDelay(_KernelFile):
     """Of the thread that makes it, from ``/proc/thread-self/schedstat`` (Linux, Documentation/scheduler/sched-stats):
     nanoseconds on a core, nanoseconds waiting for one, time slices. 0 for ever where the kernel does not say.
     """
 
     def __init__(self, path: Path = Path("/proc/thread-self/schedstat")) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._fd = -1
+        super().__init__([path])
 
     def read_ns(self) -> int:
         """Nanoseconds waited for a core since the thread began."""
@@ -34,14 +50,8 @@ class RunDelay:
             self.close()
             return 0
 
-    def close(self) -> None:
-        """Close the file."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
-
-class Throttled:
+class Throttled(_KernelFile):
     """How long this process's control group was kept from running because its quota was used up: ``cpu.stat``.
 
     Read at most once in `EVERY_SECONDS`; 0 for ever where there is no quota. `root` and `clock` are for tests.
@@ -50,14 +60,8 @@ class Throttled:
     EVERY_SECONDS = 0.5
 
     def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(_cpu_stats(root))
         self._clock, self._next = clock, clock()
-        self._fd = -1
-        for path in _cpu_stats(root):
-            try:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                break
-            except OSError:
-                continue
         self._last = self._read()
 
     def read_ns(self) -> int:
@@ -78,12 +82,6 @@ class Throttled:
         except (OSError, ValueError, KeyError):
             self.close()
             return 0
-
-    def close(self) -> None:
-        """Close the file."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 def _cpu_stats(root: Path) -> list[Path]:
