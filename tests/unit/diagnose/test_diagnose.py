@@ -12,7 +12,6 @@ from dtobs.codec import decode
 from dtobs.detectors.hangs import detect
 from dtobs.detectors.hangs.situation import interpret
 from dtobs.diagnose import diagnose, gather
-from dtobs.diagnose.analyse import merge, rank_causes, without_consequences
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
 from dtobs.errors import TargetError
@@ -391,80 +390,6 @@ def test_a_hang_that_passed_is_history(hung):
     assert later.findings == ()
     (note,) = [n for n in later.notes if n.startswith("over, found at ")]
     assert note.endswith("UTC, stood still for 30 s or more: rank-stopped: rank 1 is suspended")
-
-
-def dead(*ranks: int, confidence: Confidence = Confidence.CERTAIN, since: int = 0) -> Finding:
-    return Finding("rank-dead", "gone", ranks, confidence, since_ns=since)
-
-
-HANG = Finding("rank-not-joined", "away", (1,), Confidence.LIKELY, since_ns=100)
-
-
-def test_merge_keeps_the_surer_and_the_earlier():
-    now = [dead(1, confidence=Confidence.LIKELY, since=50)]
-    (kept,) = merge(now, [entry(dead(1, since=70))])
-    assert kept.confidence is Confidence.CERTAIN
-    (kept,) = merge([dead(1, since=70)], [entry(dead(1, since=50))])
-    assert kept.since_ns == 50
-
-
-def test_an_alarm_is_no_less_of_one_when_the_run_then_stands_still():
-    (kept,) = merge([replace(HANG, early=True)], [entry(HANG)])
-    assert not kept.early
-
-
-def test_a_wait_that_ran_into_its_timeout_follows_from_the_standstill_before_the_alarm():
-    still = replace(HANG, code="p2p-unmatched", ranks=(0, 1), early=True)
-    gave_up = Finding("uncaught-exception", "rank 0 raised RuntimeError: timed out", (0,), Confidence.POSSIBLE)
-    found, caused = without_consequences([still, gave_up], [entry(still)], (0, 1))
-    assert ([f.code for f in found], [f.code for f in caused]) == (["p2p-unmatched"], ["uncaught-exception"])
-
-
-def test_merge_drops_what_was_outgrown_or_only_guessed():
-    assert merge([dead(0, 1)], [entry(dead(0))]) == [dead(0, 1)]
-    guess = Finding("uncaught-exception", "lost a peer", (0,), Confidence.POSSIBLE)
-    assert merge([dead(1)], [entry(guess)]) == [dead(1)]
-    assert merge([], [entry(guess)]) == [guess]
-
-
-def test_a_rank_that_stood_still_before_the_kernel_killed_it_for_memory_is_one_matter():
-    still = Finding("rank-not-joined", "rank 1 never joined", (1,), since_ns=5)
-    killed = Finding("rank-oom-killed", "rank 1 was killed by the kernel", (1,), Confidence.CERTAIN, since_ns=9)
-    assert merge([killed], [entry(still)]) == [killed]
-    other = replace(still, ranks=(2,))
-    assert merge([killed], [entry(other)]) == [killed, other]
-
-
-def test_what_was_said_before_the_stacks_were_known_gives_way_to_the_reason():
-    held = Finding("gil-held", "native code holds the Python lock of rank 1", (1,), since_ns=100)
-    assert merge([held], [entry(HANG)]) == [held]
-    assert merge([replace(held, ranks=(2,))], [entry(HANG)]) == [replace(held, ranks=(2,)), HANG]
-
-
-def test_a_hang_that_somebody_then_killed_is_the_root_cause():
-    assert rank_causes([dead(0, 1, since=500), HANG])[0] is HANG
-    assert rank_causes([HANG, dead(0, since=50)])[0].code == "rank-dead"
-
-
-def test_a_guess_never_beats_what_is_known():
-    guess = dead(0, confidence=Confidence.POSSIBLE, since=1)
-    assert rank_causes([guess, HANG])[0] is HANG
-
-
-def test_what_stops_the_run_comes_before_wrong_numbers_and_slowness():
-    wrong = Finding("replica-divergence", "differ", (1,), step=2)
-    slow = Finding("straggler", "slow", (0,), step=1)
-    silent = Finding("reduce-op-mismatch", "sum and max", (0, 1), Confidence.CERTAIN, step=1, since_ns=1)
-    ordered = [f.code for f in rank_causes([slow, wrong, silent, HANG])]
-    assert ordered == ["rank-not-joined", "reduce-op-mismatch", "replica-divergence", "straggler"]
-
-
-def test_an_exception_about_nan_is_the_consequence_of_the_nan():
-    raised = Finding("uncaught-exception", "rank 0 raised RuntimeError: loss is NaN for 3 steps", (0,), since_ns=9)
-    source = Finding("gradient-nonfinite", "rank 1, layers.3.weight", (1,), Confidence.CERTAIN, step=4)
-    assert [f.code for f in rank_causes([raised, source])] == ["gradient-nonfinite", "uncaught-exception"]
-    other = Finding("uncaught-exception", "rank 0 raised KeyError: 'banana'", (0,), since_ns=9)
-    assert rank_causes([other, source])[0] is other
 
 
 def test_a_state_that_nobody_knows_is_unknown(tmp_path):
