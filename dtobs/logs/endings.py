@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from dtobs.logs.evidence import Evidence, Sign
 from dtobs.logs.failure_table import Failed
 from dtobs.logs.ranks import RankMap
 
+_EXITED = re.compile(r"Exited with exit code ([0-9]{1,5})\b")
 DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
 
 
@@ -110,8 +112,8 @@ def _srun_code(how: str) -> int | None:
             return -number
     if how.startswith("Out Of Memory"):
         return -9
-    code = how.removeprefix("Exited with exit code ").split()[0] if how.startswith("Exited with") else ""
-    return int(code) if code.isdigit() and len(code) < 6 else None
+    told = _EXITED.match(how)
+    return int(told[1]) if told else None
 
 
 def numbers(text: str) -> list[int]:
