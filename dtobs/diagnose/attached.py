@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dtobs.diagnose.combine import Told, combine
+from dtobs.diagnose.combine import SourceFindings, combine
 from dtobs.diagnose.dumps import diagnose_dumps
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.errors import DtobsError, TargetError
@@ -85,7 +85,7 @@ def diagnose_attached(
     spying: Spy = spy,
     sleep: Callable[[float], None] = time.sleep,
     proc: Path = Path("/proc"),
-    extra: Sequence[Told] = (),
+    extra: Sequence[SourceFindings] = (),
 ) -> Diagnosis:
     """Look at the processes several times and compare them; `extra` are other sources that were asked before."""
     looked = [Looked(one, start_ticks(one.pid, proc)) for one in processes]
@@ -103,7 +103,7 @@ def diagnose_attached(
     ended = tuple(sorted(one.process.rank for one in looked if not one.states[-1].alive))
     if ended:
         notes.append(f"{count(len(ended), 'process', 'processes')} ended during the looks")
-    mine = Told("their stacks", tuple(found))
+    mine = SourceFindings("their stacks", tuple(found))
     others = [*extra, *_ras(processes), *_flight_recorder(processes)]
     verdict, findings, more = combine([mine, *others])
     return Diagnosis(
@@ -189,7 +189,7 @@ def _status(one: Looked, stack: RankStack) -> RankStatus:
     )
 
 
-def _ras(processes: Sequence[TrainingProcess]) -> list[Told]:
+def _ras(processes: Sequence[TrainingProcess]) -> list[SourceFindings]:
     """What NCCL RAS says, where the environment names its address or NCCL is loaded."""
     addresses = {one.setting("NCCL_RAS_ADDR") for one in processes} - {""}
     if not addresses and any(_loads_nccl(one.pid) for one in processes):
@@ -201,9 +201,9 @@ def _ras(processes: Sequence[TrainingProcess]) -> list[Told]:
         try:
             findings, notes = judge_ras([ask(address)])
         except DtobsError as error:
-            told.append(Told("NCCL RAS", (), (str(error),)))
+            told.append(SourceFindings("NCCL RAS", (), (str(error),)))
         else:
-            told.append(Told("NCCL RAS", tuple(findings), tuple(notes)))
+            told.append(SourceFindings("NCCL RAS", tuple(findings), tuple(notes)))
     return told
 
 
@@ -215,24 +215,24 @@ def _loads_nccl(pid: int) -> bool:
         return False
 
 
-def _flight_recorder(processes: Sequence[TrainingProcess]) -> list[Told]:
+def _flight_recorder(processes: Sequence[TrainingProcess]) -> list[SourceFindings]:
     dumped = ask_dumps(processes)
     return told_by_dumps(dumped) if dumped is not None else []
 
 
-def told_by_dumps(dumped: Dumped) -> list[Told]:
+def told_by_dumps(dumped: Dumped) -> list[SourceFindings]:
     """What dumps say that the ranks wrote when they were asked; their folder is removed."""
     try:
         if not dumped.count:
-            return [Told(dumped.name, (), (dumped.problem,))]
+            return [SourceFindings(dumped.name, (), (dumped.problem,))]
         said = diagnose_dumps(dumped.folder)
     except DtobsError as error:
-        return [Told(dumped.name, (), (str(error),))]
+        return [SourceFindings(dumped.name, (), (str(error),))]
     finally:
         shutil.rmtree(dumped.folder, ignore_errors=True)
     notes = (*said.notes, dumped.problem) if dumped.problem else said.notes
     findings = tuple(_not_surer(finding) for finding in said.findings)
-    return [Told(dumped.name, findings, notes)]
+    return [SourceFindings(dumped.name, findings, notes)]
 
 
 def _not_surer(finding: Finding) -> Finding:

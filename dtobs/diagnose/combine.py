@@ -36,7 +36,7 @@ _SAYS_LITTLE = {"dumps-missing", "network-stalled"}
 
 
 @dataclass(frozen=True)
-class Told:
+class SourceFindings:
     """What one source says: `name` completes "by …" in a sentence."""
 
     name: str
@@ -44,7 +44,7 @@ class Told:
     notes: tuple[str, ...] = ()
 
 
-def combine(sources: Sequence[Told]) -> tuple[Finding | None, list[Finding], list[str]]:
+def combine(sources: Sequence[SourceFindings]) -> tuple[Finding | None, list[Finding], list[str]]:
     """The verdict, all findings with the verdict first, and the notes of all sources."""
     firsts = [(told, told.findings[0]) for told in sources if told.findings]
     notes = [note for told in sources for note in told.notes]

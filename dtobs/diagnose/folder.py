@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dtobs.diagnose.combine import Told, combine
+from dtobs.diagnose.combine import SourceFindings, combine
 from dtobs.diagnose.dumps import OURS, diagnosis_of
 from dtobs.diagnose.logs import diagnosis_of_logs
 from dtobs.diagnose.model import Diagnosis, RankStatus
@@ -143,7 +143,7 @@ def diagnose_folder(*targets: Path, found: Sorted | None = None) -> Diagnosis:
 
 
 def _together(name: str, parts: Sequence[tuple[str, Diagnosis]]) -> Diagnosis:
-    verdict, findings, notes = combine([Told(who, said.findings, said.notes) for who, said in parts])
+    verdict, findings, notes = combine([SourceFindings(who, said.findings, said.notes) for who, said in parts])
     ranks: dict[int, RankStatus] = {}
     for _, said in parts:
         for rank, status in said.ranks.items():

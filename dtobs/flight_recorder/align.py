@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dtobs.calls.table import CallTable, begins
 from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.operations import Kind
+from dtobs.flight_recorder.operations import EntryKind
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Aligned(CallTable):
 def align(dumps: Dumps) -> Aligned:
     """Order the collectives of `dumps`. Pure."""
     entries = dumps.entries
-    chosen = np.flatnonzero(entries["kind"] == Kind.COLLECTIVE)
+    chosen = np.flatnonzero(entries["kind"] == EntryKind.COLLECTIVE)
     group, row = entries["group"][chosen], dumps.row[chosen]
     seq = entries["seq"][chosen]
     by_rank = np.argsort(group.astype(np.int64) * max(len(dumps.ranks), 1) + row, kind="stable")
@@ -72,7 +72,7 @@ def align(dumps: Dumps) -> Aligned:
 def _drifting(dumps: Dumps, chosen: npt.NDArray[np.int64]) -> list[int]:
     """Groups where sends and receives used up collective sequence numbers."""
     entries = dumps.entries
-    p2p = np.flatnonzero(entries["kind"] != Kind.COLLECTIVE)
+    p2p = np.flatnonzero(entries["kind"] != EntryKind.COLLECTIVE)
     uses = len(dumps.groups)
     both = np.bincount(entries["group"][p2p], minlength=uses) * np.bincount(entries["group"][chosen], minlength=uses)
     mixed = np.flatnonzero(both)

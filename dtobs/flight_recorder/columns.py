@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.errors import DumpError
-from dtobs.flight_recorder.operations import Kind, Name, parse_name
+from dtobs.flight_recorder.operations import EntryKind, Name, parse_name
 
 SCHEDULED, STARTED, COMPLETED, UNKNOWN = range(4)
 """States of an entry. An unknown state (of a newer schema) accuses nobody."""
@@ -184,7 +184,7 @@ def _of_first_schema(entries: list[Any]) -> list[Any]:
         raise DumpError(
             "its schema 1 does not name the ranks of a group, and it has several groups: torch 2.4 writes them"
         )
-    if any(parse_name(_text(entry["profiling_name"])).kind != Kind.COLLECTIVE for entry in entries):
+    if any(parse_name(_text(entry["profiling_name"])).kind != EntryKind.COLLECTIVE for entry in entries):
         raise DumpError("its schema 1 numbers sends and collectives together, and it has both: torch 2.4 does not")
     return [
         {
@@ -250,16 +250,16 @@ def _apply_names(
     table["kind"] = np.array([p.kind for p in parsed], np.uint8)[index]
     table["source"] = np.array([p.source for p in parsed], np.int32)[index]
     table["target"] = np.array([p.target for p in parsed], np.int32)[index]
-    table["kind"][p2p & (table["kind"] == Kind.COLLECTIVE)] = Kind.MARKER
+    table["kind"][p2p & (table["kind"] == EntryKind.COLLECTIVE)] = EntryKind.MARKER
 
 
 def _settle_batches(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]) -> None:
     """Give the sends and receives of a batch the state of the entry that closes it; their own never moves."""
     kind, group = table["kind"], table["group"]
-    p2p = (kind == Kind.SEND) | (kind == Kind.RECV)
+    p2p = (kind == EntryKind.SEND) | (kind == EntryKind.RECV)
     # PyTorch does not always flag the closing entry.
-    kind[1:][closes[1:] & p2p[:-1] & (group[1:] == group[:-1])] = Kind.MARKER
-    for at in np.flatnonzero(kind == Kind.MARKER):
+    kind[1:][closes[1:] & p2p[:-1] & (group[1:] == group[:-1])] = EntryKind.MARKER
+    for at in np.flatnonzero(kind == EntryKind.MARKER):
         back = at - 1
         while back >= 0 and group[back] == group[at] and p2p[back]:
             if table["state"][back] == SCHEDULED:
@@ -269,7 +269,7 @@ def _settle_batches(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]) 
 
 def _settle_coalesced(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]) -> None:
     """Number the parts of coalesced collectives, and give them the state of the call that closes them."""
-    rows = np.flatnonzero(table["kind"] == Kind.COLLECTIVE)
+    rows = np.flatnonzero(table["kind"] == EntryKind.COLLECTIVE)
     order = rows[np.lexsort((rows, table["seq"][rows], table["group"][rows]))]
     group, seq = table["group"][order], table["seq"][order]
     new = np.ones(len(order), bool)
@@ -289,7 +289,7 @@ def _settle_coalesced(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]
 
 def _forget_parts(table: npt.NDArray[np.void], parts: npt.NDArray[np.int64], closing: np.int64) -> None:
     """Compare nothing of a coalesced call whose first parts the ring may have lost; that it was issued still counts."""
-    table["kind"][parts] = Kind.MARKER
+    table["kind"][parts] = EntryKind.MARKER
     table["sub"][closing] = -1
     if closing == 0:  # it may have closed a batch of sends and receives: then its state is theirs
         table["state"][closing] = UNKNOWN

@@ -14,7 +14,7 @@ from enum import IntEnum
 from functools import cached_property
 
 
-class Kind(IntEnum):
+class EntryKind(IntEnum):
     """What an entry is to the matcher."""
 
     COLLECTIVE = 0
@@ -78,7 +78,7 @@ class Name:
 
     backend: str
     operation: str
-    kind: Kind
+    kind: EntryKind
     source: int = -1
     target: int = -1
 
@@ -90,13 +90,13 @@ def parse_name(text: str) -> Name:
         backend, operation = "", text
     match = _P2P.match(operation)
     if match is None:
-        return Name(backend, operation, Kind.COLLECTIVE)
+        return Name(backend, operation, EntryKind.COLLECTIVE)
     verb, mine, arrow, other = match[1], int(match[2]), match[3], int(match[4])
     if (verb, arrow) == ("send", "->"):
-        return Name(backend, "send", Kind.SEND, mine, other)
+        return Name(backend, "send", EntryKind.SEND, mine, other)
     if (verb, arrow) == ("recv", "<-"):
-        return Name(backend, "recv", Kind.RECV, other, mine)
-    return Name(backend, operation, Kind.COLLECTIVE)
+        return Name(backend, "recv", EntryKind.RECV, other, mine)
+    return Name(backend, operation, EntryKind.COLLECTIVE)
 
 
 @dataclass(frozen=True)

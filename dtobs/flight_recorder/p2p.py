@@ -8,7 +8,7 @@ import numpy.typing as npt
 from dtobs.calls.waits import PendingPair
 from dtobs.flight_recorder.columns import COMPLETED, MAX_SEQ, SCHEDULED, STARTED
 from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.operations import Kind
+from dtobs.flight_recorder.operations import EntryKind
 
 
 def pending_pairs(dumps: Dumps) -> list[PendingPair]:
@@ -18,7 +18,7 @@ def pending_pairs(dumps: Dumps) -> list[PendingPair]:
     order between two ranks, from the beginning where both rings hold it, else among those not completed.
     """
     entries = dumps.entries
-    halves = np.flatnonzero((entries["kind"] == Kind.SEND) | (entries["kind"] == Kind.RECV))
+    halves = np.flatnonzero((entries["kind"] == EntryKind.SEND) | (entries["kind"] == EntryKind.RECV))
     if not len(halves):
         return []
     is_open = (entries["state"][halves] == SCHEDULED) | (entries["state"][halves] == STARTED)
@@ -35,8 +35,8 @@ def pending_pairs(dumps: Dumps) -> list[PendingPair]:
         if max(source, target) >= len(members):
             continue  # the group is not known well enough to say who is meant
         pair = (int(members[source]), int(members[target]))
-        sends = inside[(entries["kind"][inside] == Kind.SEND) & (ranks[dumps.row[inside]] == pair[0])]
-        recvs = inside[(entries["kind"][inside] == Kind.RECV) & (ranks[dumps.row[inside]] == pair[1])]
+        sends = inside[(entries["kind"][inside] == EntryKind.SEND) & (ranks[dumps.row[inside]] == pair[0])]
+        recvs = inside[(entries["kind"][inside] == EntryKind.RECV) & (ranks[dumps.row[inside]] == pair[1])]
         result += _pair(dumps, sends, recvs, pair)
     return result
 
@@ -97,7 +97,7 @@ def _last_in_common(dumps: Dumps, row: int, other: int) -> tuple[int, int]:
     keys, places = [], []
     for low, high in (dumps.bounds[row : row + 2], dumps.bounds[other : other + 2]):
         part = dumps.entries[low:high]
-        chosen = np.flatnonzero((part["kind"] == Kind.COLLECTIVE) & (part["state"] == COMPLETED))[::-1]
+        chosen = np.flatnonzero((part["kind"] == EntryKind.COLLECTIVE) & (part["state"] == COMPLETED))[::-1]
         keys.append(part["group"][chosen].astype(np.int64) * (MAX_SEQ + 1) + part["seq"][chosen])
         places.append(low + chosen)
     shared, mine, theirs = np.intersect1d(*keys, return_indices=True)

@@ -13,7 +13,7 @@ from dtobs.calls.words import all_issued_text, circle_text, not_completed_text, 
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.columns import STARTED
 from dtobs.flight_recorder.model import Dumps
-from dtobs.flight_recorder.operations import Kind
+from dtobs.flight_recorder.operations import EntryKind
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
 from dtobs.flight_recorder.wording import Words
 from dtobs.words import ranks_text, verb
@@ -96,7 +96,7 @@ class Verdicts:
     def _history(self, row: int, entry: int) -> History:
         """What a rank issued up to an entry."""
         past = self.dumps.entries[self.dumps.bounds[row] : entry + 1]
-        group = np.where(past["kind"] == Kind.COLLECTIVE, past["group"], -1).astype(np.int64)
+        group = np.where(past["kind"] == EntryKind.COLLECTIVE, past["group"], -1).astype(np.int64)
         return History(group, (past["signature"].astype(np.int64) << 32) + past["site"])
 
     def _pending(self, call: Call, rows: Iterable[int]) -> list[tuple[int, int]]:

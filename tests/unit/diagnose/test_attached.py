@@ -14,7 +14,7 @@ import pytest
 
 from dtobs.cli import main
 from dtobs.diagnose.attached import diagnose_attached, find_processes
-from dtobs.diagnose.combine import Told, combine
+from dtobs.diagnose.combine import SourceFindings, combine
 from dtobs.errors import TargetError, UsageError
 from dtobs.findings import Confidence, Finding
 from dtobs.host import pyspy
@@ -161,16 +161,16 @@ def finding(code: str, *ranks: int, confidence: Confidence = Confidence.LIKELY) 
 
 
 def test_surer_source_wins_and_the_other_agrees():
-    stacks = Told("their stacks", (finding("rank-not-joined", 1),))
-    ras = Told("NCCL RAS", (finding("rank-not-joined", 1, confidence=Confidence.POSSIBLE),), ("a note",))
+    stacks = SourceFindings("their stacks", (finding("rank-not-joined", 1),))
+    ras = SourceFindings("NCCL RAS", (finding("rank-not-joined", 1, confidence=Confidence.POSSIBLE),), ("a note",))
     verdict, findings, notes = combine([ras, stacks])
     assert verdict is findings[0] is stacks.findings[0]
     assert notes == ["a note", "the verdict is by their stacks, and by NCCL RAS as well"]
 
 
 def test_disagreement_is_told():
-    stacks = Told("their stacks", (finding("rank-not-joined", 1),))
-    dumps = Told("the Flight Recorder", (finding("collective-mismatch", 0, confidence=Confidence.CERTAIN),))
+    stacks = SourceFindings("their stacks", (finding("rank-not-joined", 1),))
+    dumps = SourceFindings("the Flight Recorder", (finding("collective-mismatch", 0, confidence=Confidence.CERTAIN),))
     verdict, _, notes = combine([stacks, dumps])
     assert verdict is not None
     assert verdict.code == "collective-mismatch"
@@ -178,4 +178,4 @@ def test_disagreement_is_told():
 
 
 def test_no_source_says_anything():
-    assert combine([Told("x"), Told("y", (), ("n",))]) == (None, [], ["n"])
+    assert combine([SourceFindings("x"), SourceFindings("y", (), ("n",))]) == (None, [], ["n"])
