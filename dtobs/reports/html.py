@@ -160,7 +160,7 @@ def _row(status: RankStatus, accused: bool) -> str:
     texts[1] = f'<td class="number">{"" if status.step is None else status.step}</td>'
     texts[2] = f'<td class="word">{escape(status.phase)}</td>'
     mark = ' class="accused"' if accused else ""
-    return f'<tr{mark}><td class="number">{status.rank}</td><td>{escape(state)}</td>{"".join(texts)}</tr>'
+    return f'<tr{mark}><td class="number">{status.rank}</td><td class="word">{escape(state)}</td>{"".join(texts)}</tr>'
 
 
 def _stacks(diagnosis: Diagnosis) -> str:

@@ -44,6 +44,7 @@ table.calls td.call { white-space: normal; min-width: 18rem; }
 .waiting { color: var(--warning); } .missing, .odd { color: var(--critical); font-weight: 700; } .gone { opacity: .5; }
 table.grid { font-size: 13px; } table.grid td { white-space: nowrap; }
 @media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem; } h1 { font-size: 1.2rem; }
+  .wide > table { font-size: 13px; } .wide > table td, .wide > table th { padding-right: .4rem; }
   .wide svg { max-width: none; } pre { white-space: pre-wrap; } table.calls td.call { min-width: 9rem; }
   table.calls td, table.calls th { padding-right: .4rem; font-size: 13px; }
   table.calls td code { display: block; min-width: 7rem; white-space: normal; }

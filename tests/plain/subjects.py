@@ -20,6 +20,7 @@ from tests.plain.programs import (  # noqa: F401 - each lists its own
     routine,
     several,
     sharded,
+    unusual,
 )
 
 __all__ = ["PROGRAMS"]

@@ -171,6 +171,13 @@ def test_a_recorded_run(hung: Diagnosis):
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_the_states_of_ranks_break_between_words_on_a_phone(hung: Diagnosis):
+    page = html.render(hung)
+    for status in hung.ranks.values():
+        assert f'<td class="number">{status.rank}</td><td class="word">{status.state}' in page
+    assert "td.word { overflow-wrap: break-word; }" in page
+
+
 def test_a_healthy_run_is_drawn_without_waits(tmp_path: Path):
     run = FakeRun(tmp_path, 2)
     run.steps(8)
