@@ -5,7 +5,8 @@ the time until it served are read from /proc. One core is 100 %.
 
 With ``--parts``: processor milliseconds of a look at the run, of counting its steps, of a scrape (the text of the
 metrics, all ranks on one node) and of a pass of all detectors, each the least of several, every rank having done a step
-in between.
+in between. With ``--laws N``, every rank has written N looks of each of three laws: the gradient ledger, the update
+audit and the conservation of collectives, in data-parallel groups of up to 64 ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from dtobs.detectors import run_detectors
 from dtobs.exporters.look import Look
 from dtobs.exporters.prometheus import exposition
 from dtobs.exporters.totals import StepTotals
 from dtobs.host.process import read_process
 from dtobs.monitor.address import addresses
+from dtobs.recording.laws import CONSERVATION, LEDGER, SKETCHES, UPDATES, WINDOW, End, Rule, Side
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 from dtobs.testing.fake_run import FakeRun
@@ -63,7 +67,42 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
     }
 
 
-def measure_parts(ranks: int) -> dict[str, float]:
+def write_laws(run: FakeRun, looks: int) -> None:
+    """`looks` healthy looks of each law on every rank: eight tensors, all looked at in turn."""
+    names = [f"blocks.{n}.weight" for n in range(8)]
+    chance = np.random.default_rng(1)
+    together = [list(range(first, min(first + 64, run.world))) for first in range(0, run.world, 64)]
+    groups = [run.group(f"data {ranks[0]}", tuple(ranks)) for ranks in together]
+    for number, ranks in zip(groups, together, strict=True):
+        shares = chance.normal(size=(looks, len(ranks), SKETCHES))
+        sums = shares.sum(1)
+        window = chance.normal(size=4 * WINDOW)
+        for place, rank in enumerate(ranks):
+            fake = run.rank(rank).collective("all_reduce", group=number)
+            fake.meta("law", name="ledger", since=0, rows=names, sets=[ranks], of=[0] * len(names))
+            fake.meta("law", name="updates", since=0, kind="", rows=names, dtypes=["float32"] * len(names))
+            ledger, updates, calls = (fake.recorder.law(law) for law in (LEDGER, UPDATES, CONSERVATION))
+            for look in range(looks):
+                step, row = look, look % len(names)
+                for side, value in ((Side.LOCAL, shares[look, place]), (Side.FINAL, sums[look] / len(ranks))):
+                    record = np.zeros((), LEDGER.dtype)
+                    record["step"], record["row"], record["side"], record["value"] = step, row, side, value
+                    record["scale"] = 3.0
+                    ledger.append(record)
+                record = np.zeros((), UPDATES.dtype)
+                record["step"], record["row"], record["count"], record["before"] = step, row, WINDOW, window
+                record["after"] = record["rest"] = window[: 3 * WINDOW]
+                updates.append(record)
+                for end, value in ((End.IN, shares[look, place]), (End.OUT, sums[look])):
+                    record = np.zeros((), CONSERVATION.dtype)
+                    record["step"], record["group"], record["call"], record["end"] = step, number, look + 1, end
+                    record["rule"], record["source"], record["target"] = Rule.SUM, -1, -1
+                    record["value"], record["scale"], record["epsilon"], record["count"] = value, 3.0, 2.0**-23, 1024
+                    record["digest"] = look + 1 if end == End.OUT else look * 4096 + rank + 10_000
+                    calls.append(record)
+
+
+def measure_parts(ranks: int, laws: int = 0) -> dict[str, float]:
     """Processor milliseconds by part, the least of `_ROUNDS`."""
     best: dict[str, float] = {}
 
@@ -76,6 +115,8 @@ def measure_parts(ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = FakeRun(Path(folder) / "run", world=ranks, ranks_per_node=ranks)
         run.steps(32)
+        if laws:
+            write_laws(run, laws)
         totals, view = StepTotals(), None
 
         def look(before: RunView | None) -> RunView:
@@ -87,7 +128,9 @@ def measure_parts(ranks: int) -> dict[str, float]:
             view = timed("look_ms", functools.partial(look, view))
             timed("count_steps_ms", functools.partial(totals.update, view, view.ranks))
             timed("scrape_ms", functools.partial(exposition, Look(view, totals=totals)))
-            timed("detectors_ms", functools.partial(run_detectors, view))
+            found = timed("detectors_ms", functools.partial(run_detectors, view))
+            if found:
+                raise AssertionError(f"a healthy run has a finding: {found[0].summary}")
             run.steps(1)
     return {"ranks": ranks, **best}
 
@@ -107,10 +150,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--parts", action="store_true", help="what a look, a scrape and a pass of detectors take")
+    parser.add_argument("--laws", type=int, default=0, metavar="N", help="with --parts: looks of each law and rank")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    result = measure_parts(args.ranks) if args.parts else measure(args.ranks, args.seconds)
+    result = measure_parts(args.ranks, args.laws) if args.parts else measure(args.ranks, args.seconds)
     if args.json:
         print(json.dumps(result))
         return
