@@ -101,7 +101,7 @@ def _shown_as_stack(record: dict[str, Any], diagnosis: Diagnosis) -> bool:
 
 
 def _evidence(record: dict[str, Any]) -> str:
-    given = [(name, value) for name, value in record.items() if name != "what"]
+    given = [(name, value) for name, value in record.items() if name != "what" and value is not None]
     short = ", ".join(_given(name, value) for name, value in given if not isinstance(value, list | dict))
     long = [_given(name, value) for name, value in given if isinstance(value, list | dict)]
     return f"<td>{escape(str(record.get('what', '')))}</td><td>{'<br>'.join([*filter(None, [short]), *long])}</td>"
@@ -194,7 +194,7 @@ def _environment(diagnosis: Diagnosis) -> str:
         for name, value in diagnosis.pictures.environment
     )
     return (
-        f"<h2>Environment</h2><details open><summary>as recorded</summary><table>{rows}</table></details>"
+        f"<h2>Environment</h2><details open><summary>as recorded</summary><table class='names'>{rows}</table></details>"
         if rows
         else ""
     )

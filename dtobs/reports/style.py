@@ -20,7 +20,8 @@ th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px soli
   overflow-wrap: anywhere; }
 td.number, th.number { text-align: right; white-space: nowrap; overflow-wrap: normal; }
 td.word { overflow-wrap: break-word; } tr.accused td { font-weight: 700; }
-details > table > tbody > tr > td:first-child { white-space: nowrap; width: 1%; padding-right: 1.5rem; }
+details > table > tbody > tr > td:first-child { width: 50%; padding-right: 1.5rem; }
+details > table.names > tbody > tr > td:first-child { white-space: nowrap; width: 1%; }
 code, pre { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere; }
 pre { overflow-x: auto; margin: .3rem 0; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
