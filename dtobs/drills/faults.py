@@ -16,6 +16,7 @@ LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp", "tp", "pp", "by-hand")
 Point = Literal[
     "nowhere", "rendezvous", "start", "loader", "forward", "branch", "checkpoint", "validation", "end", "everywhere"
 ]  # fmt: skip
+Need = Literal["", "memory-limit", "packet-filter", "cpu-quota"]
 WORLD, ODD = 2, 1
 """The ranks of a drill, and the one that a fault is done to."""
 
@@ -37,7 +38,7 @@ class Fault:
     needs_stall: bool = True  #: found once nothing has moved for the hang timeout; else at once
     wrappers: tuple[Layout, ...] = LAYOUTS
     pause: float = 0.0
-    needs: Literal["", "memory-limit", "packet-filter"] = ""  #: what the machine must permit
+    needs: Need = ""  #: what the machine must permit
     code_under: Mapping[str, str] = field(default_factory=dict)  #: by layout, where it shows under another code
 
 
@@ -147,6 +148,7 @@ class Loss:
 
     A micro-batch computes for `compute` seconds and the reduction of its gradients takes `transfer` more;
     `micro_batches` make a step, and `steps` of them the run, as long as the detectors want before they say anything.
+    `on_core` keeps a core for the time of `compute`, which is slept otherwise. The odd rank computes `odd` times as long.
     """
 
     name: str
@@ -155,6 +157,12 @@ class Loss:
     transfer: float = 0.0
     micro_batches: int = 1
     steps: int = 64
+    wrapper: Layout = "ddp"
+    odd: float = 1.0
+    on_core: bool = False
+    needs: Need = ""
+    ranks: tuple[int, ...] = tuple(range(WORLD))  #: those that the finding names
+    cause: str = ""  #: that the finding names
 
 
 _LOSSES = (
@@ -163,7 +171,20 @@ _LOSSES = (
     Loss("no-sync-forgotten", "sync-every-microbatch", compute=0.2, transfer=0.06, micro_batches=4, steps=24),
     Loss("garbage", "host-bound", compute=0.2, steps=60),
     Loss("long-sequences", "sequence-imbalance", compute=0.4, steps=50),
-    Loss("slower-later", "throughput-drop", compute=0.4, steps=80),
+    Loss("slower-later", "throughput-drop", compute=0.4, steps=80, ranks=()),
+    Loss("even-stages", None, compute=0.1, micro_batches=4, steps=40, wrapper="pp"),
+    Loss("slow-stage", "stage-imbalance", compute=0.05, micro_batches=4, steps=40, wrapper="pp", odd=4, ranks=(ODD,)),
+    Loss("ample-quota", None, compute=0.05, on_core=True, steps=80),
+    Loss(
+        "cpu-quota",
+        "straggler",
+        compute=0.05,
+        on_core=True,
+        steps=80,
+        needs="cpu-quota",
+        ranks=(ODD,),
+        cause="cpu-quota",
+    ),
 )
 LOSSES: dict[str, Loss] = {loss.name: loss for loss in _LOSSES}
 """Every way in which a whole job loses time, by name."""
@@ -193,5 +214,5 @@ def known() -> list[Drill]:
         for wrapper in f.wrappers
     ]
     silent = [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
-    lost = [Drill("time", loss.name, "ddp", loss.code) for loss in LOSSES.values()]
+    lost = [Drill("time", loss.name, loss.wrapper, loss.code, needs=loss.needs) for loss in LOSSES.values()]
     return [*hangs, *silent, *lost]

@@ -18,7 +18,7 @@ from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import worker
 from dtobs.drills.faults import ODD, WORLD, Drill
-from dtobs.drills.permitted import memory_group, refused
+from dtobs.drills.permitted import limited_group, refused
 from dtobs.errors import DtobsError
 from dtobs.findings import CATALOGUE
 from dtobs.host.process import read_process
@@ -114,7 +114,7 @@ def perform(drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_s
     """Run the drill on two ranks below `folder` (which it creates) and diagnose it; nothing is left running."""
     folder.mkdir(parents=True)
     run_dir, mark = folder / "run", folder / "struck"
-    with _memory_group(drill) as group:
+    with _group(drill) as group:
         ranks = _start(drill, folder, run_dir, mark, group)
         try:
             found_at = _until_found(drill, run_dir, folder, ranks, deadline_seconds)
@@ -128,12 +128,12 @@ def perform(drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_s
 
 
 @contextlib.contextmanager
-def _memory_group(drill: Drill) -> Iterator[Path | None]:
+def _group(drill: Drill) -> Iterator[Path | None]:
     """The control group that the odd rank of a drill lives in, for those that need one."""
-    if drill.needs != "memory-limit":
+    if drill.needs not in ("memory-limit", "cpu-quota"):
         yield None
         return
-    with memory_group(drill.wrapper) as group:
+    with limited_group(drill.needs, drill.wrapper) as group:
         yield group
 
 

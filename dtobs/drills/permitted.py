@@ -1,4 +1,4 @@
-"""What a fault needs of this machine: memory control groups of our own, packet filters; and whether it is permitted."""
+"""What a fault needs of this machine: control groups of our own, packet filters; and whether it is permitted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from dtobs.drills.injectors import keep_nothing
 
 MEMORY_BYTES = 512 << 20
 """The limit of a group that runs out of memory: several times what a rank of a drill takes."""
+QUOTA_US, PERIOD_US = 20_000, 100_000
+"""The processor time of a group that is throttled: a fifth of a core."""
 _GONE_SECONDS = 5.0
+_LIMITS = {
+    "memory-limit": ("memory", {"memory.limit_in_bytes": f"{MEMORY_BYTES}"}, {"memory.max": f"{MEMORY_BYTES}"}),
+    "cpu-quota": (
+        "cpu",
+        {"cpu.cfs_period_us": f"{PERIOD_US}", "cpu.cfs_quota_us": f"{QUOTA_US}"},
+        {"cpu.max": f"{QUOTA_US} {PERIOD_US}"},
+    ),
+}
+"""By need: the controller, and the files of a group's limit under versions 1 and 2 of control groups."""
 
 
 def refused(need: str) -> str:
@@ -23,26 +34,27 @@ def refused(need: str) -> str:
                 keep_nothing(unconnected)
             except OSError as error:
                 return f"packet filters on sockets are not permitted here ({error.strerror})"
-    elif need == "memory-limit":
+    elif need in _LIMITS:
         try:
-            with memory_group("permitted"):
+            with limited_group(need, "permitted"):
                 pass
         except OSError as error:
-            return f"no memory control group can be made here ({error.strerror})"
+            return f"no control group with a limit of {_LIMITS[need][0]} can be made here ({error.strerror})"
     return ""
 
 
 @contextlib.contextmanager
-def memory_group(name: str) -> Iterator[Path]:
-    """A memory control group below this process's own, limited to MEMORY_BYTES; removed at the end.
+def limited_group(need: str, name: str) -> Iterator[Path]:
+    """A control group below this process's own with the limit of `need`; removed at the end.
 
     Needs root, or a delegated group. Raises OSError where it cannot be made.
     """
-    parent, limit = _own_group()
+    parent, limits = _own_group(need)
     group = parent / f"dtobs-drill-{name}-{time.monotonic_ns()}"
     group.mkdir()
     try:
-        (group / limit).write_text(str(MEMORY_BYTES))
+        for file, value in limits.items():
+            (group / file).write_text(value)
         yield group
     finally:
         deadline = time.monotonic() + _GONE_SECONDS
@@ -56,14 +68,22 @@ def memory_group(name: str) -> Iterator[Path]:
                 time.sleep(0.05)
 
 
-def _own_group() -> tuple[Path, str]:
-    """The memory control group of this process and the name of its limit. Raises OSError where there is none."""
+def _own_group(need: str) -> tuple[Path, dict[str, str]]:
+    """The control group of this process that has the controller of `need`, and the files of the limit.
+
+    Raises OSError where there is none.
+    """
+    controller, first, second = _LIMITS[need]
     root = Path("/sys/fs/cgroup")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, name = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            return root / "memory" / name.lstrip("/"), "memory.limit_in_bytes"
+        if controller in controllers.split(","):
+            return root / controller / name.lstrip("/"), first
         own = root / name.lstrip("/")
-        if controllers == "" and (own / "memory.max").exists():
-            return own, "memory.max"
-    raise FileNotFoundError(2, "no control group of this process has a memory controller")
+        if controllers == "" and controller in _words(own / "cgroup.controllers"):
+            return own, second
+    raise FileNotFoundError(2, f"no control group of this process has a {controller} controller")
+
+
+def _words(file: Path) -> list[str]:
+    return file.read_text().split() if file.exists() else []

@@ -22,19 +22,19 @@ def main(
     environment: Mapping[str, str],
     folder: Path,
     stay: Connection,
-    memory_group: Path | None,
+    group: Path | None,
 ) -> None:
     """Train what `fields`, those of the family's job, describe. Raises what the fault raises.
 
     `environment` are the variables of a torchrun worker; ranks meet through a file in `folder`. A rank that is done
     stays until `stay` closes, so that no peer sees a connection close only because it was slower; one that hangs ends
-    then too, where it still can, whatever became of the drill. `memory_group` is the control group to live in.
+    then too, where it still can, whatever became of the drill. `group` is the control group to live in, if any.
     """
     leaving = threading.Thread(target=_leave_with, args=(stay,), name="drill-end", daemon=True)
     leaving.start()
     os.environ.update(environment)
-    if memory_group is not None:
-        (memory_group / "cgroup.procs").write_text(str(os.getpid()))
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
