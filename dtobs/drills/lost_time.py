@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtobs
-from dtobs.drills.faults import LOSSES, Loss
+from dtobs.drills.faults import LOSSES, ODD, Loss
 
 _WIDTH = 32
 
@@ -32,29 +32,42 @@ class TimeJob:
 
 
 class _Layer(nn.Module):
-    """A layer that takes as long as it is told to."""
+    """A layer that takes as long as it is told to: asleep, or on a core."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_core: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(_WIDTH, _WIDTH)
+        self.on_core = on_core
 
     def forward(self, inputs: torch.Tensor, seconds: float) -> torch.Tensor:
-        time.sleep(seconds)
+        if self.on_core:
+            until = time.thread_time() + seconds
+            while time.thread_time() < until:
+                pass
+        else:
+            time.sleep(seconds)
         result: torch.Tensor = self.linear(inputs)
         return result
 
 
 def train(job: TimeJob) -> None:
     """Train in the process group that exists, observed by dtobs."""
-    lost, rank = LOSSES[job.loss], dist.get_rank()
+    lost = LOSSES[job.loss]
     torch.manual_seed(7)
-    model = nn.parallel.DistributedDataParallel(_Layer())
+    numbers = torch.Generator().manual_seed(100 + dist.get_rank())
+    if lost.wrapper == "pp":
+        _train_pipeline(job, lost, numbers)
+    else:
+        _train_replicas(job, lost, numbers)
+
+
+def _train_replicas(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
+    model = nn.parallel.DistributedDataParallel(_Layer(lost.on_core))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if lost.transfer:
         # DDP reads the annotations of a hook, and takes none that are text: a lambda has none.
         model.register_comm_hook(lost.transfer, lambda seconds, bucket: _reduce_slowly(seconds, bucket))
     heap = [[number] for number in range(400_000)] if lost.name == "garbage" else []
-    numbers = torch.Generator().manual_seed(100 + rank)
     with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor):
         for step in range(lost.steps):
             for micro in range(lost.micro_batches):
@@ -68,6 +81,38 @@ def train(job: TimeJob) -> None:
                 (predicted.square().mean() / lost.micro_batches).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _train_pipeline(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    seconds = lost.compute * (lost.odd if rank == ODD else 1.0)
+    model = _Stage(seconds)
+    stage = PipelineStage(model, rank, world, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, lost.micro_batches, loss_fn=lambda predicted, target: predicted.square().mean())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor) as session:
+        session.watch_pipeline(schedule)
+        for _ in range(lost.steps):
+            batch = torch.randn(8 * lost.micro_batches, _WIDTH, generator=numbers)
+            if rank == 0:
+                schedule.step(batch)
+            else:
+                schedule.step(target=batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class _Stage(_Layer):
+    """One stage of a pipeline, which takes as long for every micro-batch."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(inputs, self.seconds)
 
 
 def _work(lost: Loss, step: int, numbers: torch.Generator) -> tuple[int, float]:

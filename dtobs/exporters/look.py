@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -47,6 +47,7 @@ class Look:
     totals: StepTotals = field(default_factory=StepTotals)
     own: OwnCost | None = None
     stalled_seconds: float = 0.0  #: how long the present stall lasts; 0 without one
+    simulate: Callable[[RunView], WhatIf | None] = recent
 
     @property
     def run(self) -> str:
@@ -72,7 +73,7 @@ class Look:
     @cached_property
     def whatif(self) -> WhatIf | None:
         """The last steps against the same made equal."""
-        return recent(self.view) if self.leads else None
+        return self.simulate(self.view) if self.leads else None
 
     @cached_property
     def utc_seconds(self) -> float:

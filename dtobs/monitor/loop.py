@@ -36,6 +36,7 @@ from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.uncounted_time import read_excused, write_excused
 from dtobs.recording.view import RunView, load_run
+from dtobs.timeline.whatif import RecentWhatIf
 
 log = logging.getLogger("dtobs.monitor")
 
@@ -84,6 +85,7 @@ class Monitor:
         self.shared_files = SharedFiles(run.shared_files(node), run.root)
         self.damaged: list[str] = []  #: what the last pass could not read
         self.totals = StepTotals()
+        self._simulate = RecentWhatIf()
         self._lock = threading.Lock()  # the run is read by the loop and by requests
         self._detect = detect
         self._stop = threading.Event()
@@ -318,6 +320,7 @@ class Monitor:
             self.totals,
             self.stats,
             stalled.seconds if stalled is not None else 0.0,
+            self._simulate,
         )
 
     def scrape(self) -> Look:

@@ -84,6 +84,22 @@ def recent(view: RunView) -> WhatIf | None:
         return None
 
 
+class RecentWhatIf:
+    """`recent` of a run that is looked at again and again: simulated anew when all ranks have finished another step."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[object, ...], WhatIf | None] = ((), None)  # in one, for several threads ask
+
+    def __call__(self, view: RunView) -> WhatIf | None:
+        """The last steps of `view`, which may be of another run than the view before."""
+        done = view.pages["steps_done"]
+        of = (view.root, view.attempt, len(view.ranks), int(done.min()) if len(done) else 0)
+        last = self._last
+        if of != last[0]:
+            last = self._last = (of, recent(view))
+        return last[1]
+
+
 def whatif(ops: Operations) -> WhatIf:
     """Simulate. Raises TargetError when the operations cannot have happened in their order."""
     found = graph(ops)

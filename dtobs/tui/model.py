@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from dtobs.recording.rank import ENDED, LONG_PHASES, State
 from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import ideal, recent_shares
 from dtobs.timeline.pipeline import pipelines
-from dtobs.timeline.whatif import recent
+from dtobs.timeline.whatif import WhatIf, recent
 from dtobs.tui import words
 from dtobs.tui.rows import Accused, RankRow, rank_rows
 
@@ -128,8 +128,16 @@ class Frame:
         return finite
 
 
-def build_frame(view: RunView, entries: Iterable[Entry] = (), cleared: Iterable[Entry] = ()) -> Frame:
-    """The frame of one look. `entries` are the open findings of the run, `cleared` the past ones, oldest first."""
+def build_frame(
+    view: RunView,
+    entries: Iterable[Entry] = (),
+    cleared: Iterable[Entry] = (),
+    simulate: Callable[[RunView], WhatIf | None] = recent,
+) -> Frame:
+    """The frame of one look. `entries` are the open findings of the run, `cleared` the past ones, oldest first.
+
+    `simulate` gives the what-if of the last steps; who looks again and again keeps a `RecentWhatIf`.
+    """
     opened = list(entries)[::-1]
     rows = rank_rows(view, _accused(entry.finding for entry in opened))
     speed = _speed(view)
@@ -166,7 +174,7 @@ def build_frame(view: RunView, entries: Iterable[Entry] = (), cleared: Iterable[
         skew_seconds=max(skews) if skews else None,
         bubble=bubble,
         bubble_ideal=bound,
-        slowdown=cost.slowdown if (cost := recent(view)) else None,
+        slowdown=cost.slowdown if (cost := simulate(view)) else None,
         rows=rows,
         missing_ranks=tuple(view.missing_ranks) if rows else (),
         findings=tuple(_finding(entry, end) for entry in opened),

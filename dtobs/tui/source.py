@@ -14,6 +14,7 @@ from dtobs.recording.journal import Entry, open_entries, read_journal
 from dtobs.recording.profiling import ask
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
+from dtobs.timeline.whatif import RecentWhatIf
 from dtobs.tui.detail import RankDetail, rank_detail
 from dtobs.tui.model import Frame, build_frame, empty_frame
 
@@ -23,6 +24,9 @@ class Source(ABC):
 
     _view: RunView | None = None
     _frame: Frame | None = None
+
+    def __init__(self) -> None:
+        self._simulate = RecentWhatIf()
 
     @abstractmethod
     def look(self) -> Frame:
@@ -42,7 +46,8 @@ class Source(ABC):
         self._view = view
         still = open_entries(entries, view.attempt if len(view.pages) else None)
         current = [replace(entry, finding=as_it_ended(view, entry.finding)) for entry in still]
-        self._frame = build_frame(view, current, (entry for entry in entries if entry.event == "cleared"))
+        cleared = (entry for entry in entries if entry.event == "cleared")
+        self._frame = build_frame(view, current, cleared, self._simulate)
         return self._frame
 
 
@@ -50,6 +55,7 @@ class DirectorySource(Source):
     """Looks at a run directory. One that is not filled yet gives an empty frame, one that went away the last frame."""
 
     def __init__(self, root: Path, newest_below: Path | None = None) -> None:
+        super().__init__()
         self.root, self._newest_below = root, newest_below
 
     def look(self) -> Frame:
@@ -84,6 +90,7 @@ class MonitorSource(Source):
     """Asks a monitor. One that answered and does so no more leaves the last frame."""
 
     def __init__(self, address: str) -> None:
+        super().__init__()
         self.address, self._copy = address, RunCopy([address])
 
     def look(self) -> Frame:

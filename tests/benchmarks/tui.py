@@ -44,6 +44,8 @@ async def measure(ranks: int) -> None:
                 with _timed("a draw, all figures changed"):
                     app.take(frame)
                     await pilot.pause()
+                with _timed("a look, no step since the last"):
+                    source.look()
 
 
 if __name__ == "__main__":

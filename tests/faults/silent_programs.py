@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from dtobs.drills import lost_time
+from dtobs.drills.faults import ODD
 from dtobs.drills.silent import SilentJob, train
 from dtobs.probes import gradients
 
@@ -19,6 +23,8 @@ def run_silent_sampled(rank: int, world_size: int, job: SilentJob) -> None:
     train(job)
 
 
-def run_losing_time(rank: int, world_size: int, job: lost_time.TimeJob) -> None:
-    """Train, and lose time."""
+def run_losing_time(rank: int, world_size: int, job: lost_time.TimeJob, group: Path | None = None) -> None:
+    """Train, and lose time; `group` is the control group that the odd rank lives in."""
+    if group is not None and rank == ODD:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
     lost_time.train(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from dtobs.detectors import run_detectors
 from dtobs.drills.faults import LOSSES, TROUBLES, Fault, Loss
 from dtobs.drills.lost_time import TimeJob
+from dtobs.drills.permitted import limited_group, refused
 from dtobs.drills.silent import SilentJob
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import load_run
@@ -36,8 +38,10 @@ CONSEQUENCES = {
 """What may be found beside the trouble itself, because it is true as well."""
 
 
-def findings(job: SilentJob | TimeJob, world: int = 2, program=run_silent, timeout: float = 90) -> list[Finding]:
-    run_ranks(program, world, job, timeout=timeout)
+def findings(
+    job: SilentJob | TimeJob, *more: object, world: int = 2, program=run_silent, timeout: float = 90
+) -> list[Finding]:
+    run_ranks(program, world, job, *more, timeout=timeout)
     view = load_run(job.run_dir)
     assert [int(page["probe_failures"]) for page in view.pages] == [0] * world
     found = run_detectors(view)
@@ -69,8 +73,16 @@ def test_trouble_is_found_and_named(tmp_path: Path, trouble: Fault, wrapper):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", [pytest.param(loss, id=loss.name) for loss in LOSSES.values()])
 def test_lost_time_is_found_and_nothing_else(tmp_path: Path, loss: Loss):
-    found = findings(TimeJob(tmp_path, loss.name), program=run_losing_time, timeout=180)
+    with contextlib.ExitStack() as stack:
+        if why := refused(loss.needs):
+            pytest.skip(why)
+        group = stack.enter_context(limited_group(loss.needs, loss.name)) if loss.needs else None
+        found = findings(TimeJob(tmp_path, loss.name), group, program=run_losing_time, timeout=180)
     assert {f.code for f in found} - CONSEQUENCES.get(loss.name, set()) == {loss.code} - {None}
+    if loss.code:
+        (finding,) = [f for f in found if f.code == loss.code]
+        assert finding.ranks == loss.ranks
+        assert not loss.cause or {"cause": loss.cause}.items() <= finding.evidence[-1].items()
 
 
 @pytest.mark.parametrize("name", ["flipped-bit", "declared-seed"])

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from dtobs.cli import main
+from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
+from dtobs.timeline import whatif
+from dtobs.timeline.whatif import RecentWhatIf
 from tests.unit.timeline.jobs import HEAD, Duration, Row, job, noisy, usual, write
 
 
@@ -171,3 +175,26 @@ def test_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "S = " in out and "by rank: 6 " in out
     assert main(["whatif", str(tmp_path / "missing")]) == 1
+
+
+def test_a_run_is_simulated_again_when_all_ranks_have_finished_another_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, simulated = FakeRun(tmp_path / "run", 2), []
+    real = whatif.recent
+    monkeypatch.setattr(whatif, "recent", lambda view: simulated.append(view) or real(view))
+    seen = RecentWhatIf()
+
+    def slowdown() -> float | None:
+        found = seen(load_run(run.directory.root))
+        return found and found.slowdown
+
+    run.ranks[0].step(forward=0.04)
+    assert slowdown() is None
+    run.ranks[1].step(forward=0.02)
+    first = slowdown()
+    assert first == slowdown() == real(load_run(run.directory.root)).slowdown > 1.1
+    run.ranks[0].step(forward=0.02)
+    assert slowdown() == first and len(simulated) == 2
+    run.ranks[1].step(forward=0.04)
+    assert slowdown() == real(load_run(run.directory.root)).slowdown and len(simulated) == 3
