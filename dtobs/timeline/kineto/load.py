@@ -225,8 +225,19 @@ def _rank(stream: Stream, columns: _Columns) -> Rank:
     )
     if not len(found.device):
         _as_host(found, columns)
+    elif (devices := _devices(columns, streams[kind != Kind.MEMORY])) > 1:
+        found.notes.append(
+            f"the file has kernels of {devices} devices: its figures are of all of them together, and what overlaps may"
+            " do so on two of them; profile one process a device, or give each rank's file by itself"
+        )
     _named_by_kernel(found, (len(groups) == 1 and next(iter(groups.values()))) or ())
     return found
+
+
+def _devices(columns: _Columns, streams: Ints) -> int:
+    """How many devices `streams` are on: a device is the process of its events."""
+    device = {number: str(where[0]) for where, number in columns.streams.items()}
+    return len({device[number] for number in np.unique(streams).tolist()})
 
 
 def _as_host(rank: Rank, columns: _Columns) -> None:

@@ -17,7 +17,8 @@ class Kind(IntEnum):
 
 
 # Lower case, as they begin after `void ` or after a namespace: NCCL and RCCL (old, new, generic), MSCCL, DeepEP's
-# exchanges and those of its forks, NVSHMEM, the all-reduces of symmetric memory and of inference engines, oneCCL.
+# exchanges and those of its forks, NVSHMEM, the all-reduces of symmetric memory and of inference engines, oneCCL, and
+# what other makers' libraries are called: HCCL and its tasks (hcom), MCCL, CNCL.
 _COMMUNICATION = (
     "nccl",
     "rccl",
@@ -30,7 +31,12 @@ _COMMUNICATION = (
     "one_shot_all_reduce",
     "two_shot_all_reduce",
     "cross_device_reduce",
+    "trtllm_allreduce_fusion::",
     "oneccl",
+    "hccl",
+    "hcom_",
+    "mccl",
+    "cncl",
 )
 _MEMORY = ("memcpy", "memset", "dma", "__amd_rocclr_copybuffer", "__amd_rocclr_fillbuffer")
 _LOCAL = ("deep_ep::layout", "get_dispatch_layout")  # `cached_notify_…` stays: it holds up until all peers are there
