@@ -148,7 +148,8 @@ class Loss:
 
     A micro-batch computes for `compute` seconds and the reduction of its gradients takes `transfer` more;
     `micro_batches` make a step, and `steps` of them the run, as long as the detectors want before they say anything.
-    `on_core` keeps a core for the time of `compute`, which is slept otherwise. The odd rank computes `odd` times as long.
+    `on_core` keeps a core for the time of `compute`, which is slept otherwise. The odd rank computes `odd` times as
+    long.
     """
 
     name: str

@@ -62,7 +62,14 @@ def test_python_functions_and_annotations_of_engines_change_no_figure(tmp_path: 
             {"ph": "s", "id": 7, "pid": 1, "tid": 1, "ts": begin, "cat": "ac2g", "name": "ac2g"},
             {"ph": "f", "id": 7, "pid": 0, "tid": 7, "ts": begin + 5, "cat": "ac2g", "name": "ac2g", "bp": "e"},
             {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": 7, "ts": begin, "args": {"sort_index": 7}},
-            {"name": "Iteration Start: PyTorch Profiler", "ph": "i", "s": "g", "pid": "Traces", "tid": "Trace", "ts": 1},
+            {
+                "name": "Iteration Start: PyTorch Profiler",
+                "ph": "i",
+                "s": "g",
+                "pid": "Traces",
+                "tid": "Trace",
+                "ts": 1,
+            },
         ]
     before, after = (analyse([save(h, tmp_path / n)]) for h, n in ((plain, "plain"), (hosts, "more")))
     assert [straight(after, r) for r in (0, 1)] == [straight(before, r) for r in (0, 1)]
@@ -108,7 +115,14 @@ def test_a_schedule_that_repeats_leaves_several_files_of_a_rank(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "name",
-    ["läuft heute {}.json", "trace({}) (copy).json", "-{}-.json", "rank{}", "{}.pt.trace.json.gz.json", "a b\nc{}.json"],
+    [
+        "läuft heute {}.json",
+        "trace({}) (copy).json",
+        "-{}-.json",
+        "rank{}",
+        "{}.pt.trace.json.gz.json",
+        "a b\nc{}.json",
+    ],
 )
 def test_files_named_oddly(name: str, tmp_path: Path):
     hosts = job(3, 10, lambda r, s: 16_000 if r == 2 else 10_000)
