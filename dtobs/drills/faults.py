@@ -158,7 +158,7 @@ class Loss:
     transfer: float = 0.0
     micro_batches: int = 1
     steps: int = 64
-    wrapper: Layout = "ddp"
+    wrappers: tuple[Layout, ...] = ("ddp",)
     odd: float = 1.0
     on_core: bool = False
     needs: Need = ""
@@ -167,14 +167,22 @@ class Loss:
 
 
 _LOSSES = (
-    Loss("none", None, compute=0.1, transfer=0.06, micro_batches=4, steps=72),
+    Loss("none", None, compute=0.1, transfer=0.06, micro_batches=4, steps=72, wrappers=("ddp", "pp")),
     Loss("slow-reduction", "exposed-communication", compute=0.2, transfer=0.3, steps=44),
     Loss("no-sync-forgotten", "sync-every-microbatch", compute=0.2, transfer=0.06, micro_batches=4, steps=24),
     Loss("garbage", "host-bound", compute=0.2, steps=60),
     Loss("long-sequences", "sequence-imbalance", compute=0.4, steps=50),
     Loss("slower-later", "throughput-drop", compute=0.4, steps=80, ranks=()),
-    Loss("even-stages", None, compute=0.1, micro_batches=4, steps=40, wrapper="pp"),
-    Loss("slow-stage", "stage-imbalance", compute=0.05, micro_batches=4, steps=40, wrapper="pp", odd=4, ranks=(ODD,)),
+    Loss(
+        "slow-stage",
+        "stage-imbalance",
+        compute=0.05,
+        micro_batches=4,
+        steps=40,
+        wrappers=("pp",),
+        odd=4.0,
+        ranks=(ODD,),
+    ),
     Loss("ample-quota", None, compute=0.05, on_core=True, steps=80),
     Loss(
         "cpu-quota",
@@ -215,5 +223,9 @@ def known() -> list[Drill]:
         for wrapper in f.wrappers
     ]
     silent = [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
-    lost = [Drill("time", loss.name, loss.wrapper, loss.code, needs=loss.needs) for loss in LOSSES.values()]
+    lost = [
+        Drill("time", loss.name, wrapper, loss.code, needs=loss.needs)
+        for loss in LOSSES.values()
+        for wrapper in loss.wrappers
+    ]
     return [*hangs, *silent, *lost]

@@ -55,7 +55,7 @@ def train(job: TimeJob) -> None:
     lost = LOSSES[job.loss]
     torch.manual_seed(7)
     numbers = torch.Generator().manual_seed(100 + dist.get_rank())
-    if lost.wrapper == "pp":
+    if job.wrapper == "pp":
         _train_pipeline(job, lost, numbers)
     else:
         _train_replicas(job, lost, numbers)

@@ -71,13 +71,16 @@ def test_trouble_is_found_and_named(tmp_path: Path, trouble: Fault, wrapper):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("loss", [pytest.param(loss, id=loss.name) for loss in LOSSES.values()])
-def test_lost_time_is_found_and_nothing_else(tmp_path: Path, loss: Loss):
+@pytest.mark.parametrize(
+    ("loss", "wrapper"),
+    [pytest.param(loss, w, id=f"{loss.name}-{w}") for loss in LOSSES.values() for w in loss.wrappers],
+)
+def test_lost_time_is_found_and_nothing_else(tmp_path: Path, loss: Loss, wrapper: str):
     with contextlib.ExitStack() as stack:
         if why := refused(loss.needs):
             pytest.skip(why)
         group = stack.enter_context(limited_group(loss.needs, loss.name)) if loss.needs else None
-        found = findings(TimeJob(tmp_path, loss.name), group, program=run_losing_time, timeout=180)
+        found = findings(TimeJob(tmp_path, loss.name, wrapper), group, program=run_losing_time, timeout=180)
     assert {f.code for f in found} - CONSEQUENCES.get(loss.name, set()) == {loss.code} - {None}
     if loss.code:
         (finding,) = [f for f in found if f.code == loss.code]
