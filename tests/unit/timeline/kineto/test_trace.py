@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dtobs.cli import main
@@ -37,6 +38,29 @@ def test_overlap_and_idle_by_construction(tmp_path: Path, capsys: pytest.Capture
     assert rank["overlap_percent"] == pytest.approx(100 / 3, abs=1e-3)
     assert (rank["memory_us"], rank["idle_us"]) == (50, 270)
     assert rank["idle"] == {"host-bound": 50, "launch": 30, "synchronisation": 60, "allocation": 30, "other": 100}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_overlap_against_a_raster_of_microseconds(seed: int, tmp_path: Path):
+    """Four streams that overlap at random, counted microsecond by microsecond without any arithmetic of intervals."""
+    host = random_rank(seed)
+    busy = {kind: np.zeros(200_000, bool) for kind in ("compute", "communication", "memory")}
+    for event in host.events:
+        if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kind = "memory" if event["cat"] != "kernel" and "Mem" in event["name"] else "compute"
+            kind = "communication" if event["cat"] == "kernel" and "nccl" in event["name"] else kind
+            busy[kind][event["ts"] : event["ts"] + event["dur"]] = True
+    compute, communication, memory = busy.values()
+    whole = np.flatnonzero(compute | communication | memory)
+    assert 0.1 < (compute & communication).sum() / communication.sum() < 0.9
+    rank = analyse([host.write(tmp_path / "a.json")]).to_json()["ranks"]["0"]
+    assert rank["span_us"] == whole[-1] + 1 - whole[0]
+    assert (rank["compute_us"], rank["communication_us"]) == (compute.sum(), communication.sum())
+    assert rank["exposed_us"] == (communication & ~compute).sum()
+    assert rank["overlap_percent"] == pytest.approx(
+        100 * (compute & communication).sum() / communication.sum(), abs=1e-3
+    )
+    assert rank["idle_us"] == rank["span_us"] - len(whole)
 
 
 def test_no_communication_is_null_not_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
