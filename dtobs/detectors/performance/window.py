@@ -78,8 +78,20 @@ def step_times(view: RunView, rows: list[int], last: int = LAST) -> Times | None
     wall = sum((parts[p] for p in STEP_PARTS if p not in ("validation", "checkpoint")), np.zeros(records.shape))
     busy = wall - parts["exposed"]
     # A rank is also kept from its core when a wait is over, so that the delay may exceed what is left without waits.
-    delayed = np.minimum(records["run_delay_ns"].astype(np.float64) / 1e9, busy)
+    delayed = np.minimum(_delay(records), busy)
     return Times(window.steps[keep], wall, busy, delayed, parts, records["end_ns"], records)
+
+
+def _delay(records: npt.NDArray[np.void]) -> Floats:
+    """Seconds without a core that others took, float64[ranks, steps].
+
+    The kernel counts what a used-up quota costs as waiting for a core too. That is the rank's own, and leaves by its
+    share of the whole: it is read less often than steps end.
+    """
+    delay, throttled = (records[f"{name}_ns"].astype(np.float64) / 1e9 for name in ("run_delay", "throttled"))
+    own = throttled.sum(axis=1, keepdims=True) / np.maximum(delay.sum(axis=1, keepdims=True), 1e-9)
+    by_others: Floats = delay * np.maximum(0.0, 1.0 - own)
+    return by_others
 
 
 def _first(view: RunView, rows: list[int], last: int) -> int:

@@ -92,6 +92,19 @@ def test_a_straggler_is_found_among_ranks_that_wait_for_a_core(tmp_path: Path, o
     assert (found.code, found.ranks) == ("straggler", (1,))
 
 
+def test_a_quota_used_up_on_an_overloaded_machine_is_not_chance(tmp_path: Path):
+    """The kernel counts the throttled time as waiting for a core; it is read every third step here."""
+    usual = overloaded(0.45, own_delay=0.35, peers_delay=0.1)
+
+    def change(number: int, step: int) -> dict[str, float]:
+        throttled = {"throttled_ns": 3 * 0.25e9} if number == 1 and step % 3 == 0 else {}
+        return usual(number, step) | throttled
+
+    (found,) = findings(noisy_run(tmp_path, 4, 40, change))
+    assert (found.code, found.ranks) == ("straggler", (1,))
+    assert found.evidence[-1]["cause"] == "cpu-quota"
+
+
 def test_a_small_difference_that_stays_is_found(tmp_path: Path):
     (found,) = findings(noisy_run(tmp_path, 2, 250, slowed("forward", 0.08)))
     assert (found.code, found.ranks) == ("straggler", (1,))
