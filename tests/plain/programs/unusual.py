@@ -292,6 +292,40 @@ def branches_of_each_rank(rank: int, world: int, watch: Watch) -> list[float]:
 
 
 @program()
+def quantised_with_error_feedback(rank: int, world: int, watch: Watch) -> list[float]:
+    """DDP sends eight bits of each gradient and keeps what that lost for the next step, on each rank its own."""
+    model = DDP(mlp())
+    lost: dict[int, torch.Tensor] = {}
+
+    def hook(state: Any, bucket):  # type: ignore[no-untyped-def]
+        gradient = bucket.buffer() + lost.get(bucket.index(), 0)
+        scale = gradient.abs().max() / 127 + 1e-12
+        sent = (gradient / scale).round().to(torch.int8)
+        lost[bucket.index()] = gradient - sent * scale
+        bits, scales = [torch.empty_like(sent) for _ in range(world)], [torch.empty(1) for _ in range(world)]
+        dist.all_gather(bits, sent)
+        dist.all_gather(scales, scale.view(1))
+        found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        found.set_result(torch.stack([b * s for b, s in zip(bits, scales, strict=True)]).mean(0))
+        return found
+
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    watch(model, optimizer)
+    losses = []
+    for step in range(2 * STEPS):
+        x, y = batch(rank, step)
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_replicas_equal(model.parameters())
+    assert_learned(losses)
+    return losses
+
+
+@program()
 def majority_of_signs(rank: int, world: int, watch: Watch) -> list[float]:
     """Of each gradient only the sign is sent, and the majority of the ranks decides where a weight goes."""
     model = mlp()
@@ -603,6 +637,47 @@ def normed_spectrally(rank: int, world: int, watch: Watch) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_replicas_equal(model.parameters())
+    assert_learned(losses)
+    return losses
+
+
+@program()
+def dead_units_begin_anew(rank: int, world: int, watch: Watch) -> list[float]:
+    """A sparse autoencoder: units that no rank used for a while get new weights and an optimizer state of zero."""
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 12))
+    with torch.no_grad():
+        model[0].bias[:6] = -20.0
+    wrapped = DDP(model)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    watch(wrapped, optimizer)
+    fired, losses = torch.zeros(40), []
+
+    def counts(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        fired.add_((output.detach() > 0).float().sum(0))
+
+    model[1].register_forward_hook(counts)
+    for step in range(2 * STEPS):
+        x, _ = batch(rank, step)
+        loss = mse(wrapped(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model[2].weight.div_(model[2].weight.norm(dim=0, keepdim=True).clamp(min=1))
+            if step % 12 == 11:
+                dist.all_reduce(fired)
+                dead = fired == 0
+                made = torch.Generator().manual_seed(step)
+                fresh = 0.1 * torch.randn(40, 12, generator=made)
+                for tensor, value in ((model[0].weight, fresh), (model[0].bias, torch.zeros(40))):
+                    tensor[dead] = value[dead]
+                    state = optimizer.state[tensor]
+                    state["exp_avg"][dead] = 0
+                    state["exp_avg_sq"][dead] = 0
+                fired.zero_()
         losses.append(loss.item())
     assert_replicas_equal(model.parameters())
     assert_learned(losses)
