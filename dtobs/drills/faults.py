@@ -183,7 +183,7 @@ _LOSSES = (
         odd=4.0,
         ranks=(ODD,),
     ),
-    Loss("ample-quota", None, compute=0.05, on_core=True, steps=80),
+    Loss("ample-quota", None, compute=0.05, on_core=True, steps=320),
     Loss(
         "cpu-quota",
         "straggler",
