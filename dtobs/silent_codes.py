@@ -196,6 +196,13 @@ ROWS: tuple[Row, ...] = (
         "Load the state of model, optimizer, scheduler and scaler on every rank before the first step.",
     ),
     (
+        "checkpoint-corrupt",
+        "silent",
+        Severity.CRITICAL,
+        "A checkpoint is not what was saved",
+        "Go on from another one, or copy it again from where it was written; look at the host's disk and memory.",
+    ),
+    (
         "checkpoint-failed",
         "silent",
         Severity.WARNING,

@@ -157,14 +157,14 @@ def _on_all_ranks(work: Callable[[], T], step: int, group: dist.ProcessGroup | N
     return [result for result, _ in outcomes]
 
 
-def newest_good(root: Path) -> tuple[Path, Manifest, list[str]] | None:
-    """The newest checkpoint below `root` that verifies, and a line for each newer one that does not."""
-    complaints: list[str] = []
+def newest_good(root: Path) -> tuple[Path, Manifest, dict[Path, str]] | None:
+    """The newest checkpoint below `root` that verifies, and why each newer one does not."""
+    complaints: dict[Path, str] = {}
     for folder in manifests.complete(root):
         try:
             return folder, manifests.verify(folder), complaints
         except CheckpointError as error:
-            complaints.append(str(error))
+            complaints[folder] = str(error)
     return None
 
 

@@ -104,7 +104,8 @@ def load(trainer: Trainer, asked: str) -> str:
     folder, manifest, complaints, failure = answer[0]
     if failure is not None:
         raise CheckpointError(failure)
-    notes = [f"skipped a bad checkpoint: {complaint}" for complaint in complaints]
+    trainer.refused |= complaints
+    notes = [f"skipped a bad checkpoint: {complaint}" for complaint in complaints.values()]
     if folder is None:
         return "; ".join([*notes, f"no checkpoint in {trainer.checkpoints} yet: starting from the beginning"])
     _refuse_another_model(folder, manifest, trainer)
@@ -148,16 +149,16 @@ def _refuse_another_model(folder: Path, manifest: Manifest, trainer: Trainer) ->
         )
 
 
-def _find(root: Path, asked: str) -> tuple[Path | None, Manifest | None, list[str], str | None]:
+def _find(root: Path, asked: str) -> tuple[Path | None, Manifest | None, dict[Path, str], str | None]:
     """On rank 0: folder, manifest, complaints about newer ones, and the reason where it is impossible."""
     if asked != "auto":
         folder = Path(asked).expanduser()
         if not folder.is_dir():
-            return None, None, [], f"--resume {asked}: there is no such folder"
+            return None, None, {}, f"--resume {asked}: there is no such folder"
         try:
-            return folder, verify(folder), [], None
+            return folder, verify(folder), {}, None
         except CheckpointError as error:
-            return None, None, [], f"--resume {asked}: {error}"
+            return None, None, {}, f"--resume {asked}: {error}"
     found = checkpoint.newest_good(root)
     if found is not None:
         return *found, None
@@ -165,7 +166,7 @@ def _find(root: Path, asked: str) -> tuple[Path | None, Manifest | None, list[st
         return (
             None,
             None,
-            [],
+            {},
             f"no checkpoint in {root} can be trusted; start without --resume or remove them",
         )
-    return None, None, [], None
+    return None, None, {}, None

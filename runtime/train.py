@@ -117,11 +117,13 @@ def observe(process: Process, config: Config, run_dir: Path, device_mesh: Device
 
 
 def watch(session: Session, trainer: Trainer) -> None:
-    """Let dtobs see the model, the optimizer, and the pipeline where there is one."""
+    """Let dtobs see the model, the optimizer, a pipeline, and the checkpoints that were not trusted."""
     parts, pipeline = trainer.model.parts, trainer.model.pipeline
     session.watch(parts[0] if len(parts) == 1 else nn.ModuleList(parts), trainer.optimizer)
     if pipeline is not None:
         session.watch_pipeline(pipeline.schedule)
+    for path, why in trainer.refused.items():
+        session.corrupt(str(path), why)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from runtime.precision import LossScale
 class Trainer:
     """The state of a training and what works on it. `step` is the last finished one.
 
-    `undeletable` are old checkpoints that could not be removed, as the user was told.
+    `undeletable` are old checkpoints that could not be removed, as the user was told; `refused` are those that could
+    not be trusted when one was looked for to go on from, and why.
     """
 
     config: Config
@@ -50,6 +51,7 @@ class Trainer:
     background: BackgroundSaver | None
     step: int = 0
     undeletable: set[Path] = field(default_factory=set)
+    refused: dict[Path, str] = field(default_factory=dict)
 
     @property
     def tokens_per_step(self) -> int:

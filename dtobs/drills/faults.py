@@ -134,6 +134,7 @@ _TROUBLES = (
     _trouble("rescaled", "gradient-scale-mismatch", "all"),
     _trouble("other-settings", "config-mismatch", "all", ("fsdp",)),  # of two that differ none is accused
     _trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp",)),
+    _trouble("rotten-checkpoint", "checkpoint-corrupt", wrappers=("ddp", "by-hand")),
     _trouble("full-disk", "checkpoint-failed", wrappers=("ddp", "by-hand")),
     _trouble("slow", "straggler"),
     _trouble("starved", "data-starved"),

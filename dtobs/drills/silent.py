@@ -180,6 +180,8 @@ def train(job: SilentJob) -> None:
                 session.report(gradient_zeros=zeros)
             if step % 10 == 0 and is_now in ("none", "full-disk"):
                 save_or_go_on(plain, "/dev/full" if struck and is_now == "full-disk" else os.devnull)
+            if step == job.at_step and is_now in ("none", "rotten-checkpoint"):
+                save_and_load(plain, job.run_dir / f"rank-{dist.get_rank()}.pt", rotten=mine and is_now != "none")
             if mine and is_now == "flipped-bit" and step == job.at_step:
                 flip_bit(next(iter(model.parameters())))
             if mine and is_now == "overwritten" and step == job.at_step:
@@ -204,6 +206,18 @@ def save_or_go_on(model: nn.Module, path: str) -> None:
     """What a loop does that would rather train on than end with an exception."""
     with contextlib.suppress(OSError, RuntimeError):
         torch.save([parameter.detach() for parameter in model.parameters()], path)
+
+
+def save_and_load(model: nn.Module, path: Path, *, rotten: bool) -> None:
+    """Save the parameters, let a bit of the file change where it is `rotten`, and load them again, into nothing."""
+    held = [p._local_tensor if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    torch.save([parameter.detach() for parameter in held], path)
+    if rotten:
+        saved = bytearray(path.read_bytes())
+        saved[saved.index(held[0].numpy().tobytes())] ^= 1
+        path.write_bytes(saved)
+    torch.load(path)
+    path.unlink()
 
 
 def synchronise(model: nn.Module, wrapper: Layout, *, now: bool) -> None:

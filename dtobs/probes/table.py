@@ -42,6 +42,7 @@ PROBES = (
     Entry("backward", "backward:Backward"),
     Entry("loader", "loader:Loader"),
     Entry("saves", "saves:Saves"),
+    Entry("loads", "loads:Loads"),
     Entry("memory", "memory:Memory"),
     Entry("gradients", "gradients:GradientProbe"),
     Entry("reduced gradients", "reduced:ReducedGradientProbe"),

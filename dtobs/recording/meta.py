@@ -151,6 +151,18 @@ class Save:
     t_ns: int
 
 
+@dataclass(frozen=True)
+class Corrupt:
+    """A file that is not what was saved: `why`, and whether it was `loaded` all the same."""
+
+    path: str
+    why: str
+    site: int
+    loaded: bool
+    step: int
+    t_ns: int
+
+
 @dataclass
 class Meta:
     """All entries of one rank, by type."""
@@ -171,6 +183,7 @@ class Meta:
     constructions: dict[int, Construction] = field(default_factory=dict)  #: by number
     passes: list[dict[str, int]] = field(default_factory=list)  #: over training data, in order: see `probes.loader`
     saves: dict[tuple[str, int], Save] = field(default_factory=dict)  #: by function and line, those that failed once
+    corrupt: dict[str, Corrupt] = field(default_factory=dict)  #: by path
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
     damaged: int = 0  #: lines that could not be understood
 
@@ -239,6 +252,9 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "save":
             save = decode(Save, e)
             meta.saves[save.function, save.site] = save
+        case "corrupt":
+            corrupt = decode(Corrupt, e)
+            meta.corrupt[corrupt.path] = corrupt
         case "unobserved":
             said = {name: decode(str, e[name]) for name in ("what", "why")}
             meta.unobserved.append({**said, "step": decode(int, e["step"])})

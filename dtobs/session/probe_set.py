@@ -71,6 +71,8 @@ class ProbeSet:
         for probe in self.context.probes:  # what is no schedule switches that probe off and nothing else
             if probe.name == "pipeline":
                 found["watch_pipeline"] = guard(probe, probe.watch)  # type: ignore[attr-defined]
+            if probe.name == "loads":
+                found["corrupt"] = guard(probe, probe.tell)  # type: ignore[attr-defined]
             if probe.name == "exceptions":
                 found["exception"] = guard(probe, probe.record)  # type: ignore[attr-defined]
         return found

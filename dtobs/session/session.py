@@ -81,6 +81,10 @@ class Session:
         """Declare what must be equal or different between ranks, such as ``init="equal", data="differ"``."""
         self._call("policy", rules)
 
+    def corrupt(self, path: str, why: str) -> None:
+        """Say that a checkpoint, which the loop has checked for itself, is not what was saved, and is not loaded."""
+        self._call("corrupt", path, why)
+
     def watch_pipeline(self, schedule: Any) -> None:
         """Record what a schedule of torch.distributed.pipelining does with each micro-batch; for any number of them."""
         self._call("watch_pipeline", schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dtobs.detectors.base import Detector
+from dtobs.detectors.silent.checkpoint_corrupt import checkpoint_corrupt
 from dtobs.detectors.silent.checkpoint_failed import checkpoint_failed
 from dtobs.detectors.silent.config_mismatch import config_mismatch
 from dtobs.detectors.silent.corrupted_communication import corrupted_communication
@@ -57,6 +58,7 @@ DETECTORS: tuple[Detector, ...] = (
     data_not_resumed,
     rng_not_restored,
     resume_mismatch,
+    checkpoint_corrupt,
     checkpoint_failed,
     shared_files,
 )

@@ -97,7 +97,8 @@ def test_the_newest_good_one_is_taken_and_bad_ones_are_named(tmp_path: Path) -> 
     assert found is not None
     folder, good, complaints = found
     assert (folder.name, good.step) == ("step-00000020", 20)
-    assert complaints == [f"{tmp_path}/step-00000030/__0_0.distcp is corrupt: its checksum is not the manifest's"]
+    bad = tmp_path / "step-00000030"
+    assert complaints == {bad: f"{bad}/__0_0.distcp is corrupt: its checksum is not the manifest's"}
     assert checkpoint.newest_good(tmp_path / "absent") is None
 
 
