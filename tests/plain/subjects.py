@@ -10,6 +10,7 @@ from tests.plain.programs import (  # noqa: F401 - each lists its own
     data,
     data_parallel,
     groups,
+    methods,
     model_parallel,
     objectives,
     optimizers,
