@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from threading import Thread
 
-from dtobs.findings import Finding, Severity, Trait
+from dtobs.findings import CATALOGUE, Finding, Severity, Trait
 from dtobs.monitor.exits import Watched
 from dtobs.words import duration_text
 
@@ -34,8 +34,14 @@ class Console:
         self._lines = 0
 
     def found(self, finding: Finding, watched: Iterable[Watched]) -> None:
-        """Tell of a finding, when it is critical, and no end of ranks that a hang was told of before."""
+        """Tell of a finding, when it is critical, and not brought about by how a hang ends that was told of before.
+
+        A rank that stood still may call something else while it is being ended: Lightning broadcasts on SIGTERM.
+        """
         if Trait.AFTERMATH in finding.traits and self._told:
+            return
+        stood = any(Trait.RECOVERABLE in CATALOGUE[code].traits for code in self._told - {"network-stalled"})
+        if Trait.DISAGREEMENT in finding.traits and stood:
             return
         if finding.severity is Severity.CRITICAL and finding.code not in self._told:
             self._told.add(finding.code)

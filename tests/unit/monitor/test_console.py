@@ -41,6 +41,20 @@ def test_a_hang_is_told_once_where_the_training_speaks(rank):
     ]
 
 
+def test_what_a_rank_that_hangs_calls_while_it_is_ended_is_no_matter_of_its_own(rank):
+    mismatch = Finding("collective-mismatch", "different collectives", (0, 1), Confidence.CERTAIN, since_ns=2)
+    ended = Console(Path("runs/x"))
+    for finding in (HANG, mismatch):
+        ended.found(finding, watched(rank))
+    alone = Console(Path("runs/y"))
+    alone.found(mismatch, watched(rank))
+    _, said = rank.communicate()
+    assert said.decode().splitlines() == [
+        "dtobs: rank-not-joined: rank 1 never joined; more with: dtobs diagnose runs/x",
+        "dtobs: collective-mismatch: different collectives; more with: dtobs diagnose runs/y",
+    ]
+
+
 def test_what_was_not_told_is_not_told_to_be_over(rank):
     console = Console(Path("runs/x"))
     console.cleared(HANG, 1.0, watched(rank))
