@@ -2,7 +2,8 @@
 
 Every comparison between ranks rests on what the job says of its layout. Where the job says nothing, or says that each
 rank is alone, nothing is found, and that must not look like "nothing is wrong". What has nothing to compare by its
-nature, such as the copies of a fully sharded model or the peers of a single process, is left out.
+nature, such as the copies of a fully sharded model or the peers of a single process, is left out. What ranks may do
+apart on purpose (copies that are averaged now and then, batch norm of each rank) is told here too, and is no finding.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtobs.detectors.peers import data_groups
+from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.replica_divergence import apart_on_purpose
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
@@ -39,6 +41,7 @@ def comparisons_off(view: RunView) -> list[Off]:
         found += _replicas(view, known)
         found += _apart(view)
         found += _ledger(view)
+        found += _batch_norm(view)
     return list({(off.check, off.reason): off for off in found}.values())[:MOST]
 
 
@@ -76,6 +79,21 @@ def _audit(view: RunView) -> Iterator[Off]:
                 f"of the {count} optimizers only the last one's updates are computed again",
             )
             return
+
+
+def _batch_norm(view: RunView) -> Iterator[Off]:
+    """A fact, and often on purpose: each rank normalises by the samples that it has itself."""
+    for ranks in data_groups(view):
+        settings = settings_of(view, ranks[0], int(view.page(ranks[0])["step"]))
+        layers, _, statistics = settings.get("batch norm", "").partition(", ")
+        if len(ranks) > 1 and statistics.endswith("of each rank"):
+            yield Off(
+                "batch norm",
+                "statistics of each rank",
+                f"the batch norm of {ranks_text(ranks)} ({layers}) takes its statistics from the samples of each rank"
+                " alone, so the same samples on another number of ranks train another model;"
+                " torch.nn.SyncBatchNorm.convert_sync_batchnorm makes them those of all ranks",
+            )
 
 
 def _failed(view: RunView) -> Iterator[Off]:

@@ -18,7 +18,7 @@ from tests.multiprocess.gradient_programs import know_gradients
     [
         ("ddp", 1, False),
         ("ddp", 3, False),
-        ("ddp", 3, True),  # laws.md W10: 1.040 was recorded of 1.056
+        ("ddp", 3, True),  # 1.040 was recorded of 1.056 once
         ("fsdp", 1, False),
         ("fsdp", 3, False),
         ("fsdp", 3, True),

@@ -1,4 +1,4 @@
-"""What is not compared is said, with its reason; what has nothing to compare is not mentioned (laws.md: W11)."""
+"""What is not compared is said, with its reason; what has nothing to compare is not mentioned."""
 
 from __future__ import annotations
 
@@ -72,6 +72,20 @@ def test_what_else_is_off(tmp_path: Path):
         ("inputs", "failed"),
         ("optimizer", "not followed"),
     }
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("4 layers, statistics of each rank", [("batch norm", "statistics of each rank")]),
+        ("4 layers, statistics of all ranks", []),
+    ],
+)
+def test_batch_norm_of_each_rank_is_told_as_a_fact(said: str, expected: list[tuple[str, str]], tmp_path: Path):
+    run = run_of(tmp_path, [layout(0, [0, 1]), layout(1, [0, 1])])
+    for rank in run.ranks:
+        rank.meta("settings", step=0, fields={"batch norm": said})
+    assert reasons(run) == expected
 
 
 def test_no_model_is_said_once_there_are_steps(tmp_path: Path):
