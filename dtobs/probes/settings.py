@@ -20,6 +20,7 @@ from torch import nn
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import plain_parameters
 from dtobs.probes.modules import around_call, roots, trains
+from dtobs.words import count
 
 PERIOD = 16
 """Modes, frozen parameters and dropout are read in every such step; hyperparameters in each."""
@@ -150,7 +151,7 @@ def _model(model: nn.Module | None, modules: list[weakref.ref[nn.Module]]) -> di
         if norms:
             together = sum(isinstance(module, nn.SyncBatchNorm) for module in norms)
             kind = "of all ranks" if together == len(norms) else "of each rank"
-            fields["batch norm"] = f"{len(norms)} layers, statistics {kind}"
+            fields["batch norm"] = f"{count(len(norms), 'layer')}, statistics {kind}"
         rates = sorted({float(getattr(module, "p", 0.0)) for module in alive if hasattr(module, "p")})
         if rates:
             fields["dropout"] = ", ".join(f"{rate:g}" for rate in rates)
