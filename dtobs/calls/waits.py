@@ -172,16 +172,20 @@ def _call(state: Frontier, queues: Queues, explained: int | None, past: set[int]
     oldest = state.pending_entry == queues.head[state.rows]
     waiting = state.pending != NOTHING_PENDING
     lagging = _lagging(state, queues, entry, inside, finished, oldest)
+    device = bool((lagging & oldest).any())
+    went_on = past.issuperset(state.rows[waiting].tolist())
     held: Held = "stalled"
     held_by = np.zeros(len(state.rows), bool)
     if explained is not None and explained <= seq:
         held = "explained"
     elif missing.any():
         held, held_by = "not-issued", missing
+    elif went_on and not device and (lagging.any() or absent):
+        held = "explained"
     elif lagging.any():
-        held, held_by = "device" if (lagging & oldest).any() else "queued", lagging
+        held, held_by = "device" if device else "queued", lagging
     elif absent:
-        held = "explained" if past.issuperset(state.rows[waiting].tolist()) else "absent"
+        held = "absent"
     return Call(
         group=state.group,
         seq=seq,
