@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dtobs.findings import Finding
+from tests.benchmarks.mutants.__main__ import read
 from tests.benchmarks.mutants.mutate import mutants
-from tests.benchmarks.mutants.run import _distance, _first, _misplaced, run
+from tests.benchmarks.mutants.run import Verdict, _distance, _first, _misplaced, run
 from tests.benchmarks.mutants.scripts import SCRIPTS
 
 
@@ -78,3 +82,12 @@ def test_a_mutant_runs_and_is_found() -> None:
     traces, found = run(mutant.source, mutant.script)
     assert traces is not None
     assert "gradients-not-synchronized" in {finding.code for finding in found}
+
+
+def test_what_an_earlier_run_wrote_is_read_back_with_both_of_two_mutants_of_one_name(tmp_path: Path) -> None:
+    one = Verdict("ddp:3 number: 1 -> 2", "number", "changed", 4, ("0.bias",), ("optimizer-stale",), ("s",), ())
+    other = Verdict("ddp:3 number: 1 -> 2", "number", "same", None, (), (), (), ())
+    third = Verdict("ddp:4 delete: x = 1", "delete", "stopped", None, (), (), (), ())
+    file = tmp_path / "verdicts.jsonl"
+    file.write_text("".join(json.dumps(asdict(v)) + "\n" for v in (one, other, third)))
+    assert read(file) == {one.mutant: [one, other], third.mutant: [third]}

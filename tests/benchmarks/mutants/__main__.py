@@ -42,18 +42,33 @@ def table(verdicts: Iterable[Verdict]) -> str:
     return "\n".join(lines)
 
 
+def read(file: Path) -> dict[str, list[Verdict]]:
+    """What became of the mutants that an earlier run wrote there, by name; two of one line may share a name."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [Verdict(**{k: tuple(v) if isinstance(v, list) else v for k, v in line.items()}) for line in lines]
+    return {name: [v for v in found if v.mutant == name] for name in {v.mutant for v in found}}
+
+
 def main() -> None:
     """Make the mutants, run them, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300, help="how many mutants, drawn over all scripts")
     parser.add_argument("--script", choices=sorted(scripts.SCRIPTS), action="append", help="only mutants of this one")
-    parser.add_argument("--json", type=Path, help="write what became of each mutant here, a JSON object a line")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="add what became of each mutant here, a JSON object a line; those it holds are not run again",
+    )
     given = parser.parse_args()
     chosen = {name: scripts.SCRIPTS[name] for name in given.script or scripts.SCRIPTS}
     every = [mutant for script in chosen.values() for mutant in mutants(script)]
     random.Random(0).shuffle(every)
+    done = read(given.json) if given.json and given.json.exists() else {}
     originals, verdicts = {}, []
     for mutant in every[: given.count]:
+        if done.get(mutant.name):
+            verdicts.append(done[mutant.name].pop(0))
+            continue
         if mutant.script not in originals:
             originals[mutant.script] = original(mutant.script)
         verdict = judge(mutant, originals[mutant.script])
