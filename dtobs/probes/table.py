@@ -55,6 +55,7 @@ PROBES = (
     Entry("conservation", "conservation:ConservationProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
     Entry("settings", "settings:Settings"),
     Entry("scaler", "scaler:Scaler"),
+    Entry("kept gradients", "kept_gradients:KeptGradients"),
     Entry("loss weights", "loss_weights:LossWeightProbe"),
     Entry("following", "following:Following"),
     Entry("forward", "modules:Forward"),

@@ -184,6 +184,7 @@ class Meta:
     passes: list[dict[str, int]] = field(default_factory=list)  #: over training data, in order: see `probes.loader`
     saves: dict[tuple[str, int], Save] = field(default_factory=dict)  #: by function and line, those that failed once
     corrupt: dict[str, Corrupt] = field(default_factory=dict)  #: by path
+    kept: list[tuple[int, str]] = field(default_factory=list)  #: step and parameter of gradients that nobody zeroed
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
     damaged: int = 0  #: lines that could not be understood
 
@@ -255,6 +256,8 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "corrupt":
             corrupt = decode(Corrupt, e)
             meta.corrupt[corrupt.path] = corrupt
+        case "kept":
+            meta.kept.append((decode(int, e["step"]), decode(str, e["parameter"])))
         case "unobserved":
             said = {name: decode(str, e[name]) for name in ("what", "why")}
             meta.unobserved.append({**said, "step": decode(int, e["step"])})

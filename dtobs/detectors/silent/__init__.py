@@ -17,6 +17,7 @@ from dtobs.detectors.silent.fp8_saturation import fp8_saturation
 from dtobs.detectors.silent.fp16_underflow import fp16_underflow
 from dtobs.detectors.silent.gradient_ledger import gradient_ledger
 from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
+from dtobs.detectors.silent.gradients_kept import gradients_kept
 from dtobs.detectors.silent.learning_rate_mismatch import learning_rate_mismatch
 from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
 from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
@@ -44,6 +45,7 @@ DETECTORS: tuple[Detector, ...] = (
     gradient_nonfinite,
     loss_nonfinite,
     loss_weights,
+    gradients_kept,
     optimizer_stale,
     update_mismatch,
     state_changed_at_rest,

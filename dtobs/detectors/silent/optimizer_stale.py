@@ -3,7 +3,8 @@
 What it does: looks at the digests of all parameters after each step of the optimizer. Where not one of them has changed
 over `STEPS` steps, although each had a gradient that is finite and not zero and a learning rate above zero, the
 optimizer holds other tensors than the model, or every update is lost to rounding. A model of which some part trains is
-left alone: what is frozen is frozen.
+left alone: what is frozen is frozen. A rank whose optimizer never steps, while those of ranks that do the same work
+do, is told as well, unless it is sent what the others have made of the model.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
 
@@ -15,16 +16,74 @@ from __future__ import annotations
 
 import numpy as np
 
+from dtobs.detectors.peers import data_groups
+from dtobs.events import Kind, Phase
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
 STEPS = 6
 """Steps of the optimizer without any change."""
+PEERS_STEPS = 8
+"""Steps of all its peers, while a rank does none."""
+_SENT = frozenset({"broadcast", "scatter", "recv", "all_gather_coalesced"})
 
 
 def optimizer_stale(view: RunView) -> list[Finding]:
-    """At most one finding, over all ranks whose parameters rest."""
+    """One finding over all ranks whose parameters rest, and one of each set of ranks whose optimizer never steps."""
+    return [*_at_rest(view), *(f for group in _peers(view) if (f := _never_stepped(view, group)) is not None)]
+
+
+def _peers(view: RunView) -> list[list[int]]:
+    """Ranks whose optimizers step together: those of one pipeline stage of a mesh, otherwise those of the data."""
+    stages: dict[int, list[int]] = {}
+    for rank in view.ranks:
+        layout = view.meta(rank).layout
+        if layout.get("coordinates"):
+            stages.setdefault(int(layout["stage"]), []).append(rank)
+    return [ranks for ranks in stages.values() if len(ranks) > 1] or data_groups(view)
+
+
+def _never_stepped(view: RunView, group: list[int]) -> Finding | None:
+    """Ranks that go through as many collectives as their peers, and never through a step of the optimizer."""
+    pages = {rank: view.page(rank) for rank in group}
+    idle = tuple(rank for rank in group if not int(pages[rank]["steps_done"]))
+    others = [rank for rank in group if rank not in idle]
+    if not idle or not others or min(int(pages[rank]["steps_done"]) for rank in others) < PEERS_STEPS:
+        return None
+    issued = min(int(pages[rank]["collectives"]) for rank in others)
+    if any(2 * int(pages[rank]["collectives"]) < issued or issued < PEERS_STEPS for rank in idle):
+        return None  # it is not there yet, or does something else
+    steps = min(int(pages[rank]["steps_done"]) for rank in others)
+    if any(_backwards(view, rank) < PEERS_STEPS or 2 * _sent(view, rank) > steps for rank in idle):
+        return None
+    return Finding(
+        "optimizer-stale",
+        f"the optimizer of {ranks_text(idle)} never steps, while that of {ranks_text(others)} has done {steps} steps",
+        idle,
+        Confidence.LIKELY,
+        step=1,
+        evidence=tuple(
+            {"what": "steps", "rank": rank, "steps": int(page["steps_done"]), "collectives": int(page["collectives"])}
+            for rank, page in list(pages.items())[:16]
+        ),
+    )
+
+
+def _backwards(view: RunView, rank: int) -> int:
+    """How many backwards the rank has begun, of those that are still recorded."""
+    events = view.events(rank)
+    return int(((events["kind"] == Kind.PHASE_BEGIN) & (events["phase"] == Phase.BACKWARD)).sum())
+
+
+def _sent(view: RunView, rank: int) -> int:
+    """How often others may have sent this rank the model that they trained, as far as it is still recorded."""
+    events, ops = view.events(rank), view.meta(rank).ops
+    numbers = events["op"][(events["kind"] == Kind.COLLECTIVE) | (events["kind"] == Kind.P2P)]
+    return sum(op in ops and ops[op].op in _SENT for op in numbers.tolist())
+
+
+def _at_rest(view: RunView) -> list[Finding]:
     stale = {rank: steps for rank in view.ranks if (steps := _resting(view, rank))}
     if not stale:
         return []

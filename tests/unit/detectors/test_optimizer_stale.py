@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.detectors.silent.optimizer_stale import STEPS, optimizer_stale
+from dtobs.events import Kind, Phase
 from dtobs.findings import Confidence, Finding
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import PARAMETERS
@@ -49,3 +50,30 @@ QUIET = {
 @pytest.mark.parametrize("name", QUIET)
 def test_parameters_that_rest_for_a_reason(tmp_path: Path, name: str):
     assert found(tmp_path, **QUIET[name]) == []
+
+
+def stepping(root: Path, *, backwards: int = 12, sent: int = 0, mesh: bool = False) -> list[Finding]:
+    """Two ranks that work alike, but that the optimizer of rank 1 never steps."""
+    layout = {"coordinates": {"tensor": 0}, "data_ranks": [], "stage": 0} if mesh else {"data_ranks": [0, 1]}
+    run = FakeRun(root, 2, layout=None)
+    for rank in run.ranks:
+        rank.meta("layout", **{"kind": "ddp", "coordinates": {}, "stage": 0} | layout)
+        rank.page(collectives=14)
+    for _ in range(12):
+        run.rank(0).step()
+    for number in range(backwards):
+        run.rank(1).event(Kind.PHASE_BEGIN, phase=Phase.BACKWARD, step=1)
+        run.rank(1).collective("broadcast" if number < sent else "all_reduce")
+    return optimizer_stale(run.view())
+
+
+@pytest.mark.parametrize("mesh", [False, True])
+def test_an_optimizer_that_never_steps(tmp_path: Path, mesh: bool):
+    (one,) = stepping(tmp_path, mesh=mesh)
+    assert (one.code, one.ranks, one.confidence) == ("optimizer-stale", (1,), Confidence.LIKELY)
+    assert one.summary == "the optimizer of rank 1 never steps, while that of rank 0 has done 12 steps"
+
+
+def test_a_rank_that_is_behind_or_is_sent_the_model(tmp_path: Path):
+    assert stepping(tmp_path / "behind", backwards=3) == []
+    assert stepping(tmp_path / "sent", sent=12) == []

@@ -1,0 +1,98 @@
+"""Gradients that nobody zeroes: what one optimizer step has used is still there when the next backward adds to it.
+
+Of each optimizer the beginning of one gradient is remembered when it has stepped. Before the backwards that follow it
+is looked at again: where it is the same before the first one, and was gone before none of them, it was kept. A loop
+that zeroes late, before the last of several backwards (GANs, adversarial inputs), or changes what it keeps, keeps none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from dtobs.probes.base import Probe
+from dtobs.probes.layout import local_tensor
+
+ELEMENTS = 64
+IN_A_ROW = 4
+"""Steps in a row in which it was kept, before it is written down."""
+QUIET = 8
+"""Steps in a row in which it was not, after which an optimizer is left alone."""
+
+
+@dataclass
+class _Watched:
+    """What one optimizer has used in its last step, and what became of it."""
+
+    parameter: weakref.ref[torch.Tensor]
+    used: torch.Tensor
+    kept: bool | None = None  #: since that step: None before any backward, False once it was gone or another
+    backwards: int = 0
+
+
+class KeptGradients(Probe):
+    """Writes a ``kept`` entry when an optimizer's gradients were kept in `IN_A_ROW` steps. Only on the host."""
+
+    name = "kept gradients"
+    about_optimizer = True
+
+    def install(self) -> None:
+        self._watched: dict[int, _Watched] = {}
+        self._streaks: dict[
+            int, int
+        ] = {}  # by id of the optimizer: above 0 how often kept in a row, below how often not
+
+    def backward_begin(self, tensors: object) -> None:
+        """Look whether what the last step used is still there."""
+        for watched in self._watched.values():
+            if watched.kept is False:
+                continue
+            parameter = watched.parameter()
+            now = _beginning(parameter) if parameter is not None else None
+            gone = now is None or not bool(now.any())
+            first = watched.backwards == 0
+            watched.backwards += 1
+            watched.kept = not gone and (not first or torch.equal(now, watched.used))  # type: ignore[arg-type]
+
+    def after_optimizer(self) -> None:
+        """Judge the steps of the optimizer that has stepped, and remember what it used."""
+        optimizer = self.context.stepping
+        if optimizer is None:
+            return
+        key = id(optimizer)
+        streak = self._streaks.get(key, 0)
+        if abs(streak) >= max(IN_A_ROW, QUIET):
+            return
+        before = self._watched.pop(key, None)
+        if before is not None and before.kept is not None:
+            streak = max(streak, 0) + 1 if before.kept else min(streak, 0) - 1
+            self._streaks[key] = streak
+            if streak == IN_A_ROW:
+                self._say(before)
+                self._streaks[key] = max(IN_A_ROW, QUIET)
+                return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                used = _beginning(parameter)
+                if used is not None and bool(used.any()):
+                    self._watched[key] = _Watched(weakref.ref(parameter), used.clone())
+                    return
+
+    def _say(self, kept: _Watched) -> None:
+        parameter, model = kept.parameter(), self.context.model
+        named = model.named_parameters() if model is not None else ()
+        name = next((name for name, each in named if each is parameter), "")
+        self.context.recorder.meta.add("kept", parameter=name, step=self.context.step)
+
+
+def _beginning(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The first elements of its gradient; None where there is none, or none that can be read without waiting."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    local = local_tensor(gradient).detach()
+    if not local.is_cpu or local.layout is not torch.strided or not local.is_contiguous():
+        return None
+    return local.view(-1)[:ELEMENTS]

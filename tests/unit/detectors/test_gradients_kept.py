@@ -1,0 +1,102 @@
+"""accumulation-not-normalized where nobody zeroes gradients; quiet in every loop that does, early or late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dtobs
+from dtobs.detectors.silent.gradients_kept import gradients_kept
+from dtobs.findings import Finding
+from dtobs.recording.view import load_run
+from dtobs.testing.fake_run import FakeRun
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).square().mean().backward()
+
+
+def never(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(model)
+    optimizer.step()
+
+
+def never_while_it_accumulates(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        backward(model)
+    optimizer.step()
+
+
+def before(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    never_while_it_accumulates(model, optimizer)
+
+
+def to_zeros(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    never(model, optimizer)
+
+
+def late(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(model)  # for what it says of the inputs, such as an attack
+    model.zero_grad()
+    never(model, optimizer)
+
+
+def fading(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.9
+    never(model, optimizer)
+
+
+def found(loop: Loop, folder: Path) -> list[Finding]:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dtobs.attach(model, optimizer, run_dir=folder, monitor=False):
+        for _ in range(12):
+            loop(model, optimizer)
+    view = load_run(folder)
+    assert view.page(0)["probe_failures"] == 0
+    return gradients_kept(view)
+
+
+@pytest.mark.parametrize("loop", [never, never_while_it_accumulates])
+def test_gradients_that_nobody_zeroes(loop: Loop, tmp_path: Path):
+    (finding,) = found(loop, tmp_path)
+    assert (finding.code, finding.ranks, finding.step) == ("accumulation-not-normalized", (0,), 5)
+    assert finding.summary == (
+        "rank 0 does not zero the gradients: those of one optimizer step are still there at the next backward,"
+        " several steps in a row up to step 5, seen in weight"
+    )
+
+
+@pytest.mark.parametrize("loop", [before, to_zeros, late, fading])
+def test_gradients_that_are_zeroed_or_changed(loop: Loop, tmp_path: Path):
+    assert found(loop, tmp_path) == []
+
+
+def test_two_optimizers_in_turn(tmp_path: Path):
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    both = nn.Sequential(first, second)
+    turns = [torch.optim.SGD(each.parameters(), 0.01) for each in (first, second)]
+    with dtobs.attach(both, turns, run_dir=tmp_path, monitor=False):
+        for step in range(24):
+            turns[step % 2].zero_grad()  # the other's gradients grow meanwhile, and are zeroed in its turn
+            backward(both)
+            turns[step % 2].step()
+    assert gradients_kept(load_run(tmp_path)) == []
+
+
+def test_one_rank_of_two(tmp_path: Path):
+    run = FakeRun(tmp_path, 2).steps(6)
+    run.rank(1).meta("kept", step=5, parameter="0.weight")
+    (finding,) = gradients_kept(run.view())
+    assert finding.ranks == (1,)
+    assert finding.summary.startswith("rank 1 does not zero the gradients (the others do): ")
