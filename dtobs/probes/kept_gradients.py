@@ -3,6 +3,7 @@
 Of each optimizer the beginning of one gradient is remembered when it has stepped. Before the backwards that follow it
 is looked at again: where it is the same before the first one, and was gone before none of them, it was kept. A loop
 that zeroes late, before the last of several backwards (GANs, adversarial inputs), or changes what it keeps, keeps none.
+Nor does one whose optimizer holds master copies: no backward adds to their gradients, they are written anew.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class _Watched:
     """What one optimizer has used in its last step, and what became of it."""
 
     parameter: weakref.ref[torch.Tensor]
+    name: str
     used: torch.Tensor
+    added: bool = False  #: whether a backward has added to it since that step
     kept: bool | None = None  #: since that step: None before any backward, False once it was gone or another
     backwards: int = 0
 
@@ -40,9 +43,8 @@ class KeptGradients(Probe):
 
     def install(self) -> None:
         self._watched: dict[int, _Watched] = {}
-        self._streaks: dict[
-            int, int
-        ] = {}  # by id of the optimizer: above 0 how often kept in a row, below how often not
+        # By id of the optimizer: above 0 how often they were kept in a row, below 0 how often they were not.
+        self._streaks: dict[int, int] = {}
 
     def backward_begin(self, tensors: object) -> None:
         """Look whether what the last step used is still there."""
@@ -56,6 +58,13 @@ class KeptGradients(Probe):
             watched.backwards += 1
             watched.kept = not gone and (not first or torch.equal(now, watched.used))  # type: ignore[arg-type]
 
+    def backward_end(self) -> None:
+        """See whether the backward has added to what was kept."""
+        for watched in self._watched.values():
+            parameter = watched.parameter()
+            now = _beginning(parameter) if watched.kept and parameter is not None else None
+            watched.added = watched.added or (now is not None and not torch.equal(now, watched.used))
+
     def after_optimizer(self) -> None:
         """Judge the steps of the optimizer that has stepped, and remember what it used."""
         optimizer = self.context.stepping
@@ -67,24 +76,20 @@ class KeptGradients(Probe):
             return
         before = self._watched.pop(key, None)
         if before is not None and before.kept is not None:
-            streak = max(streak, 0) + 1 if before.kept else min(streak, 0) - 1
+            streak = max(streak, 0) + 1 if before.kept and before.added else min(streak, 0) - 1
             self._streaks[key] = streak
             if streak == IN_A_ROW:
-                self._say(before)
+                self.context.recorder.meta.add("kept", parameter=before.name, step=self.context.step)
                 self._streaks[key] = max(IN_A_ROW, QUIET)
                 return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                used = _beginning(parameter)
-                if used is not None and bool(used.any()):
-                    self._watched[key] = _Watched(weakref.ref(parameter), used.clone())
-                    return
-
-    def _say(self, kept: _Watched) -> None:
-        parameter, model = kept.parameter(), self.context.model
-        named = model.named_parameters() if model is not None else ()
-        name = next((name for name, each in named if each is parameter), "")
-        self.context.recorder.meta.add("kept", parameter=name, step=self.context.step)
+        named = (
+            {id(p): name for name, p in model.named_parameters()} if (model := self.context.model) is not None else {}
+        )
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in named):
+            used = _beginning(parameter)
+            if used is not None and bool(used.any()):
+                self._watched[key] = _Watched(weakref.ref(parameter), named[id(parameter)], used.clone())
+                return
 
 
 def _beginning(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -82,6 +82,22 @@ def test_gradients_that_are_zeroed_or_changed(loop: Loop, tmp_path: Path):
     assert found(loop, tmp_path) == []
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_master_copies_whose_gradients_are_written_anew(watched: bool, tmp_path: Path):
+    model = nn.Linear(4, 4)
+    master = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(master.parameters(), 0.01)
+    with dtobs.attach([model, master] if watched else model, optimizer, run_dir=tmp_path, monitor=False):
+        for _ in range(12):
+            model.zero_grad()
+            backward(model)
+            for copy, parameter in zip(master.parameters(), model.parameters(), strict=True):
+                copy.grad = parameter.grad.clone()
+            optimizer.step()
+            model.load_state_dict(master.state_dict())
+    assert gradients_kept(load_run(tmp_path)) == []
+
+
 def test_two_optimizers_in_turn(tmp_path: Path):
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     both = nn.Sequential(first, second)
