@@ -90,6 +90,7 @@ class KeptGradients(Probe):
             if used is not None and bool(used.any()):
                 self._watched[key] = _Watched(weakref.ref(parameter), named[id(parameter)], used.clone())
                 return
+        self._streaks[key] = min(streak, 0) - 1  # nothing to look at, as on a device: it is not sought for ever
 
 
 def _beginning(parameter: torch.Tensor) -> torch.Tensor | None:

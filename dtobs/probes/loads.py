@@ -63,7 +63,7 @@ class Loads(Probe):
                 spent = _LEAST_SECONDS + _SHARE * (time.monotonic() - since)
                 context = self.context
                 why = rotten(path, context.rank / max(1, context.world_size), time.monotonic() + spent)
-        except (OSError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile):
+        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile):
             return  # it is gone, or no file that can be read again
         if why:
             self._say(str(path), why, site, loaded=error is None or error is before)

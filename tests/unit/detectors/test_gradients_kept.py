@@ -12,6 +12,7 @@ from torch import nn
 import dtobs
 from dtobs.detectors.silent.gradients_kept import gradients_kept
 from dtobs.findings import Finding
+from dtobs.probes import kept_gradients
 from dtobs.recording.view import load_run
 from dtobs.testing.fake_run import FakeRun
 
@@ -96,6 +97,17 @@ def test_master_copies_whose_gradients_are_written_anew(watched: bool, tmp_path:
             optimizer.step()
             model.load_state_dict(master.state_dict())
     assert gradients_kept(load_run(tmp_path)) == []
+
+
+def test_gradients_that_cannot_be_read_are_not_sought_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    sought: list[torch.Tensor] = []
+    monkeypatch.setattr(kept_gradients, "_beginning", sought.append)  # None, as of what is on a device
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for _ in range(3 * kept_gradients.QUIET):
+            never(model, optimizer)
+    assert len(sought) == kept_gradients.QUIET * len(list(model.parameters()))
 
 
 def test_two_optimizers_in_turn(tmp_path: Path):
