@@ -157,11 +157,18 @@ class ConservationProbe(Probe):
 
     def _share(self, memory: Ranges) -> bool:
         """A call with `memory` is about to be issued; whether another one under way has some of it."""
+        self._let_go()
         with self._lock:
             looks = [look for look in self.waiting.values() if _overlap(look.memory, memory)]
             for look in looks:
                 look.shared = True
             return bool(looks) or any(_overlap(other, memory) for _, other, _ in self.under_way.values())
+
+    def _let_go(self) -> None:
+        """Keep no Work that is done: it keeps the memory of its tensors."""
+        for key, (work, *_) in list(self.under_way.items()):
+            if _completed(work):
+                self.under_way.pop(key, None)
 
     def _look(
         self, operator: Operator, args: Sequence[Any], group: GroupState, seq: int, op: int
@@ -222,11 +229,13 @@ class ConservationProbe(Probe):
 
     def backward_end(self) -> None:
         """DDP's reducer has waited for what it issued."""
+        self._let_go()
         if self.waiting:
             self._finish(lambda look: look.issuer in _REDUCER)
 
     def step_end(self) -> None:
         """Forget the calls of the step before that nobody has waited for."""
+        self._let_go()
         for key in [key for key, (*_, step) in list(self.under_way.items()) if step < self.context.step]:
             self.under_way.pop(key, None)
         if not self.waiting:
@@ -362,6 +371,13 @@ def _ranges(args: Sequence[Any]) -> Ranges:
             begin = each.data_ptr()
             found.append((begin, begin + reach * each.element_size()))
     return found
+
+
+def _completed(work: Any) -> bool:
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:  # a backend that does not say
+        return False
 
 
 def _overlap(some: Ranges, others: Ranges) -> bool:

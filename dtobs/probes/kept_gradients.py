@@ -82,9 +82,8 @@ class KeptGradients(Probe):
                 self.context.recorder.meta.add("kept", parameter=before.name, step=self.context.step)
                 self._streaks[key] = max(IN_A_ROW, QUIET)
                 return
-        named = (
-            {id(p): name for name, p in model.named_parameters()} if (model := self.context.model) is not None else {}
-        )
+        model = self.context.model
+        named = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in named):
             used = _beginning(parameter)
             if used is not None and bool(used.any()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -82,6 +83,15 @@ def shared_memory(rank: int, world: int, folder: Path) -> None:
             second.wait()
             first.wait()
             assert not probe.under_way and not probe.waiting
+        forgotten = dist.broadcast(whole, src=0, async_op=True)
+        again = dist.broadcast(whole, src=0, async_op=True)
+        assert forgotten is not None and again is not None
+        while not (forgotten.is_completed() and again.is_completed()):
+            time.sleep(0.01)
+        probe.step_end()
+        assert not probe.under_way  # what is done is not kept, though nobody has waited for it
+        forgotten.wait()
+        again.wait()
         neighbours = torch.randn(2, 1000)
         for work in [dist.all_reduce(row, async_op=True) for row in neighbours]:  # next to each other, nothing shared
             assert work is not None

@@ -37,9 +37,8 @@ class _Calls:
     ranks: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
     equation: npt.NDArray[np.int64]  # of each record
-    off: npt.NDArray[np.float64] | None = (
-        None  # of each equation, once judged: its residual over what rounding may leave
-    )
+    # Of each equation, once judged: its residual over what rounding may leave.
+    off: npt.NDArray[np.float64] | None = None
 
     def each(self, number: int) -> slice:
         """The records of one equation."""

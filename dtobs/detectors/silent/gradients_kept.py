@@ -36,9 +36,8 @@ def gradients_kept(view: RunView) -> list[Finding]:
             Confidence.LIKELY,
             step=step,
             evidence=tuple(
-                {"what": "kept gradient", "rank": rank, "step": at, "parameter": which}
+                {"what": "kept gradient", "rank": rank, "step": said[0][0], "parameter": said[0][1]}
                 for rank, said in list(kept.items())[:_MOST]
-                for at, which in said[:1]
             ),
         )
     ]
