@@ -45,7 +45,7 @@ _LOST_TIME: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "memory-imbalance",
-        "A device holds much more memory than those of its peers",
+        "A rank holds much more memory than its peers",
         "Look for what only this rank keeps: evaluation, logging, a second process; read a snapshot of it.",
     ),
     (

@@ -190,6 +190,8 @@ STEP_DTYPE = np.dtype(
         ("rng_device", "<u8"),
         ("params_digest", "<u8"),  # of all parameters after the step; 0 when not sampled in this step
         ("rss_bytes", "<f8"),
+        # resident without mapped files and shared memory; NaN where a device does the work
+        ("private_bytes", "<f8"),
         ("device_bytes", "<f8"),
         ("device_peak_bytes", "<f8"),
         # a pipeline schedule on this rank: begin of its first computation, end of its last, sum of all; 0 without one

@@ -37,14 +37,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtobs.cli import Exit
-from dtobs.drills.faults import Drill, known
+from dtobs.drills.faults import TWIN, Drill, known
 from dtobs.errors import DependencyMissing, UsageError
 
 if TYPE_CHECKING:
     from dtobs.drills.endings import Judged
     from dtobs.drills.perform import Outcome
 
-_TWIN = "none"
 _CORES_A_DRILL = 2
 
 
@@ -191,8 +190,8 @@ def _choose(every: list[Drill], names: list[str], wrapper: str | None, *, quick:
     asked = [d for d in every if (not names or d.name in names) and wrapper in (None, d.wrapper)]
     if quick:
         asked = list({(d.family, d.name): d for d in reversed(asked)}.values())[::-1]
-    jobs = {(drill.family, drill.wrapper) for drill in asked}
-    chosen = [d for d in every if d in asked or (d.name == _TWIN and (d.family, d.wrapper) in jobs)]
+    twins = {(drill.family, drill.wrapper, drill.twin) for drill in asked}
+    chosen = [d for d in every if d in asked or (d.family, d.wrapper, d.name) in twins]
     if not chosen:
         raise UsageError(f"none of these faults applies under the wrapper {wrapper!r}")
     return chosen
@@ -218,7 +217,7 @@ def _perform(chosen: list[Drill], folder: Path, at_once: int, *, quiet: bool) ->
 
 def _tell(outcome: Outcome) -> None:
     drill, verdict = outcome.drill, outcome.diagnosis.verdict if outcome.diagnosis else None
-    name = "(healthy twin)" if drill.name == _TWIN else drill.name
+    name = "(healthy twin)" if drill.name == TWIN else drill.name
     found = "not tried" if outcome.skipped else "no recording" if outcome.broken else outcome.found or "nothing"
     ranks = ",".join(map(str, verdict.ranks[:4])) if verdict else ""
     seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f}"

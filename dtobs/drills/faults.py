@@ -16,9 +16,13 @@ LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp", "tp", "pp", "by-hand")
 Point = Literal[
     "nowhere", "rendezvous", "start", "loader", "forward", "branch", "checkpoint", "validation", "end", "everywhere"
 ]  # fmt: skip
-Need = Literal["", "memory-limit", "packet-filter", "cpu-quota"]
+Need = Literal["", "memory-limit", "packet-filter", "cpu-quota", "spare-memory", "networks", "throttled-network"]
 WORLD, ODD = 2, 1
-"""The ranks of a drill, and the one that a fault is done to."""
+"""The ranks of most drills, and the one that a fault is done to."""
+TWIN = "none"
+"""The name of the healthy job of each family."""
+EXTRA_BYTES = 3 << 29
+"""What the odd rank holds that its peers do not, where it holds more memory."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,8 @@ class Loss:
     odd: float = 1.0
     on_core: bool = False
     needs: Need = ""
+    world: int = WORLD
+    twin: str = TWIN  #: the healthy job that is run beside it
     ranks: tuple[int, ...] = tuple(range(WORLD))  #: those that the finding names
     cause: str = ""  #: that the finding names
 
@@ -192,8 +198,23 @@ _LOSSES = (
         on_core=True,
         steps=80,
         needs="cpu-quota",
+        twin="ample-quota",
         ranks=(ODD,),
         cause="cpu-quota",
+    ),
+    Loss("memory-imbalance", "memory-imbalance", compute=0.1, steps=24, needs="spare-memory", ranks=(ODD,)),
+    # Three groups of two shards each; only the last rank lives beyond the link.
+    Loss("ample-link", None, compute=0.8, steps=24, wrappers=("hsdp",), needs="networks", world=6),
+    Loss(
+        "slow-link",
+        "slow-link",
+        compute=0.8,
+        steps=24,
+        wrappers=("hsdp",),
+        needs="throttled-network",
+        world=6,
+        twin="ample-link",
+        ranks=(4, 5),
     ),
 )
 LOSSES: dict[str, Loss] = {loss.name: loss for loss in _LOSSES}
@@ -213,6 +234,8 @@ class Drill:
     expected: str | None
     ranks: tuple[int, ...] | None = None
     needs: str = ""  #: what the machine must permit, as in `permitted`
+    world: int = WORLD
+    twin: str = TWIN  #: the healthy drill of the same family and layout that belongs to it
 
 
 def known() -> list[Drill]:
@@ -225,7 +248,7 @@ def known() -> list[Drill]:
     ]
     silent = [Drill("silent", t.name, wrapper, t.code) for t in TROUBLES.values() for wrapper in t.wrappers]
     lost = [
-        Drill("time", loss.name, wrapper, loss.code, needs=loss.needs)
+        Drill("time", loss.name, wrapper, loss.code, needs=loss.needs, world=loss.world, twin=loss.twin)
         for loss in LOSSES.values()
         for wrapper in loss.wrappers
     ]

@@ -21,6 +21,7 @@ from dtobs.detectors import run_detectors
 from dtobs.drills import worker
 from dtobs.drills.flipped_job import Ended, Flip
 from dtobs.drills.perform import context, rank_environment
+from dtobs.drills.permitted import Confinement
 from dtobs.errors import DtobsError, TargetError
 from dtobs.findings import CATALOGUE, Finding
 from dtobs.recording.view import load_run
@@ -159,7 +160,7 @@ def _play(layout: str, flips: Sequence[Flip | None], folder: Path, hidden: int) 
     pipes = [context().Pipe() for _ in range(RANKS)]
     ranks = [
         context().Process(
-            target=worker.main, args=("flips", fields, rank_environment(rank, RANKS), folder, pipe[1], None)
+            target=worker.main, args=("flips", fields, rank_environment(rank, RANKS), folder, pipe[1], Confinement())
         )
         for rank, pipe in enumerate(pipes)
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dtobs.drills import worker
+from dtobs.drills.permitted import Confinement
 
 _GRACE_SECONDS = 2.0  # torchrun gives 30 before it kills
 _POLL_SECONDS = 0.02
@@ -70,7 +71,7 @@ def _rank(fields: Mapping[str, Any], environment: Mapping[str, str], folder: Pat
     """The life of one rank, which ends as a script of its own does."""
     code = 0
     try:
-        worker.main("hangs", fields, environment, folder, stay, None)
+        worker.main("hangs", fields, environment, folder, stay, Confinement())
     except BaseException as error:  # noqa: BLE001 - as the interpreter does at the end of a script
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):

@@ -6,6 +6,7 @@ It sleeps for as long as computing and sending would take, so that the load of t
 from __future__ import annotations
 
 import gc
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 import dtobs
-from dtobs.drills.faults import LOSSES, ODD, Loss
+from dtobs.drills.faults import EXTRA_BYTES, LOSSES, ODD, Loss
 
 _WIDTH = 32
+_SHARDED_WIDTH = 400
+"""Of a layer that is sharded: its 640 kB take 0.13 s on a throttled link."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,9 @@ class TimeJob:
 class _Layer(nn.Module):
     """A layer that takes as long as it is told to: asleep, or on a core."""
 
-    def __init__(self, on_core: bool = False) -> None:
+    def __init__(self, on_core: bool = False, width: int = _WIDTH) -> None:
         super().__init__()
-        self.linear = nn.Linear(_WIDTH, _WIDTH)
+        self.linear = nn.Linear(width, width)
         self.on_core = on_core
 
     def forward(self, inputs: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -57,6 +60,8 @@ def train(job: TimeJob) -> None:
     numbers = torch.Generator().manual_seed(100 + dist.get_rank())
     if job.wrapper == "pp":
         _train_pipeline(job, lost, numbers)
+    elif job.wrapper == "hsdp":
+        _train_shards(job, lost, numbers)
     else:
         _train_replicas(job, lost, numbers)
 
@@ -67,6 +72,9 @@ def _train_replicas(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
     if lost.transfer:
         # DDP reads the annotations of a hook, and takes none that are text: a lambda has none.
         model.register_comm_hook(lost.transfer, lambda seconds, bucket: _reduce_slowly(seconds, bucket))
+    extra = bytearray(EXTRA_BYTES) if lost.name == "memory-imbalance" and dist.get_rank() == ODD else bytearray()
+    page = os.sysconf("SC_PAGE_SIZE")
+    extra[::page] = b"x" * len(extra[::page])  # memory that was never written to is none
     heap = [[number] for number in range(400_000)] if lost.name == "garbage" else []
     with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor):
         for step in range(lost.steps):
@@ -79,6 +87,22 @@ def _train_replicas(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
                 if heap:
                     gc.collect()
                 (predicted.square().mean() / lost.micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _train_shards(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = _Layer(width=_SHARDED_WIDTH)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor):
+        for _ in range(lost.steps):
+            inputs = torch.randn(8, _SHARDED_WIDTH, generator=numbers)
+            model(inputs, lost.compute).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 

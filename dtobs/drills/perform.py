@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,8 +16,8 @@ from typing import Any
 from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import worker
-from dtobs.drills.faults import ODD, WORLD, Drill
-from dtobs.drills.permitted import limited_group, refused
+from dtobs.drills.faults import WORLD, Drill
+from dtobs.drills.permitted import Confinement, confined, refused
 from dtobs.errors import DtobsError
 from dtobs.findings import CATALOGUE
 from dtobs.host.process import read_process
@@ -111,11 +110,11 @@ def perform_all(
 
 
 def perform(drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_seconds: float = 180.0) -> Outcome:
-    """Run the drill on two ranks below `folder` (which it creates) and diagnose it; nothing is left running."""
+    """Run the drill on its ranks below `folder` (which it creates) and diagnose it; nothing is left running."""
     folder.mkdir(parents=True)
     run_dir, mark = folder / "run", folder / "struck"
-    with _group(drill) as group:
-        ranks = _start(drill, folder, run_dir, mark, group)
+    with confined(drill.needs, drill.wrapper, drill.world) as confinements:
+        ranks = _start(drill, folder, run_dir, mark, confinements)
         try:
             found_at = _until_found(drill, run_dir, folder, ranks, deadline_seconds)
             diagnosis = diagnose(gather(run_dir, take_capture))
@@ -125,16 +124,6 @@ def perform(drill: Drill, folder: Path, take_capture: TakeCapture, *, deadline_s
     if drill.expected is not None and mark.exists() and found_at is not None:
         seconds = max(0.0, found_at - mark.stat().st_mtime)
     return Outcome(drill, diagnosis, seconds)
-
-
-@contextlib.contextmanager
-def _group(drill: Drill) -> Iterator[Path | None]:
-    """The control group that the odd rank of a drill lives in, for those that need one."""
-    if drill.needs not in ("memory-limit", "cpu-quota"):
-        yield None
-        return
-    with limited_group(drill.needs, drill.wrapper) as group:
-        yield group
 
 
 @dataclass(frozen=True)
@@ -167,18 +156,27 @@ def rank_environment(rank: int, world: int = WORLD) -> dict[str, str]:
     }
 
 
-def _start(drill: Drill, folder: Path, run_dir: Path, mark: Path, group: Path | None) -> list[_Rank]:
+def _start(
+    drill: Drill, folder: Path, run_dir: Path, mark: Path, confinements: Mapping[int, Confinement]
+) -> list[_Rank]:
     fields: dict[str, Any] = {"run_dir": run_dir, "wrapper": drill.wrapper, "monitor": True}
     if drill.family == "hangs":
         fields |= {"fault": drill.name, "mark": mark}
     else:
         fields |= {"loss" if drill.family == "time" else "trouble": drill.name}
     ranks = []
-    for rank in range(WORLD):
+    for rank in range(drill.world):
         ours, theirs = context().Pipe()
         process = context().Process(
             target=worker.main,
-            args=(drill.family, fields, rank_environment(rank), folder, theirs, group if rank == ODD else None),
+            args=(
+                drill.family,
+                fields,
+                rank_environment(rank, drill.world),
+                folder,
+                theirs,
+                confinements.get(rank, Confinement()),
+            ),
         )
         process.start()
         theirs.close()

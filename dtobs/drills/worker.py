@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dtobs.drills import flipped_job, job, lost_time, silent
+from dtobs.drills.permitted import Confinement
 
 
 def main(
@@ -22,23 +23,22 @@ def main(
     environment: Mapping[str, str],
     folder: Path,
     stay: Connection,
-    group: Path | None,
+    confinement: Confinement,
 ) -> None:
     """Train what `fields`, those of the family's job, describe. Raises what the fault raises.
 
     `environment` are the variables of a torchrun worker; ranks meet through a file in `folder`. A rank that is done
     stays until `stay` closes, so that no peer sees a connection close only because it was slower; one that hangs ends
-    then too, where it still can, whatever became of the drill. `group` is the control group to live in, if any.
+    then too, where it still can, whatever became of the drill.
     """
     leaving = threading.Thread(target=_leave_with, args=(stay,), name="drill-end", daemon=True)
     leaving.start()
     os.environ.update(environment)
-    if group is not None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    confinement.enter()
     torch.set_num_threads(1)
 
     def meet() -> None:

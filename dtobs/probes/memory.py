@@ -10,7 +10,11 @@ from dtobs.probes.base import Probe
 
 
 class Memory(Probe):
-    """Resident bytes from /proc/self/statm; allocated and peak bytes from the device's own allocator counters."""
+    """Resident bytes from /proc/self/statm; allocated and peak bytes from the device's own allocator counters.
+
+    Where there is no accelerator, also the resident bytes that are the process's own: without mapped files, which count
+    as resident while data is read from them, and without shared memory.
+    """
 
     name = "memory"
     about_model = False
@@ -20,6 +24,7 @@ class Memory(Probe):
         self.undo.callback(os.close, self._fd)
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._available = torch.cuda.is_available()
+        self._on_host = not torch.accelerator.is_available()
         self._total_known = False
         self.step_end()
         self.context.recorder.page.set(rss_bytes=self.context.record["rss_bytes"].item())
@@ -27,7 +32,10 @@ class Memory(Probe):
     def step_end(self) -> None:
         context = self.context
         record = context.record
-        record["rss_bytes"] = int(os.pread(self._fd, 128, 0).split()[1]) * self._page
+        resident, shared = map(int, os.pread(self._fd, 128, 0).split()[1:3])
+        record["rss_bytes"] = resident * self._page
+        if self._on_host:
+            record["private_bytes"] = (resident - shared) * self._page
         # Asking a device that nobody uses yet would create its context: half a gigabyte.
         if self._available and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             if not self._total_known:

@@ -53,6 +53,7 @@ _NAN_FIELDS = (
     "reduced_square",
     "loss_scale",
     "model_flops",
+    "private_bytes",
     "device_bytes",
     "device_peak_bytes",
     *FORMAT_FIELDS,

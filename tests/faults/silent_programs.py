@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch.distributed as dist
+
 from dtobs.drills import lost_time
-from dtobs.drills.faults import ODD
+from dtobs.drills.permitted import Confinement
 from dtobs.drills.silent import SilentJob, train
 from dtobs.probes import gradients
 
@@ -23,8 +25,10 @@ def run_silent_sampled(rank: int, world_size: int, job: SilentJob) -> None:
     train(job)
 
 
-def run_losing_time(rank: int, world_size: int, job: lost_time.TimeJob, group: Path | None = None) -> None:
-    """Train, and lose time; `group` is the control group that the odd rank lives in."""
-    if group is not None and rank == ODD:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+def run_losing_time(
+    rank: int, world_size: int, job: lost_time.TimeJob, confinements: Mapping[int, Confinement], store: Path
+) -> None:
+    """Train, and lose time, where `confinements` says that the rank lives; ranks meet through the file `store`."""
+    confinements.get(rank, Confinement()).enter()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     lost_time.train(job)

@@ -37,8 +37,17 @@ def test_quick_takes_each_fault_once_and_the_twins_of_its_layouts():
     chosen = _choose(known(), [], None, quick=True)
     faults = [(d.family, d.name) for d in chosen if d.name != "none"]
     assert sorted(faults) == sorted({(d.family, d.name) for d in known() if d.name != "none"})
-    layouts = {(d.family, d.wrapper) for d in chosen}
-    assert {(d.family, d.wrapper) for d in chosen if d.name == "none"} == layouts
+    healthy = {(d.family, d.wrapper, d.name) for d in chosen if d.expected is None}
+    assert {(d.family, d.wrapper, d.twin) for d in chosen if d.expected} <= healthy
+
+
+def test_a_drill_in_a_place_of_its_own_brings_the_twin_that_lives_there():
+    assert [d.name for d in _choose(known(), ["slow-link", "cpu-quota"], None, quick=False)] == [
+        "ample-quota",
+        "cpu-quota",
+        "ample-link",
+        "slow-link",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,29 @@ class TestMemoryImbalance:
     def test_stays_quiet(self, tmp_path: Path, peaks: list[float]):
         assert findings(self.holding(tmp_path, peaks)) == []
 
+    @pytest.mark.parametrize(
+        ("bytes_of", "accused"),
+        [
+            ([2e9, 2.1e9, 4.5e9], (2,)),
+            ([2e9, 2.1e9, 2.9e9], ()),  # less than a GiB more
+            ([50e9, 51e9, 56e9], ()),
+            ([2e9, 2e9, float("nan")], ()),  # that rank has a device
+        ],
+    )
+    def test_ranks_without_a_device_are_judged_by_what_they_hold_of_the_host(self, tmp_path, bytes_of, accused):
+        run = FakeRun(tmp_path, len(bytes_of))
+        for rank, held in zip(run.ranks, bytes_of, strict=True):
+            for _ in range(30):
+                rank.step(private_bytes=held)
+        assert [(f.code, f.ranks) for f in findings(run)] == ([("memory-imbalance", accused)] if accused else [])
+
+    def test_the_host_of_a_device_is_not_judged(self, tmp_path: Path):
+        run = FakeRun(tmp_path, 3)
+        for rank in run.ranks:
+            for _ in range(30):
+                rank.step(device_peak_bytes=40e9, private_bytes=2e9 if rank.number else 9e9)
+        assert findings(run) == []
+
     def test_stages_are_not_compared(self, tmp_path: Path):
         run = self.holding(tmp_path, [60e9, 30e9], layout=None)
         for number, rank in enumerate(run.ranks):
