@@ -91,9 +91,9 @@ ROWS: tuple[Row, ...] = (
         "gradient-scale-mismatch",
         "silent",
         Severity.CRITICAL,
-        "Ranks multiply their gradients by different factors",
-        "Clip by the norm over all shards (clip_grad_norm_ over the wrapped model), unscale on every rank, and reduce "
-        "with one operation everywhere.",
+        "Gradients are multiplied by factors that differ between ranks or are not meant",
+        "Clip by the norm over all shards (clip_grad_norm_ over the wrapped model), unscale on every rank before "
+        "clipping, and reduce with one operation everywhere.",
     ),
     (
         "gradient-nonfinite",

@@ -60,6 +60,8 @@ class Context:
     """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
     on_inputs: list[Callable[[Any], object]] = field(default_factory=list)
     """Given the tensors of each micro-batch that is trained on."""
+    on_clipping: list[Callable[[Any], object]] = field(default_factory=list)
+    """Given the largest norm that torch's ``clip_grad_norm_`` is about to leave gradients."""
     conservation: ConservationProbe | None = None
     """Asked about each collective before it is issued, and told of each wait."""
     loss_scale: float | torch.Tensor | None = None

@@ -3,6 +3,10 @@
 A scaler finds its scale by letting gradients overflow now and then; it then skips the optimizer's step. Such a step is
 a step of the loop all the same, its gradients are those of the scaled loss, and its overflow is no error.
 
+Gradients that are clipped while they are still multiplied by the scale are divided by it afterwards: of a norm of 1
+that was wanted, a scale of 65,536 leaves 1.5e-5. It is written down after `IN_A_ROW` such steps. Who multiplies the
+largest norm by the scale as well does right; so only largest norms that are far below the scale count.
+
 Private torch: ``GradScaler._scale``, a tensor that may live on a device and is read without waiting; tried with 2.13.
 """
 
@@ -15,17 +19,30 @@ from torch.amp.grad_scaler import GradScaler
 
 from dtobs.probes.base import Probe
 
+IN_A_ROW = 4
+"""Steps in which scaled gradients were clipped, before it is written down."""
+FAR_BELOW = 64.0
+"""How many times the scale is above the largest norm of a loop that forgot it."""
+
 
 class Scaler(Probe):
-    """Fills in ``loss_scale``, and ends the steps that a scaler skips."""
+    """Fills in ``loss_scale``, and ends the steps that a scaler skips; writes ``clipped_scaled`` of the process."""
 
     name = "scaler"
     about_model = False
 
     def install(self) -> None:
         self._known = False
+        self._unscaled: set[int] = set()  # scalers that have divided gradients since their last update
+        self._clipped: float | None = None  # the largest norm of gradients that no scaler has divided yet
+        self._wrong = 0
         self.around(GradScaler, "scale", self._enabled, self._note)
         self.around(GradScaler, "step", self._before_step, self._after_step)
+        self.around(GradScaler, "unscale_", self._before_unscaling, lambda _began: None)
+        self.around(GradScaler, "update", self._before_update, lambda _began: None)
+        clipping = self.guard(self._clipping)
+        self.context.on_clipping.append(clipping)
+        self.undo.callback(self.context.on_clipping.remove, clipping)
 
     def remove(self) -> None:
         """The loss is as it is."""
@@ -69,6 +86,7 @@ class Scaler(Probe):
         if self._enabled(scaler) is None:
             return None
         self._note(scaler)  # of scalers whose `scale` is their own
+        self._judge_clipping()
         return optimizer, self.context.progress.steps_seen
 
     def _after_step(self, token: Any) -> None:
@@ -78,3 +96,34 @@ class Scaler(Probe):
         number = next((n for n, known in watched.items() if known is optimizer), None)
         if number is not None and progress.steps_seen == before:
             progress.optimizer_stepped(number, others=len(self.context.optimizers) > 1)  # it was skipped
+
+    def _clipping(self, max_norm: Any) -> None:
+        """Gradients are about to be clipped."""
+        if self.context.loss_scale is None or self._unscaled or not isinstance(max_norm, (int, float)):
+            return
+        self._clipped = float(max_norm)
+
+    def _before_unscaling(self, scaler: Any, *_args: Any, **_named: Any) -> None:
+        if self._enabled(scaler) is not None:
+            self._judge_clipping()
+            self._unscaled.add(id(scaler))
+
+    def _before_update(self, scaler: Any, *_args: Any, **_named: Any) -> None:
+        self._unscaled.discard(id(scaler))
+
+    def _judge_clipping(self) -> None:
+        """Gradients are about to be divided by the scale; were they clipped before?"""
+        norm, self._clipped = self._clipped, None
+        scale, step = self.context.loss_scale, self.context.step
+        if norm is None or scale is None or self._wrong >= IN_A_ROW:
+            return
+
+        def judge(value: float) -> None:
+            self._wrong = self._wrong + 1 if value > FAR_BELOW * norm else 0
+            if self._wrong == IN_A_ROW:
+                self.context.recorder.meta.add("process", clipped_scaled=[step, norm, value])
+
+        if isinstance(scale, float):
+            judge(scale)
+        else:
+            self.late.put(scale.clone(), lambda found: judge(found.item()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dtobs.detectors.base import Detector
 from dtobs.detectors.silent.checkpoint_corrupt import checkpoint_corrupt
 from dtobs.detectors.silent.checkpoint_failed import checkpoint_failed
+from dtobs.detectors.silent.clipped_scaled import clipped_scaled
 from dtobs.detectors.silent.config_mismatch import config_mismatch
 from dtobs.detectors.silent.corrupted_communication import corrupted_communication
 from dtobs.detectors.silent.data_mismatch import data_mismatch
@@ -46,6 +47,7 @@ DETECTORS: tuple[Detector, ...] = (
     loss_nonfinite,
     loss_weights,
     gradients_kept,
+    clipped_scaled,
     optimizer_stale,
     update_mismatch,
     state_changed_at_rest,

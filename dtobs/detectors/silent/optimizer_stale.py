@@ -4,7 +4,9 @@ What it does: looks at the digests of all parameters after each step of the opti
 over `STEPS` steps, although each had a gradient that is finite and not zero and a learning rate above zero, the
 optimizer holds other tensors than the model, or every update is lost to rounding. A model of which some part trains is
 left alone: what is frozen is frozen. A rank whose optimizer never steps, while those of ranks that do the same work
-do, is told as well, unless it is sent what the others have made of the model.
+do, is told as well, unless it is sent what the others have made of the model. So is an optimizer that has never stepped
+although the gradients of `probes.kept_gradients.UNUSED` batches were computed and zeroed again, and one that steps in
+a loop without any backward, where parameters rest.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
 
@@ -24,6 +26,8 @@ from dtobs.words import ranks_text
 
 STEPS = 6
 """Steps of the optimizer without any change."""
+ALONE_STEPS = 16
+"""Steps of the optimizer without any backward."""
 PEERS_STEPS = 8
 """Steps of all its peers, while a rank does none."""
 _SENT = frozenset({"broadcast", "scatter", "recv", "all_gather_coalesced"})
@@ -31,7 +35,69 @@ _SENT = frozenset({"broadcast", "scatter", "recv", "all_gather_coalesced"})
 
 def optimizer_stale(view: RunView) -> list[Finding]:
     """One finding over all ranks whose parameters rest, and one of each set of ranks whose optimizer never steps."""
-    return [*_at_rest(view), *(f for group in _peers(view) if (f := _never_stepped(view, group)) is not None)]
+    never = [f for group in _peers(view) if (f := _never_stepped(view, group)) is not None]
+    named = {rank for finding in never for rank in finding.ranks}
+    return [*_at_rest(view), *never, *_unused(view, named), *_no_backward(view)]
+
+
+def _unused(view: RunView, named: set[int]) -> list[Finding]:
+    """Ranks, other than those `named` already, that throw away all gradients they make."""
+    said = {rank: view.meta(rank).process.get("gradients_unused") for rank in view.ranks if rank not in named}
+    unused = {rank: count for rank, count in said.items() if isinstance(count, int) and count > 0}
+    if not unused:
+        return []
+    return [
+        Finding(
+            "optimizer-stale",
+            f"the optimizer of {ranks_text(unused)} never steps: gradients were computed and zeroed"
+            f" {min(unused.values())} times without a step, and no parameter has changed",
+            tuple(unused),
+            Confidence.LIKELY,
+            step=1,
+            evidence=tuple(
+                {"what": "gradients thrown away", "rank": rank, "times": count}
+                for rank, count in list(unused.items())[:16]
+            ),
+        )
+    ]
+
+
+def _no_backward(view: RunView) -> list[Finding]:
+    """Ranks that go forward and step, with no backward between, and whose parameters rest."""
+    found = {rank: steps for rank in view.ranks if (steps := _steps_alone(view, rank))}
+    if not found:
+        return []
+    return [
+        Finding(
+            "optimizer-stale",
+            f"the optimizer of {ranks_text(found)} steps without any gradient: no backward was seen in"
+            f" {min(found.values())} steps, and no parameter has changed",
+            tuple(found),
+            Confidence.LIKELY,
+            step=1,
+            evidence=tuple(
+                {"what": "steps without a backward", "rank": rank, "steps": steps}
+                for rank, steps in list(found.items())[:16]
+            ),
+        )
+    ]
+
+
+def _steps_alone(view: RunView, rank: int) -> int:
+    """How many steps `rank` has done without a backward while its parameters rested; 0 where it is not so."""
+    if int(view.page(rank)["steps_done"]) < ALONE_STEPS:
+        return 0
+    steps = view.rank_steps(rank)
+    trains = (steps["micro_batches"] > 0) & (steps["learning_rate"] > 0) & (steps["backward_ns"] == 0)
+    if len(steps) < ALONE_STEPS or not trains.all() or np.isfinite(steps["sample_norm"]).any():
+        return 0
+    digests = view.digests(rank)
+    if not len(digests) or "digest" not in (digests.dtype.names or ()) or not digests["digest"].shape[1]:
+        return 0
+    rested = int(digests["step"][-1]) - int(digests["step"][0])
+    if rested < ALONE_STEPS - 1 or (digests["digest"] != digests["digest"][:1]).any():
+        return 0
+    return len(steps) if _backwards(view, rank) == 0 else 0
 
 
 def _peers(view: RunView) -> list[list[int]]:
