@@ -36,6 +36,7 @@ def run_detectors(view: RunView, families: Sequence[str] = FAMILIES) -> list[Fin
             found += detector(view)
         except Exception as error:  # noqa: BLE001 - recordings come from anywhere; said in `damaged`, not hidden
             view.damaged.append(f"{detector.__module__} failed: {type(error).__name__}: {error}")
+    view.shared.clear()  # of thousands of ranks it is much, and views are kept
     return sorted(found, key=_order)
 
 

@@ -99,6 +99,10 @@ class RunView:
     shared_files: tuple[SharedFile, ...] = ()  #: that several ranks of a node wrote over at one time
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
     files: object = None  #: what keeps the files at `root` as long as they are read
+    shared: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What several rules work out of this look, by a name of their own."""
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What rules keep from one look to the next, by a name of their own; empty again when a rank is another."""
     asked: bool = False  #: somebody wants to know now: a standstill is judged before it is long enough for an alarm
 
     @cached_property
@@ -206,6 +210,15 @@ class RunView:
         path = RunDirectory(self.root).ring(law.name, rank, self._attempt(rank))
         return self._ring(path, law.dtype, last)
 
+    def law_since(self, law: Law, rank: int, stamp: int, last: int) -> npt.NDArray[np.void]:
+        """Of the newest `last` records of `law`, those after the one with `stamp` (0: all), oldest first."""
+        path = RunDirectory(self.root).ring(law.name, rank, self._attempt(rank))
+        for few in (_SPARE, last) if stamp else (last,):
+            tail = self._ring(path, law.dtype, min(few, last), stamp)
+            if not len(tail) or int(tail["stamp"][0]) <= stamp + 1:
+                break
+        return tail[tail["stamp"] > stamp]
+
     def rank_steps(self, rank: int) -> npt.NDArray[np.void]:
         """The step history of `rank`, STEP_DTYPE, oldest first."""
         if rank not in self._steps:
@@ -252,7 +265,9 @@ class RunView:
     def without(self, ranks: Iterable[int]) -> RunView:
         """The view as if `ranks` had not recorded; what was read of the others is not read again."""
         gone = set(ranks)
-        seen = replace(self, pages=self.pages[~np.isin(self.pages["rank"], list(gone))], _windows={})
+        seen = replace(
+            self, pages=self.pages[~np.isin(self.pages["rank"], list(gone))], _windows={}, shared={}, memo={}
+        )
         seen.processes = {rank: state for rank, state in self.processes.items() if rank not in gone}
         return seen
 
@@ -383,8 +398,10 @@ def _reuse(view: RunView, previous: RunView | None) -> None:
     if previous is None or previous.root != view.root:
         return
     view._tails, view._waits = previous._tails, previous._waits
-    before = _identities(previous)
-    same = {rank for rank, identity in _identities(view).items() if before.get(rank) == identity}
+    before, now = _identities(previous), _identities(view)
+    same = {rank for rank, identity in now.items() if before.get(rank) == identity}
+    if before == now:
+        view.memo = previous.memo
     for kept, older, newer in (
         (view._kept_steps, previous._kept_steps, previous._steps),
         (view._kept_events, previous._kept_events, previous._events),

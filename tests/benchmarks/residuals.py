@@ -18,9 +18,9 @@ import numpy as np
 from dtobs.detectors.silent.audit import audits
 from dtobs.detectors.silent.corrupted_communication import residuals
 from dtobs.detectors.silent.gradient_ledger import SAME_FACTOR
-from dtobs.detectors.silent.ledger_looks import looks
+from dtobs.detectors.silent.ledger_looks import judged_looks
 from dtobs.detectors.silent.loss_weights import EQUAL
-from dtobs.detectors.silent.mixing import EXACT, judge
+from dtobs.detectors.silent.mixing import EXACT
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.recording.laws import LOSS_WEIGHTS
 from dtobs.recording.view import RunView, load_run
@@ -65,7 +65,7 @@ def equations(view: RunView) -> Iterator[Equation]:
 
 
 def _ledger(view: RunView) -> Iterator[Equation]:
-    judged = [judge(look) for look in looks(view)]
+    judged = judged_looks(view)
     known = [one for one in judged if np.isfinite(one.factors).any()]
     left = [r for one in known for r, f in zip(one.residuals, one.factors, strict=True) if np.isfinite(f)]
     exact = [r for r in left if r <= EXACT]
@@ -73,7 +73,7 @@ def _ledger(view: RunView) -> Iterator[Equation]:
     allowed = EXACT if not left or len(exact) >= 0.5 * len(left) else 0.03
     why = _off(view, "ledger")
     yield Equation("L1", "S(H of r) = λ Σ S(G of q)", len(left), max(left, default=0.0), allowed, why)
-    apart = [float(np.nanmax(one.factors) / np.nanmin(one.factors) - 1) for one in known if len(one.look.ranks) > 1]
+    apart = [float(np.nanmax(one.factors) / np.nanmin(one.factors) - 1) for one in known if len(one.ranks) > 1]
     yield Equation("L1", "λ of r = λ of q", len(apart), max(apart, default=0.0), max(SAME_FACTOR, 10 * allowed), why)
 
 

@@ -215,6 +215,13 @@ def copies(view: RunView, found: list[Audit]) -> Iterator[tuple[str, int, list[W
 
 def audits(view: RunView) -> list[Audit]:
     """What each rank looked at; ranks without an entry, or with a damaged one, are left out."""
+    if UPDATES.name not in view.shared:
+        view.shared[UPDATES.name] = _audits(view)
+    found: list[Audit] = view.shared[UPDATES.name]
+    return found
+
+
+def _audits(view: RunView) -> list[Audit]:
     found = []
     for rank in view.ranks:
         entry: dict[str, Any] = view.meta(rank).laws.get(UPDATES.name, {})

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.silent.ledger_looks import ledger_entry, looks
-from dtobs.detectors.silent.mixing import Explained, Judged, judge
+from dtobs.detectors.silent.ledger_looks import judged_looks, ledger_entry
+from dtobs.detectors.silent.mixing import Explained, Judged
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import Ledger
@@ -52,17 +52,17 @@ class _Matter:
 
 def gradient_ledger(view: RunView) -> list[Finding]:
     """One finding for each kind of mistake and set of ranks."""
-    judged = [judge(look) for look in looks(view)]
+    judged = judged_looks(view)
     if not judged:
         return []
     declared = bool(view.meta(view.ranks[0]).policy.get("average_every"))
     ignored = _left_alone(view)
     matters: dict[tuple[str, Ranks], _Matter] = {}
     for one in judged:
-        if one.look.name not in ignored:
+        if one.name not in ignored:
             _sort(one, matters)
-    fine = {one.look.name for one in judged if not one.mistakes}
-    looked = {one.look.step for one in judged}
+    fine = {one.name for one in judged if not one.mistakes}
+    looked = {one.step for one in judged}
     kept = [m for m in matters.values() if not _now_and_then(m, looked) and not _searches(m)]
     averages = any(_local(matter) for matter in kept) and (declared or _meet_again(view))
     found = [_describe(matter, fine) for matter in kept if not (averages and _local(matter))]
@@ -91,18 +91,17 @@ def _left_alone(view: RunView) -> set[str]:
 
 def _sort(one: Judged, matters: dict[tuple[str, Ranks], _Matter]) -> None:
     """Add the mistakes of one look to the matters they belong to."""
-    look = one.look
     kinds = {m.mistake for m in one.mistakes}
     zeros = [m for m in one.mistakes if m.mistake == "zeros"]
     for kind in kinds:
         mine = [m for m in one.mistakes if m.mistake == kind]
-        if kind == "zeros" and len(zeros) == len(look.ranks):
+        if kind == "zeros" and len(zeros) == len(one.ranks):
             continue  # emptied everywhere: somebody wants this tensor to rest
-        matter = matters.setdefault((kind, look.ranks), _Matter(kind, look.ranks))
-        matter.steps.append(look.step)
-        matter.names[look.name] = None
-        matter.micros = max(matter.micros, look.local.shape[1])
-        matter.flags |= int(np.bitwise_or.reduce(look.flags))
+        matter = matters.setdefault((kind, one.ranks), _Matter(kind, one.ranks))
+        matter.steps.append(one.step)
+        matter.names[one.name] = None
+        matter.micros = max(matter.micros, one.micros)
+        matter.flags |= one.flags
         for mistake in mine:
             matter.by_rank.setdefault(mistake.rank, mistake)
 
@@ -209,10 +208,10 @@ def _factors(judged: list[Judged]) -> list[Finding]:
         known = np.isfinite(one.factors) & (one.factors != 0)
         if known.sum() < 2:
             continue
-        seen[one.look.ranks] += 1
+        seen[one.ranks] += 1
         tolerance = max(SAME_FACTOR, 10 * float(one.residuals[known].max()))
         if np.ptp(one.factors[known]) > tolerance * np.abs(np.median(one.factors[known])):
-            apart[one.look.ranks].append(one)
+            apart[one.ranks].append(one)
     return [_factor_finding(ranks, found, seen[ranks]) for ranks, found in apart.items()]
 
 
@@ -230,15 +229,15 @@ def _factor_finding(ranks: Ranks, found: list[Judged], seen: int) -> Finding:
         text = f"ranks multiply the average gradient by different factors ({shown}), as clipping by a local norm does"
     return Finding(
         "gradient-scale-mismatch",
-        f"{text}, since step {first.look.step} ({len(found)} of {seen} looks)",
+        f"{text}, since step {first.step} ({len(found)} of {seen} looks)",
         odd,
         Confidence.CERTAIN if len(found) >= LASTING else Confidence.LIKELY,
-        step=first.look.step,
+        step=first.step,
         evidence=(
             {
                 "what": "gradient ledger",
-                "step": first.look.step,
-                "parameter": first.look.name,
+                "step": first.step,
+                "parameter": first.name,
                 "factors": {str(r): f for r, f in list(scaled.items())[:64]},
                 "looks": len(found),
             },

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.peers import data_groups
-from dtobs.detectors.silent.ledger_looks import looks
-from dtobs.detectors.silent.mixing import judge
+from dtobs.detectors.silent.ledger_looks import judged_looks
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import LOSS_WEIGHTS
 from dtobs.recording.view import RunView
@@ -138,7 +137,7 @@ def _not_divided(view: RunView, ranks: list[int], steps: dict[int, _Step]) -> Fi
 
 def _factor(view: RunView, ranks: set[int]) -> float | None:
     """What the optimizers of `ranks` get of the average gradient, as the ledger knows it; None where it is not one."""
-    factors = [judge(look).factors for look in looks(view) if ranks.issuperset(look.ranks)]
+    factors = [one.factors for one in judged_looks(view) if ranks.issuperset(one.ranks)]
     known = np.concatenate(factors) if factors else np.zeros(0)
     known = known[np.isfinite(known)]
     return float(np.median(known)) if len(known) else None

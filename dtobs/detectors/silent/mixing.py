@@ -68,7 +68,11 @@ class Explained:
 class Judged:
     """One look: the factor of each rank (NaN where one factor does not explain its gradient) and the mistakes found."""
 
-    look: Look
+    step: int
+    name: str
+    ranks: tuple[int, ...]
+    micros: int
+    flags: int  #: of all ranks
     factors: Floats
     residuals: Floats
     mistakes: tuple[Explained, ...]
@@ -95,7 +99,17 @@ def judge(look: Look) -> Judged:
                 unexplained.append(look.ranks[i])
     wrong = {m.rank for m in mistakes} | set(unexplained)
     bad = ~known | (pieces < LEAST_PIECES) | (residuals > ROUGH) | np.array([rank in wrong for rank in look.ranks])
-    return Judged(look, np.where(bad, np.nan, factors), residuals, tuple(mistakes), tuple(unexplained))
+    return Judged(
+        look.step,
+        look.name,
+        look.ranks,
+        look.local.shape[1],
+        int(np.bitwise_or.reduce(look.flags)),
+        np.where(bad, np.nan, factors),
+        residuals,
+        tuple(mistakes),
+        tuple(unexplained),
+    )
 
 
 def _by_rank(look: Look) -> Floats:

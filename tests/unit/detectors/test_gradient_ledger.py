@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from dtobs.detectors.silent.gradient_ledger import gradient_ledger
+from dtobs.detectors.silent.ledger_looks import judged_looks, looks
 from dtobs.findings import Confidence, Finding
-from dtobs.recording.laws import Ledger
+from dtobs.recording.laws import LEDGER, SKETCHES, Ledger, Side
+from dtobs.recording.view import RunView
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.ledgers import Case, Final, ledger_run, mean
 
 ONE = "blocks.1.up.weight"
@@ -256,3 +259,52 @@ def test_equal_weights_among_the_ranks_of_each_set(tmp_path: Path):
 def test_a_damaged_entry_is_no_crash(tmp_path: Path):
     for number, extra in enumerate(({"of": [9]}, {"rows": 3}, {"sets": [["x"]]}, {"since": "soon"})):
         assert judged(tmp_path / str(number), Case(final=own, extra=extra)) == []
+
+
+def test_a_monitor_that_looks_again_reads_what_is_new(tmp_path: Path):
+    """Looks are judged once, those of which a rank's side is still to come later, and another model from anew."""
+    run = FakeRun(tmp_path, 2)
+    rows = {"rows": ["0.weight", "1.weight"], "sets": [[0, 1]], "of": [0, 0]}
+    rings = [rank.meta("law", name="ledger", since=0, **rows).recorder.law(LEDGER) for rank in run.ranks]
+
+    def write(rank: int, step: int, row: int = 0, lost: bool = False) -> None:
+        shares = np.random.default_rng([step, row]).normal(size=(2, SKETCHES))
+        for side, value in ((Side.LOCAL, shares[rank]), (Side.FINAL, shares[rank] if lost else shares.mean(0))):
+            record = np.zeros((), LEDGER.dtype)
+            record["step"], record["row"], record["side"], record["value"] = step, row, side, value
+            record["scale"] = 3.0
+            rings[rank].append(record)
+
+    def look(before: RunView | None) -> tuple[RunView, list[tuple[int, str]]]:
+        view = run.view()
+        view.now_ns = 1 if before is None else before.now_ns + 1
+        if before is not None:
+            view.memo = before.memo
+        known = judged_looks(view)
+        assert [(j.step, j.name, j.micros) for j in known] == [(j.step, j.name, j.micros) for j in judged_looks(view)]
+        assert {(j.step, j.name) for j in known} >= {(one.step, one.name) for one in looks(view)}
+        return view, [(j.step, j.name) for j in known if not j.mistakes]
+
+    for step in range(3):
+        write(0, step)
+        write(1, step)
+    write(0, 3)
+    view, fine = look(None)
+    assert fine == [(0, "0.weight"), (1, "0.weight"), (2, "0.weight")]
+    write(1, 3)
+    for row in range(2):
+        for rank in range(2):
+            write(rank, 4, row)
+    view, fine = look(view)
+    assert fine[3:] == [(3, "0.weight"), (4, "0.weight"), (4, "1.weight")]
+    for rank in range(2):
+        write(rank, 2, lost=True)  # the step is done again, and wrong
+    view, fine = look(view)
+    assert (2, "0.weight") not in fine
+    assert [f.code for f in gradient_ledger(view)] == ["gradients-not-synchronized"]
+    for rank in run.ranks:
+        rank.meta("law", name="ledger", since=5, **rows)
+    for rank in range(2):
+        write(rank, 5)
+    view, fine = look(view)
+    assert fine == [(5, "0.weight")]
