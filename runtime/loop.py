@@ -1,9 +1,9 @@
 """The training step, from top to bottom.
 
 Numbers reported to listeners, each for one step: loss (this rank's mean, nats a token), tokens (this rank's),
-global_tokens, learning_rate, gradient_norm (global, before clipping), model_flops (this rank's), with fp16 loss_scale
-(of this step), and when they are due global_loss, validation_loss, checkpoint_bytes, checkpoint_seconds, and what
-`format_statistics.py` says of this rank's fp16 and fp8 numbers.
+global_tokens, learning_rate, gradient_norm (global, before clipping), model_flops and hardware_flops (this rank's),
+with fp16 loss_scale (of this step), and when they are due global_loss, validation_loss, checkpoint_bytes,
+checkpoint_seconds, and what `format_statistics.py` says of this rank's fp16 and fp8 numbers.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def report(trainer: Trainer, loss: float | None, norm: float, *, with_global_los
         learning_rate=trainer.learning_rate(trainer.step),
         gradient_norm=norm,
         model_flops=trainer.model_flops,
+        hardware_flops=trainer.hardware_flops,
     )
     if with_global_loss:
         phases.report(global_loss=mean_over_ranks(loss, trainer))

@@ -78,7 +78,10 @@ class Progress(Listener):
             f"{seconds * 1e3:.0f} ms/step",
         ]
         if self._peak_flops:
-            parts.append(f"MFU {values.get('model_flops', 0.0) / seconds / self._peak_flops:.1%}")
+            model, hardware = values.get("model_flops", 0.0), values.get("hardware_flops", 0.0)
+            parts.append(f"MFU {model / seconds / self._peak_flops:.1%}")
+            if hardware > model:
+                parts.append(f"HFU {hardware / seconds / self._peak_flops:.1%}")
         parts += [
             f"gradient norm {values.get('gradient_norm', 0.0):.3f}",
             f"lr {values.get('learning_rate', 0.0):.2e}",

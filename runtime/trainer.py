@@ -19,7 +19,7 @@ from runtime.data.tokens import TokenFiles
 from runtime.format_statistics import FormatStatistics
 from runtime.gradients import NonFiniteGuard
 from runtime.mesh import Layout
-from runtime.model.counts import flops_per_token
+from runtime.model.counts import flops_per_token, recomputed_flops_per_token
 from runtime.parallel import build, context, zero1
 from runtime.parallel.build import ParallelModel
 from runtime.precision import LossScale
@@ -64,6 +64,13 @@ class Trainer:
         """Operations of one step and rank, by the convention of `model/counts.py`."""
         per_token = flops_per_token(self.config.model, self.config.data.sequence)
         return per_token * self.tokens_per_step / self.layout.world
+
+    @property
+    def hardware_flops(self) -> float:
+        """The same with what activation checkpointing computes again."""
+        config = self.config
+        again = recomputed_flops_per_token(config.model, config.data.sequence, config.memory.recompute)
+        return self.model_flops + again * self.tokens_per_step / self.layout.world
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step."""

@@ -201,9 +201,10 @@ def _learning() -> list[Panel]:
             empty="needs two data ranks, reported tokens and some hundred steps",
         ),
         _lines(
-            "Model FLOPs utilisation",
+            "FLOPs utilisation",
             "dtobs_mfu_ratio",
             _one("dtobs_mfu_ratio", "MFU"),
+            _one("dtobs_hfu_ratio", "HFU"),
             empty="no peak is known for this device (--run.peak_flops), or no FLOPs are reported",
         ),
     ]

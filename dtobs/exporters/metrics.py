@@ -200,6 +200,14 @@ TABLE: tuple[Metric, ...] = (
         "model_flops_per_second, run.json",
         s.mfu,
     ),
+    Metric(
+        "hfu_ratio",
+        "gauge",
+        "Hardware FLOPs utilisation: as MFU, with the activations that are computed again",
+        (),
+        "page hardware_flops, step_ns; run.json",
+        s.hfu,
+    ),
     # communication
     _rank("collectives", "counter", "Collectives issued", "collectives"),
     _rank("collective_bytes", "counter", "Bytes given to collectives", "collective_bytes"),

@@ -152,19 +152,38 @@ def noise_scale(look: Look) -> Iterator[Sample]:
 
 
 def model_flops_rate(look: Look) -> Iterator[Sample]:
+    return _flops_rate(look, "model_flops")
+
+
+def _flops_rate(look: Look, field: str) -> Iterator[Sample]:
     with np.errstate(divide="ignore", invalid="ignore"):
-        rates = look.pages["model_flops"] / (look.pages["step_ns"] / 1e9)
+        rates = look.pages[field] / (look.pages["step_ns"] / 1e9)
     for label, rate in zip(look.rank_labels, rates.tolist(), strict=True):
         if math.isfinite(rate):
             yield label, rate
 
 
 def mfu(look: Look) -> Iterator[Sample]:
-    """Model FLOPs utilisation, where the run says what a device could do (``config.run.peak_flops``)."""
+    """Model FLOPs utilisation, where the run says what a device could do (``config.run.peak_flops``).
+
+    Each operation that the model needs counts once, as in the PaLM paper (appendix B); the training says how many.
+    """
+    return _utilisation(look, "model_flops")
+
+
+def hfu(look: Look) -> Iterator[Sample]:
+    """Hardware FLOPs utilisation: as `mfu`, with what activation checkpointing computes a second time.
+
+    Only where the training reports `hardware_flops`: nothing of what it computes again can be seen from outside.
+    """
+    return _utilisation(look, "hardware_flops")
+
+
+def _utilisation(look: Look, field: str) -> Iterator[Sample]:
     config: Any = look.view.info.get("config")
     section: Any = config.get("run") if isinstance(config, dict) else None
     peak = section.get("peak_flops") if isinstance(section, dict) else None
-    rates = [value for _, value in model_flops_rate(look)]
+    rates = [value for _, value in _flops_rate(look, field)]
     if look.leads and isinstance(peak, int | float) and peak > 0 and rates:
         yield (), sum(rates) / len(rates) / peak
 

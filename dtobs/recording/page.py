@@ -86,6 +86,7 @@ PAGE_FLOATS = (
     "reduced_norm",
     "loss_scale",
     "model_flops",  # of this rank in the last step
+    "hardware_flops",  # the same with what is computed again in the backward pass
     "collective_bytes",  # since attach
     "rss_bytes",
     "device_bytes",

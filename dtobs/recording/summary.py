@@ -40,7 +40,7 @@ class Summary:
     ranks: int
     attempts: int
     steps: int
-    tokens: float  #: of all ranks, in the steps on record; 0 when nobody said
+    tokens: float  #: of the whole job, in the steps on record; 0 when nobody said
     elapsed: float
     step_seconds: float  #: the median step
     losses: dict[str, float]
@@ -115,12 +115,23 @@ def summarise(view: RunView) -> Summary | None:
         ranks=view.world_size,
         attempts=view.attempt + 1,
         steps=max(len(w) for w in walls),
-        tokens=tokens * len(view.ranks) / len(found),
+        tokens=tokens * len(view.ranks) / len(found) * _counted_once(view),
         elapsed=float(np.mean([elapsed for elapsed, _ in each])),
         step_seconds=float(np.median(np.concatenate(walls))),
         losses=losses,
         whole=all(int(records["stamp"][0]) == 1 for records in found.values()),
     )
+
+
+def _counted_once(view: RunView) -> float:
+    """Tokens of the job for each token of a rank: less than one where several ranks work on the same ones.
+
+    As the training counts them in its ``global_tokens``; without that, 1, which is right for data parallel.
+    """
+    everybody, own = view.pages["global_tokens"], view.pages["tokens"]
+    known = np.isfinite(everybody) & (everybody > 0)
+    total = float(np.nansum(own))
+    return float(everybody[known][0]) / total if known.any() and total > 0 else 1.0
 
 
 def _losses(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_]) -> dict[str, float]:

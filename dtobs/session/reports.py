@@ -29,6 +29,7 @@ _PAGE = {
     "gradient_norm": "reduced_norm",
     "loss_scale": "loss_scale",
     "model_flops": "model_flops",
+    "hardware_flops": "hardware_flops",
     "checkpoint_bytes": "checkpoint_bytes",
     "checkpoint_seconds": "checkpoint_seconds",
     **{name: name for name in FORMAT_FIELDS},

@@ -79,6 +79,32 @@ def flops_per_token(config: ModelConfig, sequence: int) -> float:
     return 6.0 * multiplied + 12.0 * config.layers * config.heads * width * sequence
 
 
+def recomputed_flops_per_token(config: ModelConfig, sequence: int, recompute: str) -> float:
+    """Operations of one token that activation checkpointing of that kind (`parallel/recompute.py`) does a second time.
+
+    With them, model FLOPs utilisation (MFU) becomes hardware FLOPs utilisation (HFU), as in appendix B of the PaLM
+    paper: what the device computes, and not only what the model needs. "full" repeats the forward pass of every block
+    but its last product: torch stops before that one, whose result nothing needs. "selective" keeps attention and every
+    second product. With experts the order of the products follows the routing: for "selective" half of them count. What
+    fused attention kernels compute again inside their backward pass is not counted.
+    """
+    if recompute == "none":
+        return 0.0
+    width = config.dim // config.heads
+    keys = config.dim * config.kv_heads * width
+    square, one = config.dim * config.dim, config.dim * config.ffn
+    attention = 4.0 * config.heads * width * sequence
+    if config.experts:
+        products = 2 * square + 2 * keys + config.dim * config.experts + 3 * one * config.experts_per_token
+        again = 2.0 * products + attention if recompute == "full" else 1.0 * products
+    elif recompute == "full":
+        again = 2.0 * (2 * square + 2 * keys + 2 * one) + attention
+    else:
+        # Of query, key, value, output, gate, up and down: the second, the fourth and the sixth.
+        again = 2.0 * (keys + square + one)
+    return config.layers * again
+
+
 def peak_flops(device_name: str, compute: str) -> float:
     """Peak FLOP/s of a device by its name as torch reports it; 0 where it is not known (CPUs, FP32)."""
     if compute == "fp32":

@@ -51,6 +51,7 @@ def full_run(root: Path, world: int = 2) -> FakeRun:
             **{f"fp8_saturated_{role}": 0.0 for role in FP8_ROLES},
             **{f"fp8_flushed_{role}": 0.125 for role in FP8_ROLES},
             model_flops=5e10,
+            hardware_flops=6e10,
             collectives=20,
             collective_bytes=8e7,
             device_bytes=1e9,

@@ -91,6 +91,7 @@ def test_values(tmp_path: Path):
     assert found["dtobs_arrival_skew_seconds", (("rank", "0"),)] == 0
     assert found["dtobs_arrival_skew_seconds", (("rank", "1"),)] == pytest.approx(0.001)
     assert found["dtobs_mfu_ratio", ()] == pytest.approx(5e10 / 0.11 / 1e12)
+    assert found["dtobs_hfu_ratio", ()] == pytest.approx(6e10 / 0.11 / 1e12)
     assert found["dtobs_checkpoint_age_seconds", ()] == pytest.approx(30, abs=1e-3)
     assert found["dtobs_step_duration_seconds_count", ()] == 40
     assert found["dtobs_step_duration_seconds_bucket", (("le", "0.1"),)] == 0

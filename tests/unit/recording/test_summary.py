@@ -45,6 +45,17 @@ def test_the_largest_loss_is_named_with_what_to_try(tmp_path: Path, fields: dict
     )
 
 
+def test_tokens_that_two_stages_of_a_pipeline_work_on_count_once(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        for _ in range(100):
+            rank.step(tokens=1024)
+    assert of(run).tokens == 2 * 100 * 1024
+    for rank in run.ranks:
+        rank.page(tokens=100 * 1024, global_tokens=100 * 1024)
+    assert of(run).tokens == 100 * 1024
+
+
 def test_waiting_for_a_slower_rank_is_not_communication(tmp_path: Path):
     run = FakeRun(tmp_path, 2)
     for _ in range(100):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runtime import flags
 from runtime.config import ModelConfig
-from runtime.model.counts import flops_per_token, parameters, peak_flops
+from runtime.model.counts import flops_per_token, parameters, peak_flops, recomputed_flops_per_token
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.initial import materialize
 from runtime.model.transformer import Transformer, next_token_loss
+from runtime.parallel.recompute import apply
 from runtime.presets import PRESETS
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocabulary=300)
@@ -92,6 +95,32 @@ def test_flops_are_those_torch_counts() -> None:
         next_token_loss(model(tokens_BT), tokens_BT).backward()
     norms = 2 * CONFIG.layers * CONFIG.dim + CONFIG.dim  # counted in N, but no matrix product
     assert counter.get_total_flops() == flops_per_token(CONFIG, 16) * 32 - 6 * norms * 32
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, kv_heads=4, ffn=80)], ids=["grouped", "each head its own"])
+def test_recomputed_flops_are_those_torch_counts(kind: str, config: ModelConfig) -> None:
+    tokens_BT = torch.randint(300, (2, 16))
+
+    def counted(recompute: str) -> int:
+        model = make(config)
+        if recompute != "none":
+            for name, block in list(model.layers.items()):
+                model.layers[name] = apply(block, recompute)
+        with FlopCounterMode(display=False) as counter:
+            next_token_loss(model(tokens_BT), tokens_BT).backward()
+        return counter.get_total_flops()
+
+    # The fused attention of the CPU is not in torch's table: neither side of the difference has it.
+    attention = 4.0 * config.layers * config.dim * 16 if kind == "full" else 0.0
+    assert counted(kind) - counted("none") == (recomputed_flops_per_token(config, 16, kind) - attention) * 32
+
+
+def test_recomputed_flops_with_experts() -> None:
+    config = replace(CONFIG, experts=4, experts_per_token=2)
+    whole = flops_per_token(config, 16)
+    again = {kind: recomputed_flops_per_token(config, 16, kind) for kind in ("none", "selective", "full")}
+    assert 0 == again["none"] < again["selective"] < again["full"] < whole / 3
 
 
 def test_initial_values_are_a_function_of_seed_and_name() -> None:
