@@ -21,7 +21,7 @@ from dtobs.words import count, ranks_text
 
 _STEPS_AFTER = 3
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
-_LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died")
+_LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died", "rendezvous-closed")
 _ENGINE_WAITS = 4
 _MAX_RANKS_SHOWN = 4096
 

@@ -24,6 +24,8 @@ _RECEIVED = ("gloo-sizes", "nccl-truncated")
 """Lines of a rank to which a peer sent another size: either of them may be the odd one, and often it is the peer."""
 _SUPPOSED = ("nccl-mismatch", "fingerprint-alone")
 """Lines that name a rank and say that they suppose it: "at and around this rank"."""
+_TOLD_LATE = ("device-lost",)
+"""What a driver says of a device that it has reset: a kernel that never ends brings it to that as well."""
 _ABORTS = ("illegal-address", "device-fault")
 """What a driver ends a process for by SIGABRT, without a word of who it is."""
 _WITHOUT_MULTICAST = (
@@ -90,7 +92,7 @@ def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
         return _host_memory(signs, scene)
     first = min(signs, key=lambda s: s.order)
     ranks = _ranks(signs, scene, code)
-    supposed = all(s.kind in _SUPPOSED for s in signs)
+    supposed = all(s.kind in (*_SUPPOSED, *_TOLD_LATE) for s in signs)
     confidence = Confidence.CERTAIN if ranks and not supposed else Confidence.LIKELY
     step = _WITHOUT_MULTICAST if first.kind == "nvls" else ""
     text = _summary(code, first, signs, ranks)

@@ -293,6 +293,8 @@ def sign_of(raised: Raised, writer: Writer, where: str, order: int, file: int) -
     if found is not None and found[0].role is not Role.INFO and found[0].kind not in _WORDS_OF_ANOTHER:
         kind, role, code = found[0].kind, found[0].role, found[0].code
         fields |= found[1]
+    if raised.type == "TimeoutError" and "shm_broadcast" in raised.site:  # vLLM waits for its workers
+        kind, role, code = "engine-rpc", Role.STUCK, ""
     if raised.launcher:
         role, code = Role.CASCADE, ""
     return Sign(kind, role, code, writer, fields, raised.text[:_MAX_TEXT], where, order, file)

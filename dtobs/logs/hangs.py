@@ -104,7 +104,7 @@ def hangs(groups: Iterable[GroupFrontier], heard: Heard) -> list[Finding]:
         return [_not_joined(stalls[root.calls[0].group], root.rows, heard)]
     if first is not None:
         return [_circle([stalls[call.group] for call in first.calls])]
-    stuck = {rank for stall in stalls for rank in stall.waiting}
+    stuck = {rank for stall in stalls for rank in stall.waits_in}
     collective = [stall for number, stall in enumerate(stalls) if number not in messages]
     whole = [stall for stall in collective if not stall.missing] or collective
     idle = tuple(sorted(heard.ranks - stuck))

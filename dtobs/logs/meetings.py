@@ -187,10 +187,20 @@ def _links(live: Sequence[Sign]) -> list[Finding]:
 def _watchdogs(live: Sequence[Sign]) -> list[Finding]:
     signs = [s for s in live if s.kind == "watchdog-stuck"]
     if not signs:
-        return _unnumbered(live)
+        return _unnumbered(live) or _unanswered(live)
     ranks = {s.rank for s in signs if s.rank is not None}
     who = f" of {ranks_text(ranks)}" if ranks else ""
     text = f"NCCL or CUDA calls hang: the watchdog{who} made no progress, and no line says in which collective"
+    return [_finding("network-stalled", text, (), Confidence.POSSIBLE, signs)]
+
+
+def _unanswered(live: Sequence[Sign]) -> list[Finding]:
+    """vLLM's engine asked its workers for a step and got no answer in time."""
+    signs = [s for s in live if s.kind == "engine-rpc"]
+    if not signs:
+        return []
+    call = next((f" of {s.fields['call']}" for s in signs if "call" in s.fields), "")
+    text = f"the workers of vLLM did not answer a call{call} of their engine in time, and no line says where they stand"
     return [_finding("network-stalled", text, (), Confidence.POSSIBLE, signs)]
 
 

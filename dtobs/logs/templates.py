@@ -90,14 +90,15 @@ TEMPLATES: tuple[Template, ...] = (
     _row("nccl-id", STUCK, "is setting up NCCL communicator and retr", r"\[(?P<rank>\d{1,7})\] is setting up NCCL communicator and retr(?:ie|ei)ving ncclUniqueId from \[(?P<source>\d{1,7})\]"),
     _row("store-waits", STUCK, "wait timeout after", r"wait timeout after (?P<ms>\d{1,12})ms, keys: (?P<keys>\S{1,200})"),
     _row("store-waits", STUCK, ("RuntimeError: Socket Timeout", "Timeout waiting for key: ", "connect() timed out. Original timeout was")),
-    _row("cascade", CASCADE, ("recvValue failed", "sendBytes failed", "recvBytes failed", 'Failed to check the "should dump" flag', "TCPStore server has shut down", "failed to recv, got 0 bytes", "RendezvousClosedError")),
+    _row("cascade", CASCADE, ("recvValue failed", "sendBytes failed", "recvBytes failed", 'Failed to check the "should dump" flag', "TCPStore server has shut down", "failed to recv, got 0 bytes")),
+    _row("rendezvous-closed", CASCADE, "RendezvousClosedError"),
     _row("checkpoint-failed", CASCADE, "CheckpointException ranks:"),
     # --- NCCL's connections, in words that Gloo has as well ---
     _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "NCCL WARN Connect to", "socketStartConnect: Connect to", "socketPollConnect: "), r"(?:NCCL WARN |(?=socket[SP]))(?P<what>[^\r\n]{1,160})"),
     _row("nccl-bootstrap", STUCK, "NCCL WARN NET/OFI ", r"NCCL WARN (?P<what>NET/OFI (?:Couldn't|Unable to|Failed to) (?:open|bind|enable|create|allocate)[^\r\n]{1,140})"),
     _row("nccl-remote", CASCADE, ("NCCL INFO ", "NCCL WARN "), r"NCCL (?:INFO|WARN) .{0,200}(?:Connection (?:closed|reset|refused)|Broken pipe|Socket closed)"),
     # --- HCCL, the library of Ascend devices ---
-    _row("hccl-start", STUCK, "EI0006: ", r"EI0006: (?:\[PID: \d{1,9}\] )?(?:[\d.:\-]{10,40} )?(?P<what>[^\r\n]{1,160})"),
+    _row("hccl-start", STUCK, ("EI0006: ", "EI0009: "), r"EI000[69]: (?:\[PID: \d{1,9}\] )?(?:[\d.:\-]{10,40} )?(?P<what>[^\r\n]{1,160})"),
     _row("hccl-timeout", STUCK, ("EI0002: ", "hccl fftsplus task timeout", "EE1002: ")),
     _row("cascade", CASCADE, ("OPS function error: Hccl", "HCCL error in: ")),
     _row("hccl-timeout", STUCK, "error code is 507", r"error code is 50704[68]"),
@@ -137,19 +138,23 @@ TEMPLATES: tuple[Template, ...] = (
     _row("device-oom", ROOT, ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "OutOfMemoryError: CUDA", "HIP out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "NCCL WARN Cuda failure 'out of memory'", "NCCL WARN Cuda failure 2 'out of memory'"), "", "device-out-of-memory"),
     _row("host-oom", ROOT, ("Out of memory: Killed process", "Memory cgroup out of memory"), r"Killed process (?P<pid>\d{1,9})", "rank-oom-killed"),
     _row("host-oom", ROOT, ("oom_kill event", "oom-kill event", "oom-kill:constraint", "Out Of Memory", "OOM Killed", "OOMKilled", "OUT_OF_MEMORY", "oom-killer"), r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400})|oom|OOM|Out Of Memory|OUT_OF_MEMORY", "rank-oom-killed"),
-    _row("host-oom", ROOT, ("killed due to memory pressure (OOM)", "due to the node running low on memory"), "", "rank-oom-killed"),
+    _row("host-oom", ROOT, ("killed due to memory pressure (OOM)", "due to the node running low on memory", "was low on resource: memory"), "", "rank-oom-killed"),
     _row("host-oom", ROOT, ("DataLoader worker (pid", "worker(s) exited unexpectedly"), r"(?:is killed by signal: Killed|exited unexpectedly)", "rank-oom-killed"),
     _row("shm", ROOT, ("Unexpected bus error encountered in worker", "insufficient shared memory", "workers are out of shared memory"), "", "disk-full"),
     # --- device ---
     _row("nvls", ROOT, "NVLink SHARP (NVLS) Multicast memory", "", "device-fault"),
     _row("xid", ROOT, "Xid (PCI", r"Xid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,4})", "device-fault"),
     _row("ecc", ROOT, ("uncorrectable ECC error", "uncorrectable NVLink error", "fallen off the bus", "CUDA error: hardware stack error", "CUDA-capable device(s) is/are busy or unavailable", "unspecified driver error", "system not yet initialized", "CUDA_ERROR_SYSTEM_NOT_READY", "Unable to determine the device handle for GPU", "cudaErrorECCUncorrectable", "CUDA_ERROR_ECC", "GPU is lost"), "", "device-fault"),
-    _row("illegal-address", ROOT, ("illegal memory access was encountered", "CUDA error: misaligned address", "CUDA error: invalid program counter", "CUDA error: unspecified launch failure", "CUDA error: an illegal instruction", "Memory access fault by GPU", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal memory access encountered"), "", "illegal-address"),
+    _row("device-lost", ROOT, ("UR_RESULT_ERROR_DEVICE_LOST", "ZE_RESULT_ERROR_DEVICE_LOST", "HSA_STATUS_ERROR_EXCEPTION"), "", "device-fault"),
+    _row("device-lost", ROOT, "HW Exception by GPU node", r"reason ?: ?(?:GPU Hang|ECC)", "device-fault"),
+    _row("illegal-address", ROOT, ("illegal memory access was encountered", " error: misaligned address", " error: invalid program counter", " error: unspecified launch failure", " error: an illegal instruction", "Memory access fault by GPU", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal memory access encountered"), "", "illegal-address"),
     # --- disk ---
+    _row("evicted", ROOT, ("was low on resource: ephemeral-storage", "ephemeral local storage usage exceeds the total limit"), "", "disk-full"),
     _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),
-    _row("cuda-failure", ROOT, "unhandled cuda error", "", "uncaught-exception"),
+    _row("cuda-failure", ROOT, "unhandled cuda error", r"(?:^|[ :])(?P<type>[\w.]{1,80}Error): (?P<message>NCCL error[^\r\n]{1,300})|unhandled", "uncaught-exception"),
     # --- services that run models, ray ---
     _row("engine-waits", INFO, "No available shared memory broadcast block found", r"found in (?P<seconds>\d{1,6}) seconds"),
+    _row("engine-rpc", STUCK, "RPC call to ", r"RPC call to (?P<call>\w{1,60}) timed out"),
     _row("engine-died", CASCADE, ("Engine core initialization failed", "WorkerProc initialization failed due to an exception", "EngineDeadError", "EngineCore encountered an issue")),
     _row("ray-died", CASCADE, ("The actor died unexpectedly before finishing this task", "A worker died or was killed while executing a task", "ray.exceptions.WorkerCrashedError", "ray.exceptions.NodeDiedError", "The actor is dead because its worker process has died")),
     # --- endings ---
@@ -167,7 +172,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("spawn-exit", TEARDOWN, "terminated with code", r"(?:\[rank: (?P<rank>\d{1,7})\] )?Child process with PID (?P<pid>\d{1,9}) terminated with code (?P<exit>-?\d{1,6})"),
     _row("spawn-exit", TEARDOWN, "noticed that process rank", r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<host>[\w.\-]{1,80}) exited on signal (?P<number>\d{1,3})"),
     _row("mpi-first", TEARDOWN, "Process name: [[", r"Process name: \[\[\d{1,9},\d{1,9}\],(?P<rank>\d{1,7})\]"),
-    _row("mpi-code", TEARDOWN, "Exit code:", r"^\s{0,8}Exit code:\s{1,8}(?P<exit>\d{1,6})$"),
+    _row("mpi-first", TEARDOWN, "scheduler is dead", r"Rank (?P<rank>\d{1,7}) scheduler is dead"),  # SGLang
+    _row("mpi-code", TEARDOWN, "Exit code:", r"^\s{0,8}Exit code:\s{1,8}(?P<exit>-?\d{1,6})$"),
     _row("spawn-exit", TEARDOWN, "terminated with", r"[Pp]rocess (?P<rank>\d{1,7}) terminated with (?:exit code (?P<exit>-?\d{1,6})|signal (?P<signal>SIG\w{1,12})|the following error)"),
     _row("segfault", TEARDOWN, ("Segmentation fault", "Fatal Python error", "(core dumped)", "Bus error", "*** Process received signal ***", "Illegal instruction"), r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)"),
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
@@ -185,7 +191,8 @@ ANCHORS: tuple[bytes, ...] = (
     b"raining", b"train_runtime", b"successfully", b"Trainer.fit", b"Interrupt", b"Root Cause", b"Failures:", b"illed",
     b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it", b"worker group", b"atchdog", b"Gloo", b"exited",
     b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
-    b"socketPoll", b"server socket", b"EI000", b"EE1002", b"worker died",
+    b"socketPoll", b"server socket", b"EI000", b"EE1002", b"worker died", b"is dead", b"DEVICE_LOST", b"HSA_STATUS", b"on resource: ", b"storage usage",
+    b"RPC call",
 )  # fmt: skip
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
 
