@@ -23,7 +23,10 @@ Ints = npt.NDArray[np.int64]
 MOST_NAMES = 1 << 20
 LATEST_US = 1e17
 """No clock shows more; sums of what is accepted stay numbers."""
-_RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "privateuse1_runtime")
+_RUNTIME = (
+    *("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "xpu_driver"),
+    *("mtia_runtime", "privateuse1_runtime", "privateuse1_driver"),
+)
 _SYNC = ("Synchronize", "StreamWaitValue")
 _ALLOCATION = ("Malloc", "Free", "HostAlloc", "MemCreate", "MemMap", "MemUnmap", "MemRelease", "HostRegister")
 _DATA = ("enumerate(DataLoader)", "DataLoader.", "dataloader")

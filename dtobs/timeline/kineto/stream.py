@@ -24,6 +24,8 @@ CUTS_TRIED = 6
 _BEGIN = re.compile(rb'"traceEvents"\s{0,64}:\s{0,64}\[')
 _BETWEEN = re.compile(rb"\}\s{0,64},\s{0,64}\{")
 _SPACE = b" \t\r\n"
+_MARK = b"\xef\xbb\xbf"
+"""The byte order mark that some programs put before UTF-8."""
 
 Event = dict[str, Any]
 
@@ -89,8 +91,8 @@ class Stream:
         """Read up to the first event and return what was read past it."""
         head = b""
         for block in blocks:
-            head += block
-            bare = head.lstrip(b"\xef\xbb\xbf" + _SPACE)
+            head = (head + block).removeprefix(_MARK)
+            bare = head.lstrip(_SPACE)
             if bare.startswith(b"["):
                 return bare[1:]
             if not bare.startswith(b"{"):
