@@ -24,6 +24,8 @@ _RECEIVED = ("gloo-sizes", "nccl-truncated")
 """Lines of a rank to which a peer sent another size: either of them may be the odd one, and often it is the peer."""
 _SUPPOSED = ("nccl-mismatch", "fingerprint-alone")
 """Lines that name a rank and say that they suppose it: "at and around this rank"."""
+_NAMING = ("nccl-twice", "gradient-nan")
+"""Lines that name the rank they are about, whoever prints them."""
 _TOLD_LATE = ("device-lost",)
 """What a driver says of a device that it has reset: a kernel that never ends brings it to that as well."""
 _ABORTS = ("illegal-address", "device-fault")
@@ -104,8 +106,8 @@ def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
         return _odd_of_fingerprints(signs)
     if code == "nccl-misuse" and (pairs := [s for s in signs if "other" in s.fields and "device" in s.fields]):
         return tuple(sorted({int(s.fields[name]) for s in pairs for name in ("rank", "other")}))
-    if twice := {int(s.fields["rank"]) for s in signs if s.kind == "nccl-twice"}:
-        return tuple(sorted(twice))
+    if told := {int(s.fields["rank"]) for s in signs if s.kind in _NAMING}:
+        return tuple(sorted(told))
     ranks = {sign.rank for sign in signs if sign.rank is not None}
     if ranks:
         return tuple(sorted(ranks))
@@ -170,6 +172,8 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"{receiver} got {got} bytes from a peer where its own call has {wanted}: their calls differ{site}"
     if first.kind == "nccl-mismatch":
         return f"NCCL supposes that calls differ around {who}: {told}"
+    if code == "gradient-nonfinite":
+        return f"{who} computed a gradient that is not finite{site}: {told}"
     if code == "unused-parameters":
         return f"a backward on {who} left out parameters that DDP waits for{site}"
     return f"{who}: {told}{site}"
@@ -197,7 +201,10 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
             groups[sign.fields.get("type", ""), sign.fields.get("site", "")].append(sign)
     if not groups:
         return None
-    chosen = min(groups.values(), key=lambda g: (g[0].fields.get("comm", ""), len({s.rank for s in g}), g[0].order))
+    chosen = min(
+        groups.values(),
+        key=lambda g: (g[0].fields.get("comm", ""), len({s.rank for s in g}), "site" not in g[0].fields, g[0].order),
+    )
     ranks = _ranks(chosen, scene, "uncaught-exception")
     first = chosen[0]
     message = f": {_cut(first.fields['message'])}" if first.fields.get("message") else ""

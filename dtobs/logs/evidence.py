@@ -10,7 +10,7 @@ from dtobs.logs import prefix, progress
 from dtobs.logs.failure_table import Failed, FailureTable
 from dtobs.logs.places import Place
 from dtobs.logs.templates import GROUP, Role, match
-from dtobs.logs.traces import START, Raised, Trace, rank_named
+from dtobs.logs.traces import STARTS, Raised, Trace, rank_named
 
 _KEPT = {"work-timeout": 64, "work-status": 64, "transport": 24, "exception": 12, "world": 3, "completed": 8}
 _KEPT_OTHERWISE = 8
@@ -153,7 +153,7 @@ class Evidence:
         where = f"{self._name}:{number}"
         if self._continues(writer, text, where):
             return
-        if START in text:
+        if "Traceback" in text and any(start in text for start in STARTS):
             announced = self._announced.pop(writer, -_FOLLOWS - 1)
             self._traces.setdefault(writer, Trace(rank_named(text), ignored=number - announced <= _FOLLOWS))
             return

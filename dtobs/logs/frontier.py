@@ -22,6 +22,8 @@ P2P = frozenset({"SEND", "RECV", "RECVANYSOURCE", "COALESCED"})
 SAME_NUMEL = frozenset(
     {"ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "REDUCE", "ALLREDUCE_COALESCED", "COALESCED"}
 )
+_PARTS = {"ALLGATHER": "G", "_ALLGATHER_BASE": "G", "_REDUCE_SCATTER_BASE": "S", "REDUCE_SCATTER": "S"}
+"""Calls whose sizes tell how many ranks there are: G gathers a part of each, S leaves a part to each."""
 _MAX_NUMEL = 1 << 59
 """A call without a size is told with the largest number there is."""
 UNKNOWN_GROUP = ""
@@ -38,6 +40,7 @@ class Standing:
     stuck: int | None = None  #: the oldest call that timed out
     op: str = ""
     numel_in: int | None = None
+    numel_out: int | None = None
     site: str = ""
     where: str = ""
     text: str = ""
@@ -46,6 +49,13 @@ class Standing:
     def of_pairs(self) -> bool:
         """Whether it waits in sends and receives. A coalesced call that tells its size is a collective of tensors."""
         return self.op in P2P and not (self.op == "COALESCED" and self.numel_in is not None)
+
+    @property
+    def size(self) -> int | None:
+        """How many ranks a gather or scatter has by its sizes, where it tells them and they fit."""
+        parts = {"G": (self.numel_in, self.numel_out), "S": (self.numel_out, self.numel_in)}
+        part, whole = parts.get(_PARTS.get(self.op, ""), (None, None))
+        return None if not part or not whole or whole % part else whole // part
 
     def call(self) -> str:
         """``ALLREDUCE of 1024 elements``, with what is known of it."""
@@ -66,6 +76,12 @@ class GroupFrontier:
     def is_default(self) -> bool:
         """Whether every rank of the job is in it."""
         return self.name == _DEFAULT[0] or self.label == _DEFAULT[1]
+
+    @property
+    def size(self) -> int | None:
+        """How many ranks the group has by the sizes of the calls it waits in; None where they say nothing or differ."""
+        sizes = {s.size for s in self.standings.values() if s.stuck is not None}
+        return sizes.pop() if len(sizes) == 1 else None
 
     def members(self, world: int) -> tuple[int, ...]:
         """Ranks that are in the group: all of the world, or those seen and those that its pattern has between them."""
@@ -200,6 +216,8 @@ def _stuck(standing: Standing, sign: Sign, work: Sign | None) -> None:
     standing.op = fields.get("op", "")
     numel = int(fields.get("nin", _MAX_NUMEL))
     standing.numel_in = numel if numel < _MAX_NUMEL else None
+    out = int(fields.get("nout", _MAX_NUMEL))
+    standing.numel_out = out if out < _MAX_NUMEL else None
     standing.where, standing.text = work.where, work.text
 
 

@@ -259,8 +259,11 @@ def _all_in(stall: Stall, heard: Heard) -> Finding:
     """Everybody that is heard of waits in the call: the network, or somebody whose log is not there."""
     standings = [stall.group.standings[rank] for rank in stall.waiting]
     only_one = heard.world < 2 or (len(stall.group.standings) < 2 and not stall.standing.of_pairs)
-    if stall.unheard or only_one:
+    more = max(0, (stall.group.size or 0) - len(stall.group.standings))
+    if stall.unheard or only_one or more:
         others = f"the logs of {ranks_text(stall.unheard)}" if stall.unheard else "the logs of the other ranks"
+        if more and not stall.unheard:
+            others = f"its sizes are those of {stall.group.size} ranks; the logs of the other {more}"
         return Finding(
             "dumps-missing",
             f"{ranks_do(stall.waiting, 'wait')} in {stall.call()}; {others} would say for whom",

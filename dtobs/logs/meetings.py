@@ -74,6 +74,7 @@ def others(live: Sequence[Sign], heard: Heard, ended: Sequence[Ending]) -> list[
     """The first of Gloo, HCCL, the store, NCCL's start and links that has something to say."""
     return (
         _timed_out("Gloo", "gloo-timeout", live, heard)
+        or _timed_out("DeepEP", "deepep-timeout", live, heard)
         or _hccl_start(live)
         or _timed_out("HCCL", "hccl-timeout", live, heard)
         or _store(live, heard)

@@ -80,6 +80,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("fingerprint-alone", ROOT, "is running inconsistent collective: CollectiveFingerPrint(", r"Rank (?P<rank>\d{1,7}) is running inconsistent", "collective-mismatch"),
     _row("nccl-mismatch", ROOT, ("Mismatched collective detected", "caused by a collective mismatch"), r"around rank (?P<rank>\d{1,7})", "collective-mismatch"),
     _row("nccl-mismatch", ROOT, "Mismatched collective detected", "", "collective-mismatch"),
+    _row("nccl-truncated", ROOT, "message truncated : receiving", r"receiving (?P<got>\d{1,18}) bytes instead of (?P<wanted>\d{1,18})", "shape-mismatch"),
     _row("nccl-truncated", ROOT, "Message truncated : received", r"received (?P<got>\d{1,18}) bytes instead of (?P<wanted>\d{1,18})", "shape-mismatch"),
     _row("store-waits", STUCK, "clients joined", r"Timed out after (?P<seconds>\d{1,9}) seconds waiting for (?:clients|workers)\. (?P<joined>\d{1,7})/(?P<size>\d{1,7}) (?:clients|workers) joined"),
     _row("store-waits", STUCK, "workers joined", r"Timed out after (?P<seconds>\d{1,9}) seconds waiting for (?:clients|workers)\. (?P<joined>\d{1,7})/(?P<size>\d{1,7}) (?:clients|workers) joined"),
@@ -94,7 +95,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("rendezvous-closed", CASCADE, "RendezvousClosedError"),
     _row("checkpoint-failed", CASCADE, "CheckpointException ranks:"),
     # --- NCCL's connections, in words that Gloo has as well ---
-    _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "NCCL WARN Connect to", "socketStartConnect: Connect to", "socketPollConnect: "), r"(?:NCCL WARN |(?=socket[SP]))(?P<what>[^\r\n]{1,160})"),
+    _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "NCCL WARN Connect to", "socketStartConnect: Connect to", "socketPollConnect: ", "socketFinalizeAccept: ", "socketTryAccept: "), r"(?:NCCL WARN |(?=socket[SPFT]))(?P<what>[^\r\n]{1,160})"),
     _row("nccl-bootstrap", STUCK, "NCCL WARN NET/OFI ", r"NCCL WARN (?P<what>NET/OFI (?:Couldn't|Unable to|Failed to) (?:open|bind|enable|create|allocate)[^\r\n]{1,140})"),
     _row("nccl-remote", CASCADE, ("NCCL INFO ", "NCCL WARN "), r"NCCL (?:INFO|WARN) .{0,200}(?:Connection (?:closed|reset|refused)|Broken pipe|Socket closed)"),
     # --- HCCL, the library of Ascend devices ---
@@ -103,6 +104,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("cascade", CASCADE, ("OPS function error: Hccl", "HCCL error in: ")),
     _row("hccl-timeout", STUCK, "error code is 507", r"error code is 50704[68]"),
     _row("hccl-timeout", STUCK, "NPU error, error code is 107020"),
+    _row("deepep-timeout", STUCK, ("DeepEP error: timeout", "DeepEP timeout check failed")),
     # --- Gloo ---
     _row("gloo-timeout", STUCK, "Timed out waiting", r"Timed out waiting (?P<ms>\d{1,12})ms for (?P<what>recv|send)"),
     _row("gloo-timeout", STUCK, "Application timeout caused pair closure"),
@@ -148,6 +150,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("device-lost", ROOT, ("UR_RESULT_ERROR_DEVICE_LOST", "ZE_RESULT_ERROR_DEVICE_LOST", "HSA_STATUS_ERROR_EXCEPTION"), "", "device-fault"),
     _row("device-lost", ROOT, "HW Exception by GPU node", r"reason ?: ?(?:GPU Hang|ECC)", "device-fault"),
     _row("illegal-address", ROOT, ("illegal memory access was encountered", " error: misaligned address", " error: invalid program counter", " error: unspecified launch failure", " error: an illegal instruction", "Memory access fault by GPU", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal memory access encountered"), "", "illegal-address"),
+    _row("gradient-nan", ROOT, ("in local grad norm", "Unexpected result nan", "Unexpected result inf"), r"(?:Rank |on rank )(?P<rank>\d{1,7})\b.{0,200}(?:found (?:NaN|Inf) in local grad norm|grad norm)", "gradient-nonfinite"),
+    _row("exception", ROOT, "watchdog thread terminated with exception: CUDA error: ", r"exception: (?P<message>CUDA error: (?!driver shutting down|context is destroyed)[^\r\n]{1,200})", "uncaught-exception"),
     # --- disk ---
     _row("evicted", ROOT, ("was low on resource: ephemeral-storage", "ephemeral local storage usage exceeds the total limit"), "", "disk-full"),
     _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),

@@ -10,6 +10,10 @@ import re
 from dataclasses import dataclass
 
 START = "Traceback (most recent call last):"
+STARTS = (START, "Traceback (most recent call last) ─", "Traceback (most recent call last) --")
+"""The first line of a traceback: as Python prints it, and as `rich` does, which draws a box around it."""
+_BOX = ("│", "╭", "╰", "|", "+-")
+_BOXED = re.compile(r"[│|]\s{1,4}(?P<file>[^\s:│|]{1,400}\.pyx?):(?P<line>\d{1,9})(?: in (?P<name>[^\s│|]{1,120}))?")
 _FRAME = re.compile(
     r"\s{0,12}[|+\- ]{0,6}File \"(?P<file>[^\"]{1,400})\", line (?P<line>\d{1,9})(?:, in (?P<name>\S{1,120}))?"
 )
@@ -53,7 +57,7 @@ class Trace:
         follows, self.strange = not self.strange, False
         if self._lines > _MAX_LINES:
             return False
-        if frame := _FRAME.match(text):
+        if frame := _FRAME.match(text) or _BOXED.match(text):
             place = f"{frame['file']}:{frame['line']}" + (f" in {frame['name']}" if frame["name"] else "")
             self._any = place
             self._communicates = bool(_COMMUNICATION.search(frame["file"]))
@@ -62,7 +66,11 @@ class Trace:
             if "torch/distributed/run.py" in frame["file"] or "accelerate/commands" in frame["file"]:
                 self._launcher = True
             return True
-        if not text.strip() or text[0] in " \t" or text.startswith((START, "  |", "[Previous line repeated", "^")):
+        if (
+            not text.strip()
+            or text[0] in " \t"
+            or text.startswith((*STARTS, "  |", "[Previous line repeated", "^", *_BOX))
+        ):
             return True
         found = _EXCEPTION.match(text.strip()[:2200])
         if found is None or not (_looks_like_type(found["type"]) or (follows and found["message"] and self._any)):

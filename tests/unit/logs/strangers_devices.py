@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.logs.strangers import REST, late, row, status, table, trace
+from tests.unit.logs.strangers import NO_TRACE, REST, late, row, status, table, trace
 
 UNSET = 18446744073709551615  # what torch prints for a call without sizes
 
@@ -283,6 +283,131 @@ row(
     "torch.distributed.elastic.rendezvous.api.RendezvousClosedError",
     None,
 )
+
+
+def boxed(site: str, error: str, lead: str = "") -> str:
+    """A traceback as `rich` draws it."""
+    file, _, line = site.partition(":")
+    return "\n".join(
+        lead + text
+        for text in (
+            "╭─────────────────────── Traceback (most recent call last) ────────────────────────╮",
+            "│ /opt/venv/lib/python3.11/site-packages/accelerate/accelerator.py:2117 in backward │",
+            f"│ /data/ana/{file}:{line} in fit                                                    │",
+            "│                                                                                  │",
+            f"│ ❱ {line}     run()                                                                  │",
+            "╰──────────────────────────────────────────────────────────────────────────────────╯",
+            error,
+        )
+    )
+
+
+row(
+    "a traceback in a box, as rich draws it",
+    boxed("fit.py:31", "ValueError: sample 4711 holds no tokens") + "\n" + table((1, 1, NO_TRACE)),
+    ("uncaught-exception", (1,)),
+)
+row(
+    "boxes of two ranks, one ran out of memory and the other lost it",
+    boxed("fit.py:31", "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1691, remote process exited or "
+          "there was a network error, NCCL version 2.19.3", "[rank0]: ")
+    + "\n"
+    + boxed("fit.py:31", "OutOfMemoryError: CUDA out of memory. Tried to allocate 112.00 MiB. GPU 1 has a total capacity of 15.78 GiB", "[rank1]: "),
+    ("device-out-of-memory", (1,)),
+)  # fmt: skip
+row(
+    "experts' tokens do not come: who waits is not to blame",
+    trace("buffer.py:376", "RuntimeError: DeepEP error: timeout (dispatch CPU)", 428),
+    ("dumps-missing", tuple(range(428))),
+)
+row(
+    "a kernel of DeepEP counts the threads that wait",
+    "\n".join(f"DeepEP timeout check failed: rank = {r}, thread = {t}, value = {1024 * (t == 5)})" for r in (6, 2) for t in range(8))
+    + "\n(Worker_DP7_EP7 pid=4757) RuntimeError: DeepEP error: timeout (dispatch CPU)",
+    ("network-stalled", ()),
+)  # fmt: skip
+row(
+    "Megatron's exception names the rank whose gradient is NaN",
+    trace(
+        "schedules.py:535",
+        "RuntimeError: Rank 2, node dc-xe9680-01, device 2, iteration 205: Unexpected result nan (message='found NaN in local grad "
+        "norm for bucket #0 in backward pass before data-parallel communication collective')",
+    ),
+    ("gradient-nonfinite", (2,)),
+)
+row(
+    "the same in the words of older Megatron",
+    trace(
+        "distributed.py:8",
+        "AssertionError: Rank 11: found NaN in local grad norm in backward pass before data-parallel communication collective. "
+        "Device: 3, node: n4",
+    ),
+    ("gradient-nonfinite", (11,)),
+)
+row(
+    "an assertion within a kernel, as NCCL meets it",
+    "678c7278cb2d:26024:27098 [1] include/alloc.h:125 NCCL WARN Cuda failure 710 'device-side assert triggered'\n"
+    "678c7278cb2d:26024:27098 [1] NCCL INFO include/alloc.h:246 -> 1\n"
+    + trace("fit.py:9", "RuntimeError: CUDA error: device-side assert triggered", 1),
+    ("uncaught-exception", (1,)),
+)
+row(
+    "two communicators connect to one another's sockets",
+    "user:16899:16961 [0] misc/socket.cc:441 NCCL WARN socketFinalizeAccept: wrong type 4 != 3\n"
+    "user:16899:16961 [0] NCCL INFO misc/socket.cc:561 -> 3\nuser:16899:16961 [0] NCCL INFO transport/net_socket.cc:378 -> 3",
+    ("nccl-init-stuck", ()),
+)
+row(
+    "sockets tell of sizes that differ, in the words of older NCCL",
+    "train-5:40:91 [3] transport/net_socket.cc:493 NCCL WARN NET/Socket : message truncated : receiving 1048576 bytes instead of 32768. "
+    "If you believe your socket network is in healthy state, there may be a mismatch in collective sizes or environment settings.",
+    ("shape-mismatch", ()),
+)
+row(
+    "a rank that the communicator does not have",
+    "n2:91:91 [0] init.cc:1725 NCCL WARN Invalid rank requested : 8/8\n"
+    + trace(
+        "m.py:3",
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, invalid argument (run "
+        "with NCCL_DEBUG=WARN for details), NCCL version 2.20.5\nncclInvalidArgument: Invalid value for an argument.\n"
+        "Last error:\nInvalid rank requested : 8/8",
+    ),
+    ("nccl-misuse", ()),
+)
+row(
+    "one peer of a socket is gone, on both sides of it",
+    "worker0:15:91 [3] include/socket.h 398 NCCL WARN Call to write failed : Connection reset by peer.\n"
+    "worker0:15:91 [3] transport.cu:153 NCCL WARN transport.cu:153 ->2 [Proxy thread error]",
+    None,
+)
+row(
+    "torchrun's table, one entry a line, as a service of logs keeps it",
+    "\n".join(
+        f"  | 2024-08-23T22:22:58.879Z | [{r}]: time : 2024-08-23_22:22:58 host : algo-2 rank : {r} (local_rank: {r}) exitcode : -6 "
+        f"(pid: {180 + r}) error_file: <N/A> traceback : Signal 6 (SIGABRT) received by PID {180 + r}"
+        for r in range(2, 8)
+    )
+    + "\n"
+    + "\n".join(f"  | 2024-08-23T22:12:58.879Z | {late(r, 1141, nin=1)}" for r in (1, 2, 3, 4, 5, 6, 7)),
+    ("rank-not-joined", (0,)),
+)
+row(
+    "the first all-gather of an inner group: half of its ranks are pasted",
+    "\n".join(
+        f"[rank{r}]:[E916 08:53:53.79 ProcessGroupNCCL.cpp:633] [Rank {r}] Watchdog caught collective operation timeout: WorkNCCL("
+        "SeqNum=1, OpType=ALLGATHER, NumelIn=1, NumelOut=16, Timeout(ms)=600000) ran for 600023 milliseconds before timing out.\n"
+        + newer(r, 1, 1, -1, "PG ID 1 PG GUID 1")
+        for r in range(8)
+    ),
+    ("dumps-missing", ()),
+)
+row(
+    "a watchdog that finds CUDA broken by what a kernel of its rank did",
+    "[rank3]:[E101 10:00:01.1 ProcessGroupNCCL.cpp:2068] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread "
+    "terminated with exception: CUDA error: device-side assert triggered\n"
+    + "\n".join(late(r, 77) for r in (0, 1, 2)),
+    ("uncaught-exception", (3,)),
+)  # fmt: skip
 # --- nothing is wrong ---
 _STEPS = "\n".join(f"step {n} loss 2.{99 - n}" for n in range(1, 30))
 for name, text in {
