@@ -5,7 +5,9 @@ A family is a package whose ``DETECTORS`` lists its detectors, one file a code.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
 from dtobs.detectors.base import Detector
@@ -13,6 +15,9 @@ from dtobs.findings import Finding
 from dtobs.recording.view import RunView
 
 FAMILIES = ("hangs", "silent", "performance")
+RESTS = 50.0
+"""A detector of `_RESTING` that took a second of processor time is not asked again for that many seconds."""
+_RESTING = ("silent",)
 
 __all__ = ["FAMILIES", "Detector", "detectors", "run_detectors"]
 
@@ -29,15 +34,45 @@ def run_detectors(view: RunView, families: Sequence[str] = FAMILIES) -> list[Fin
     """Everything that is wrong with the run: critical first, then by step and code.
 
     A detector that cannot cope with what it reads does not silence the others: a line in ``view.damaged`` says which.
+    Of a run that is looked at again and again, what is dear at thousands of ranks is asked less often (`RESTS`).
     """
     found: list[Finding] = []
-    for detector in detectors(families):
-        try:
-            found += detector(view)
-        except Exception as error:  # noqa: BLE001 - recordings come from anywhere; said in `damaged`, not hidden
-            view.damaged.append(f"{detector.__module__} failed: {type(error).__name__}: {error}")
+    for family in families:
+        for detector in detectors([family]):
+            name = f"{detector.__module__}.{getattr(detector, '__name__', '')}"
+            known = view.memo.get(name)
+            if family in _RESTING and isinstance(known, _Known) and known.holds(view):
+                found += known.findings
+                continue
+            begin = time.thread_time()
+            try:
+                findings = detector(view)
+            except Exception as error:  # noqa: BLE001 - recordings come from anywhere; said in `damaged`, not hidden
+                view.damaged.append(f"{detector.__module__} failed: {type(error).__name__}: {error}")
+                continue
+            found += findings
+            view.memo[name] = _Known(view.now_ns, time.thread_time() - begin, _states(view), findings)
     view.shared.clear()  # of thousands of ranks it is much, and views are kept
     return sorted(found, key=_order)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a detector found at an earlier look, at what price, and the states of the ranks then."""
+
+    at_ns: int
+    seconds: float
+    states: bytes
+    findings: list[Finding]
+
+    def holds(self, view: RunView) -> bool:
+        """Whether it is too early to ask again; it never is where a rank has ended since, or somebody asks."""
+        young = 0 < view.now_ns - self.at_ns < RESTS * self.seconds * 1e9
+        return young and not view.asked and self.states == _states(view)
+
+
+def _states(view: RunView) -> bytes:
+    return bytes(view.pages["state"].tobytes())
 
 
 def _order(finding: Finding) -> tuple[bool, int, str, tuple[int, ...]]:

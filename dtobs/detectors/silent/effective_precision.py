@@ -11,7 +11,7 @@ What to do next: look at what surrounds the forward on that rank: autocast, a ca
 
 from __future__ import annotations
 
-from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,14 @@ def effective_precision(view: RunView) -> list[Finding]:
     return found
 
 
+class _Shares(NamedTuple):
+    """Of one parameter on one rank: the least and the largest share in all looks at it, and how many those are."""
+
+    least: float
+    largest: float
+    looks: int
+
+
 def _said(view: RunView, rank: int) -> tuple[str, ...]:
     """What the settings of `rank` say of its arithmetic."""
     state: dict[str, str] = {}
@@ -61,26 +69,29 @@ def _said(view: RunView, rank: int) -> tuple[str, ...]:
     return tuple(state.get(name, "") for name in ("autocast", "parameter dtypes", "float32 matmul precision"))
 
 
-def _disputed(shares: dict[int, dict[str, list[float]]]) -> tuple[set[int], set[int], int]:
+def _disputed(shares: dict[int, dict[str, _Shares]]) -> tuple[set[int], set[int], int]:
     """Ranks with a coarse gradient of a parameter of which another has a fine one, those others, and how many looks."""
     coarse: set[int] = set()
     fine: set[int] = set()
     looks = 0
     for name in set.intersection(*(set(each) for each in shares.values())):
-        empty = {rank for rank, each in shares.items() if not any(each[name])}
-        full = {rank for rank, each in shares.items() if min(each[name]) > FINE}
+        empty = {rank for rank, each in shares.items() if not each[name].largest}
+        full = {rank for rank, each in shares.items() if each[name].least > FINE}
         if empty and full:
             coarse, fine = coarse | empty, fine | full
-            looks += min(len(shares[rank][name]) for rank in empty)
+            looks += min(shares[rank][name].looks for rank in empty)
     return coarse, fine, looks
 
 
-def _shares(view: RunView, rank: int) -> dict[str, list[float]]:
+def _shares(view: RunView, rank: int) -> dict[str, _Shares]:
     """By parameter: the shares in all looks at it."""
     names = ledger_entry(view, rank).get("names", [])
     records = view.law(LEDGER, rank, NEWEST)
     records = records[(records["side"] == Side.LOCAL) & np.isfinite(records["fine"]) & (records["row"] < len(names))]
-    found: dict[str, list[float]] = defaultdict(list)
-    for row, share in zip(records["row"].tolist(), records["fine"].tolist(), strict=True):
-        found[names[row]].append(share)
-    return found
+    if not len(records):
+        return {}
+    records = records[np.argsort(records["row"], kind="stable")]
+    rows, first, counts = np.unique(records["row"], return_index=True, return_counts=True)
+    least, largest = (of.reduceat(records["fine"], first).tolist() for of in (np.minimum, np.maximum))
+    table = zip(rows.tolist(), least, largest, counts.tolist(), strict=True)
+    return {names[row]: _Shares(low, high, looks) for row, low, high, looks in table}

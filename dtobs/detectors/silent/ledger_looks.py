@@ -79,7 +79,10 @@ def looks(view: RunView) -> Iterator[Look]:
 
 def ledger_entry(view: RunView, rank: int) -> dict[str, Any]:
     """The ``law`` entry of `rank`, checked: names, since, and those ignored; {} where it has none or a damaged one."""
-    entry = _checked(view.meta(rank).laws.get(LEDGER.name, {}))
+    raw, memo = view.meta(rank).laws.get(LEDGER.name, {}), view.memo.get(LEDGER.name)
+    entry = memo.entries.get(rank) if isinstance(memo, _Memo) else None
+    if entry is None or entry.raw is not raw:
+        entry = _checked(raw)
     return {} if entry is None else {"names": entry.rows, "since": entry.since, "ignored": entry.ignored}
 
 

@@ -9,8 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtobs.detectors import FAMILIES, detectors, run_detectors
-from dtobs.findings import CATALOGUE
+from dtobs.detectors import FAMILIES, RESTS, detectors, run_detectors
+from dtobs.events import RankState
+from dtobs.findings import CATALOGUE, Finding
+from dtobs.recording.view import RunView, load_run
 from tests.unit.detectors.runs import noisy_run
 
 FAULTS = {
@@ -79,6 +81,35 @@ def test_a_detector_that_fails_is_a_line_and_not_a_crash(tmp_path: Path, monkeyp
     monkeypatch.setattr("dtobs.detectors.silent.DETECTORS", (broken, *detectors(("silent",))))
     assert [f.code for f in run_detectors(view, ("silent",))] == ["loss-nonfinite"]
     assert view.damaged == ["dtobs.detectors.silent.broken failed: ZeroDivisionError: no steps"]
+
+
+def test_a_dear_detector_is_asked_less_often(tmp_path: Path, monkeypatch):
+    """It is asked again when `RESTS` times its price has passed, when a rank has ended, and when somebody asks."""
+    asked, clock = [], iter(range(1000))
+
+    def dear(view):
+        asked.append(view.now_ns)
+        return [Finding("loss-nonfinite", f"asked {len(asked)} times", (0,))]
+
+    monkeypatch.setattr("dtobs.detectors.silent.DETECTORS", (dear,))
+    monkeypatch.setattr("dtobs.detectors.time.thread_time", lambda: next(clock))  # a second each
+    run = noisy_run(tmp_path, 2, 20)
+
+    def look(seconds: float, **changed: bool) -> str:
+        nonlocal before
+        view = load_run(run.directory.root, previous=before)
+        view.now_ns, view.asked = round(seconds * 1e9), changed.get("asked", False)
+        (found,) = run_detectors(view, ("silent",))
+        before = view
+        return found.summary
+
+    before: RunView | None = None
+    said = [look(0.0), look(1.0), look(RESTS - 1), look(RESTS + 1), look(RESTS + 2)]
+    assert said == [f"asked {n} times" for n in (1, 1, 1, 2, 2)]
+    assert look(RESTS + 3, asked=True) == "asked 3 times"
+    run.rank(1).page(state=RankState.FAILED)
+    assert look(RESTS + 4) == "asked 4 times"
+    assert run_detectors(load_run(run.directory.root), ("silent",))[0].summary == "asked 5 times"
 
 
 def test_every_detector_names_its_codes_and_says_what_why_and_what_next():
