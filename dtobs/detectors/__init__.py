@@ -15,9 +15,11 @@ from dtobs.findings import Finding
 from dtobs.recording.view import RunView
 
 FAMILIES = ("hangs", "silent", "performance")
-RESTS = 50.0
+RESTS = 100.0
 """A detector of `_RESTING` that took a second of processor time is not asked again for that many seconds."""
 _RESTING = ("silent",)
+KNOWN = "findings"
+"""In the memo of a view: what each detector found at an earlier look."""
 
 __all__ = ["FAMILIES", "Detector", "detectors", "run_detectors"]
 
@@ -37,11 +39,12 @@ def run_detectors(view: RunView, families: Sequence[str] = FAMILIES) -> list[Fin
     Of a run that is looked at again and again, what is dear at thousands of ranks is asked less often (`RESTS`).
     """
     found: list[Finding] = []
+    earlier: dict[str, _Known] = view.memo.setdefault(KNOWN, {})
     for family in families:
         for detector in detectors([family]):
             name = f"{detector.__module__}.{getattr(detector, '__name__', '')}"
-            known = view.memo.get(name)
-            if family in _RESTING and isinstance(known, _Known) and known.holds(view):
+            known = earlier.get(name)
+            if family in _RESTING and known is not None and known.holds(view):
                 found += known.findings
                 continue
             begin = time.thread_time()
@@ -51,7 +54,7 @@ def run_detectors(view: RunView, families: Sequence[str] = FAMILIES) -> list[Fin
                 view.damaged.append(f"{detector.__module__} failed: {type(error).__name__}: {error}")
                 continue
             found += findings
-            view.memo[name] = _Known(view.now_ns, time.thread_time() - begin, _states(view), findings)
+            earlier[name] = _Known(view.now_ns, time.thread_time() - begin, _states(view), findings)
     view.shared.clear()  # of thousands of ranks it is much, and views are kept
     return sorted(found, key=_order)
 

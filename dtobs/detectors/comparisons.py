@@ -3,7 +3,8 @@
 Every comparison between ranks rests on what the job says of its layout. Where the job says nothing, or says that each
 rank is alone, nothing is found, and that must not look like "nothing is wrong". What has nothing to compare by its
 nature, such as the copies of a fully sharded model or the peers of a single process, is left out. What ranks may do
-apart on purpose (copies that are averaged now and then, batch norm of each rank) is told here too, and is no finding.
+apart on purpose (copies that are averaged now and then, batch norm of each rank) is told here too, and is no finding;
+so is a model that trains on in evaluation mode after a validation, which some do on purpose.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
 MOST = 16
+_EVALUATION_STEPS = 16
+_LAYERS = "dropout and batch-norm layers in training mode"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Off:
 
 def comparisons_off(view: RunView) -> list[Off]:
     """Everything that is off, each once."""
-    found = [*_launched_as_many(view), *_unobserved(view), *_audit(view), *_failed(view)]
+    found = [*_launched_as_many(view), *_unobserved(view), *_audit(view), *_failed(view), *_in_evaluation(view)]
     if view.world_size > 1 and len(view.ranks) > 1:
         known = [rank for rank in view.ranks if view.meta(rank).layout]
         if not known:
@@ -79,6 +82,32 @@ def _audit(view: RunView) -> Iterator[Off]:
                 f"of the {count} optimizers only the last one's updates are computed again",
             )
             return
+
+
+def _in_evaluation(view: RunView) -> Iterator[Off]:
+    """Ranks whose model was put into evaluation mode, and that have trained on."""
+    since: dict[int, int] = {}
+    for rank in view.ranks:
+        said = [(step, fields[_LAYERS]) for step, fields in view.meta(rank).settings if _LAYERS in fields]
+        if len(said) < 2 or not _none(said[-1][1]) or _none(said[-2][1]):
+            continue
+        steps = view.recent_steps(rank, _EVALUATION_STEPS)
+        trains = (steps["backward_ns"] > 0) & (steps["validation_ns"] > 0) & (steps["micro_batches"] == 0)
+        # Settings are not looked at in every step: the oldest of these steps may be from before the change was seen.
+        if len(steps) == _EVALUATION_STEPS and trains.all():
+            since[rank] = min(said[-1][0], int(steps["step"][0]))
+    if since:
+        yield Off(
+            "evaluation mode",
+            "training goes on in it",
+            f"the model of {ranks_text(since)} has been trained in evaluation mode since step {min(since.values())} or"
+            " before, and was in training mode at first: dropout rests, and batch norm keeps its statistics; if that is"
+            " not meant, call model.train() after each validation",
+        )
+
+
+def _none(layers: str) -> bool:
+    return layers.startswith("0 of ")
 
 
 def _batch_norm(view: RunView) -> Iterator[Off]:

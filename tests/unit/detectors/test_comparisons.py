@@ -109,3 +109,34 @@ def test_a_world_of_one_that_was_started_as_many(tmp_path: Path):
     run = run_of(tmp_path, [layout(0)], replica="own:1:")
     run.rank(0).meta("process", launched_as="SLURM_STEP_NUM_TASKS=4")
     assert reasons(run) == [("ranks", "a world of one")]
+
+
+LAYERS = "dropout and batch-norm layers in training mode"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "train", "evaluate", "said"),
+    [
+        ("2 of 2", "0 of 2", 8, 16, True),
+        ("0 of 2", "0 of 2", 8, 16, False),  # from the beginning: on purpose
+        ("2 of 2", "1 of 2", 8, 16, False),  # a part is frozen
+        ("2 of 2", "0 of 2", 24, 8, False),  # a validation
+        ("2 of 2", "0 of 2", 24, 0, False),  # layers put into evaluation mode one by one
+    ],
+)
+def test_training_that_goes_on_in_evaluation_mode(
+    tmp_path: Path, before: str, after: str, train: int, evaluate: int, said: bool
+):
+    run = FakeRun(tmp_path, 2)
+    rank = run.rank(1).meta("settings", step=1, fields={LAYERS: before})
+    for number in range(train + evaluate):
+        late = number >= train
+        run.rank(0).step()
+        rank.step(micro_batches=0, validation=0.1, forward=0.0) if late else rank.step(micro_batches=1)
+    rank.meta("settings", step=train + 1, fields={LAYERS: after})
+    texts = [off.text for off in comparisons_off(run.view()) if off.check == "evaluation mode"]
+    assert len(texts) == said
+    if said:
+        assert texts[0].startswith(
+            "the model of rank 1 has been trained in evaluation mode since step 8 or before, and "
+        )
