@@ -245,9 +245,8 @@ class PageReader:
         except DecodeError as error:
             raise RecordingError(f"{self._path}: damaged header ({error})") from error
         if schema > SCHEMA or fields != _fields():
-            raise RecordingError(
-                f"{self._path}: written by another version of dtobs (schema {schema}, ours is {SCHEMA})"
-            )
+            differs = f"schema {schema}, ours is {SCHEMA}" if schema > SCHEMA else "a page has other fields there"
+            raise RecordingError(f"{self._path}: written by another version of dtobs ({differs})")
         if len(_ours) < _MOST_HEADERS:
             _ours.add(head)
 

@@ -71,7 +71,8 @@ def timeline(view: RunView, first: int | None = None, last: int | None = None, n
         chosen = [s for s in known if (first is None or s >= first) and (last is None or s <= last)]
     if not chosen:
         have = f"steps {known[0]} to {known[-1]}" if known else "no finished step"
-        raise TargetError(f"{view.root} has no record of the steps asked for: it has {have}")
+        unread = f" ({view.damaged[0]})" if view.damaged else ""
+        raise TargetError(f"{view.root} has no record of the steps asked for: it has {have}{unread}")
     spans: list[Span] = []
     for row, rank in enumerate(view.ranks):
         records = window.records[row][np.isin(window.steps, chosen) & window.valid[row]]

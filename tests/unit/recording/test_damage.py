@@ -29,6 +29,7 @@ from dtobs.recording.ring import HEADER_BYTES, MAGIC, EventWriter, RingWriter, d
 from dtobs.recording.rundir import read_json
 from dtobs.recording.view import load_run
 from dtobs.testing.fake_run import FakeRun
+from dtobs.timeline.spans import timeline
 
 
 @pytest.fixture(scope="module")
@@ -351,3 +352,23 @@ def test_hostile_journal_line_hides_no_other(tmp_path: Path, line: str) -> None:
     path = tmp_path / "findings.jsonl"
     path.write_bytes(line.encode("latin-1") + b"\n" + json.dumps(entry.to_json()).encode() + b"\n")
     assert read_journal(path) == [entry]
+
+
+def test_a_page_of_another_version_is_refused_by_what_differs(tmp_path: Path):
+    run = FakeRun(tmp_path, 1).steps(3)
+    path = run.directory.pages(0)
+    head = path.read_bytes()[:PAGE_HEADER]
+    length = int.from_bytes(head[8:12], "little")
+    meta = json.loads(head[12 : 12 + length])
+
+    def rewrite(**changed: object) -> list[str]:
+        text = json.dumps(meta | changed).encode()
+        new = (head[:8] + len(text).to_bytes(4, "little") + text).ljust(PAGE_HEADER, b"\0")
+        path.write_bytes(new + path.read_bytes()[PAGE_HEADER:])
+        return load_run(tmp_path).damaged
+
+    said = f"{path}: written by another version of dtobs"
+    assert rewrite(fields=meta["fields"][:-1]) == [f"{said} (a page has other fields there)"]
+    with pytest.raises(TargetError, match=r"it has no finished step .*a page has other fields there"):
+        timeline(load_run(tmp_path))
+    assert rewrite(schema=meta["schema"] + 1) == [f"{said} (schema {meta['schema'] + 1}, ours is {meta['schema']})"]
