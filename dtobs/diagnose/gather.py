@@ -10,7 +10,7 @@ from pathlib import Path
 from dtobs.detectors.hangs.stall import last_movement_ns, silence
 from dtobs.errors import TargetError
 from dtobs.flight_recorder.names import NAMES
-from dtobs.host.process import read_process, resting
+from dtobs.host.process import cores_used, read_process
 from dtobs.recording.capture import Capture, RankCapture, load_capture
 from dtobs.recording.journal import Entry, history, open_entries, read_journal, standing_entries
 from dtobs.recording.rundir import RunDirectory
@@ -107,7 +107,7 @@ def _look_afresh(view: RunView, take_capture: TakeCapture) -> None:
     fresh = take_capture(view, "dtobs diagnose")
     time.sleep(max(0.0, _REST_SECONDS - (time.monotonic() - began)))
     later = {rank: read_process(p.pid) for rank, p in view.processes.items() if p.alive}
-    view.resting = resting(view.processes, later, time.monotonic() - began)
+    view.cores = cores_used(view.processes, later, time.monotonic() - began)
     known = view.capture
     if known is not None and known.taken_ns >= quiet.since_ns:
         fresh = replace(fresh, ranks=_merge(known.ranks, fresh.ranks))

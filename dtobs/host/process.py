@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_RESTING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,15 @@ def read_process(pid: int, start_ticks: int = 0, proc: Path = Path("/proc")) -> 
     )
 
 
-def resting(before: Mapping[int, ProcessState], after: Mapping[int, ProcessState], seconds: float) -> frozenset[int]:
-    """Of processes by rank, looked at twice: those that lived on and used next to no time of a core in between."""
-    return frozenset(
-        rank
+def cores_used(
+    before: Mapping[int, ProcessState], after: Mapping[int, ProcessState], seconds: float
+) -> dict[int, float]:
+    """Of processes by rank, looked at twice: how many cores those that lived on used in between, on average."""
+    return {
+        rank: (now.cpu_seconds - then.cpu_seconds) / seconds
         for rank, then in before.items()
-        if (now := after.get(rank)) is not None
-        and (then.alive, now.alive, now.pid) == (True, True, then.pid)
-        and now.cpu_seconds - then.cpu_seconds <= _RESTING_SHARE * seconds
-    )
+        if (now := after.get(rank)) is not None and (then.alive, now.alive, now.pid) == (True, True, then.pid)
+    }
 
 
 def start_ticks(pid: int, proc: Path = Path("/proc")) -> int:

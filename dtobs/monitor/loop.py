@@ -16,7 +16,7 @@ from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.exporters.look import Look
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding, Trait
-from dtobs.host.process import ProcessState, boot_id, resting
+from dtobs.host.process import ProcessState, boot_id, cores_used
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.console import Console
 from dtobs.monitor.exits import ProcessWatch
@@ -97,7 +97,7 @@ class Monitor:
         self._last_view: RunView | None = None
         self._states: dict[int, ProcessState] = {}
         self._watched_s = 0.0
-        self._rest: frozenset[int] = frozenset()
+        self._cores: dict[int, float] = {}
         self._starter = os.getppid()
         self._began = time.monotonic()
 
@@ -272,21 +272,21 @@ class Monitor:
                 with_capture=False,
             )
             view.capture = self.watchdog.capture
-            view.resting = self._resting(view.processes)
+            view.cores = self._cores_used(view.processes)
             if self.cluster is not None:
                 view.contacts = self.cluster.contacts()
             self._excuse(view)
             self._last_view = view
             return view
 
-    def _resting(self, states: dict[int, ProcessState]) -> frozenset[int]:
-        """The ranks that have used no core since a while ago."""
+    def _cores_used(self, states: dict[int, ProcessState]) -> dict[int, float]:
+        """How many cores each rank has used since a while ago."""
         now = time.monotonic()
         seconds = now - self._watched_s
         if seconds >= self.timing.quiet:
-            self._rest = resting(self._states, states, seconds)
+            self._cores = cores_used(self._states, states, seconds)
             self._states, self._watched_s = states, now
-        return self._rest
+        return self._cores
 
     def _processes(self) -> dict[int, ProcessState]:
         others = self.cluster.processes() if self.cluster is not None else {}

@@ -81,7 +81,7 @@ class RunView:
     pages: npt.NDArray[np.void]
     now_ns: int
     processes: dict[int, ProcessState] = field(default_factory=dict)
-    resting: frozenset[int] = frozenset()  #: ranks whose process was seen to use no core of late
+    cores: dict[int, float] = field(default_factory=dict)  #: how many cores each rank was seen to use of late
     capture: Capture | None = None
     _clock: dict[int, int] = field(default_factory=dict, repr=False)  # by rank: added to the times of its host
     _windows: dict[int, StepWindow] = field(default_factory=dict, repr=False)

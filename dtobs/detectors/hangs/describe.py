@@ -6,7 +6,7 @@ from typing import Any
 
 from dtobs.detectors.hangs.situation import Absence, Situation
 from dtobs.host.stacks import Frame, ThreadStack
-from dtobs.words import duration_text, ranks_do
+from dtobs.words import duration_text, ranks_do, ranks_text
 
 _MAX_RANKS_SHOWN = 8
 _MAX_FRAMES = 12
@@ -61,6 +61,24 @@ def circle_evidence(situation: Situation, ranks: list[int]) -> tuple[Evidence, .
         for rank in ranks
     ]
     return (*waiting, *(record for rank in ranks[:4] for record in stack_evidence(situation, rank)))
+
+
+def working_evidence(situation: Situation, rank: int) -> tuple[Evidence, ...]:
+    """The time of a core that `rank` was seen to use, where it is at work."""
+    if not situation.works(rank):
+        return ()
+    return ({"what": "processor time", "rank": rank, "cores": round(situation.view.cores[rank], 2)},)
+
+
+def still_working(situation: Situation, ranks: tuple[int, ...]) -> str:
+    """The end of a sentence about `ranks`: that they are at work, so that they may come yet; or ""."""
+    works = [rank for rank in ranks if situation.works(rank)]
+    if not works:
+        return ""
+    who = ranks_text(works) if len(works) < len(ranks) else "it" if len(ranks) == 1 else "they"
+    return (
+        f"; {who} {'uses' if len(works) == 1 else 'use'} a processor core, so this may be long work or an endless loop"
+    )
 
 
 def group_name(situation: Situation, group: int) -> str:

@@ -14,9 +14,11 @@ from dtobs.detectors.hangs.absent import together
 from dtobs.detectors.hangs.describe import (
     group_name,
     stack_evidence,
+    still_working,
     waiters,
     waiting_evidence,
     where,
+    working_evidence,
 )
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
@@ -31,16 +33,22 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
         verb = "is" if len(ranks) == 1 else "are, the first of them,"
         seen = situation.main_stack(ranks[0]) is not None
         awaited = bool(absence.waiting) and situation.blocked[absence.waiting[0]].peer < 0
+        sure = bool(absence.group) and (seen or awaited) and not any(map(situation.works, ranks))
         found.append(
             Finding(
                 "rank-not-joined",
                 f"{ranks_text(ranks)} never joined: {waiters(situation, absence)}, "
-                f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}",
+                f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}"
+                f"{still_working(situation, ranks)}",
                 ranks,
-                Confidence.CERTAIN if absence.group and (seen or awaited) else Confidence.LIKELY,
+                Confidence.CERTAIN if sure else Confidence.LIKELY,
                 step=int(situation.view.page(ranks[0])["step"]),
                 group=group_name(situation, absence.group) if absence.group else None,
-                evidence=(*waiting_evidence(situation, absence), *stack_evidence(situation, ranks[0])),
+                evidence=(
+                    *waiting_evidence(situation, absence),
+                    *working_evidence(situation, ranks[0]),
+                    *stack_evidence(situation, ranks[0]),
+                ),
                 since_ns=absence.since_ns,
             )
         )

@@ -12,7 +12,7 @@ from dtobs.detectors.hangs.calls import Blocked, Calls
 from dtobs.detectors.hangs.endings import End, Ending, all_told, causes, endings
 from dtobs.detectors.hangs.messages import settle
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
-from dtobs.detectors.hangs.stall import Stall, stall
+from dtobs.detectors.hangs.stall import WORKING_CORES, Stall, stall
 from dtobs.events import Phase
 from dtobs.findings import CATALOGUE, Finding, Trait
 from dtobs.host.stacks import ThreadStack
@@ -136,6 +136,10 @@ class Situation:
     def main_stack(self, rank: int) -> ThreadStack | None:
         """The stack of the rank's main thread at the capture; None where there is none or the rank moved on."""
         return self.view.rank(rank).stack
+
+    def works(self, rank: int) -> bool:
+        """Whether its process was seen at work of late: who works may come yet."""
+        return self.view.cores.get(rank, 0.0) >= WORKING_CORES
 
     def waited_seconds(self, rank: int) -> float:
         """How long `rank` has been blocked, or had been when it ended; 0 when unknown."""

@@ -68,6 +68,9 @@ _COMPILER = (
     "triton/compiler/",
 )
 """Files that are on a stack while something is compiled, and not while it runs."""
+RESTING_CORES = 0.05
+WORKING_CORES = 0.3
+"""Up to the one a process does nothing, from the other on it is at work; one that polls lies between them."""
 EARLY_SHARE = 1 / 8
 EARLY_SECONDS = 4.0
 EARLY_LONG = 1.5
@@ -176,7 +179,10 @@ def _may_be_stuck(view: RunView, pages: npt.NDArray[np.void]) -> bool:
     if (pages["phase"] == Phase.COMPILE).any():
         return False
     long = np.isin(pages["phase"], (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION)) | (pages["steps_done"] == 0)
-    return set(pages["rank"][long & (pages["wait_since_ns"] == 0)].tolist()) <= view.resting
+    return all(
+        view.cores.get(rank, 1.0) <= RESTING_CORES
+        for rank in pages["rank"][long & (pages["wait_since_ns"] == 0)].tolist()
+    )
 
 
 def _one_suspended(view: RunView, pages: npt.NDArray[np.void]) -> bool:

@@ -10,7 +10,14 @@ What to do next: check the storage and the loader's workers on this rank's host,
 from __future__ import annotations
 
 from dtobs.detectors.hangs.absent import together
-from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
+from dtobs.detectors.hangs.describe import (
+    line_of,
+    stack_evidence,
+    still_working,
+    waiters,
+    waiting_evidence,
+    working_evidence,
+)
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.events import Phase
 from dtobs.findings import Confidence, Finding
@@ -53,15 +60,17 @@ def _finding(situation: Situation, mine: list[int], code: str, phase: Phase, doi
     line = line_of(situation, ranks[0])
     peers = f", while {waiters(situation, absence)}" if absence.waiting else ""
     does = f"{verb(len(ranks), 'have')} {doing.format(taken=taken)}"
+    sure = situation.main_stack(ranks[0]) is not None and not any(map(situation.works, ranks))
     return Finding(
         code,
-        f"{ranks_text(ranks)} {does}{f' {line}' if line else ''}{peers}",
+        f"{ranks_text(ranks)} {does}{f' {line}' if line else ''}{peers}{still_working(situation, ranks)}",
         ranks,
-        Confidence.CERTAIN if situation.main_stack(ranks[0]) is not None else Confidence.LIKELY,
+        Confidence.CERTAIN if sure else Confidence.LIKELY,
         step=int(page["step"]),
         evidence=(
             {"what": "phase", "rank": ranks[0], "phase": phase.name.lower(), "for": taken},
             *waiting_evidence(situation, absence),
+            *working_evidence(situation, ranks[0]),
             *stack_evidence(situation, ranks[0]),
         ),
         since_ns=since,

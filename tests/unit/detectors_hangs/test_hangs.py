@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dtobs.host.process import ProcessState
 from dtobs.recording.meta import Site
 from tests.unit.detectors_hangs.trouble import captured, found, stack
@@ -34,6 +36,24 @@ def test_rank_not_joined_names_the_line(training):
     assert {"what": "last issued in the group", "group": "default", "seq": {"0": 21, "1": 20, "2": 21}} in (
         finding.evidence
     )
+
+
+@pytest.mark.parametrize(
+    ("phase", "code"),
+    [("forward", "rank-not-joined"), ("data", "stuck-in-dataloader"), ("checkpoint", "stuck-in-checkpoint")],
+)
+@pytest.mark.parametrize(("cores", "confidence"), [(1.0, "likely"), (0.1, "certain")])
+def test_a_rank_that_is_seen_at_work_may_come_yet(training, phase, code, cores, confidence):
+    run = training(2)
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).phase(phase)
+    view = captured(run.view(later=1000), rank_1=stack("/home/me/train.py:9 main"))
+    view.cores = {0: 1.0, 1: cores}
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks, finding.confidence) == (code, (1,), confidence)
+    assert ("; it uses a processor core" in finding.summary) == (confidence == "likely")
+    seen = {"what": "processor time", "rank": 1, "cores": cores}
+    assert (seen in finding.evidence) == (confidence == "likely")
 
 
 def test_rank_not_joined_without_a_stack_names_the_last_call(training):

@@ -219,7 +219,7 @@ def test_who_asks_in_a_phase_that_takes_long_is_told_a_fact_and_no_finding(hung,
 def test_who_asks_is_answered_in_such_a_phase_where_the_process_does_nothing(hung, phase):
     hung.rank(1).phase(phase)
     view = hung.view(later=15)
-    view.asked, view.resting = True, frozenset({0, 1, 2})
+    view.asked, view.cores = True, dict.fromkeys(range(3), 0.0)
     (finding,) = diagnose(Evidence("x", view)).findings
     code = "stuck-in-checkpoint" if phase == "checkpoint" else "rank-not-joined"
     assert (finding.code, finding.ranks, finding.confidence) == (code, (1,), "possible")
@@ -427,7 +427,7 @@ def stands(run: FakeRun, phase: str) -> tuple[Finding, tuple[Entry, ...]]:
     run.rank(0).phase("backward").collective(wait=True)
     run.rank(1).phase(phase)
     view = run.view(later=20)
-    view.asked, view.resting = True, frozenset({0, 1})
+    view.asked, view.cores = True, dict.fromkeys(range(2), 0.0)
     (hang,) = detect(view)
     assert hang.early
     return hang, (Entry("standing", "", view.now_ns, 0, hang),)
