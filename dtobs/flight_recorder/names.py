@@ -16,9 +16,13 @@ from dtobs.errors import TargetError
 from dtobs.flight_recorder.model import SourceFile
 from dtobs.flight_recorder.operations import MAX_WORLD
 
-_NAME = re.compile(r"(?P<before>(?:.*?\D)?)(?<!of[_-])(?P<rank>\d{1,8})(?P<suffix>(?:\.[A-Za-z][\w-]*)*)")
-_SERIES = re.compile(r"[^\W\d_]*[\W_]*\Z")
 _SUFFIXES = {"", "bin", "dat", "dump", "fr", "gz", "json", "p", "pickle", "pkl", "trace"}
+_NAME = re.compile(
+    rf"(?P<before>(?:.*?\D)?)(?<!of[_-])(?P<rank>\d{{1,8}})(?:\.(?:{'|'.join(sorted(_SUFFIXES - {''}))}))*"
+)
+_RANKED = re.compile(r"rank[_-]?\d")
+"""What says earlier in the name which rank it is: ``rank_0.host1`` is not rank 1."""
+_SERIES = re.compile(r"[^\W\d_]*[\W_]*\Z")
 NAMES = (
     "dumps lie in one folder, and the name of each ends in its rank, as nccl_trace_rank_3 and rank3.json do; after it"
     " may come " + ", ".join(f".{suffix}" for suffix in sorted(_SUFFIXES - {""}))
@@ -66,7 +70,7 @@ def _candidates(folder: Path) -> Iterator[SourceFile]:
 def _parse(name: str) -> tuple[int, str] | None:
     """The rank in a name and the word before it, which dumps of one job share whatever their hosts are called."""
     match = _NAME.fullmatch(name)
-    if match is None or not set(match["suffix"].lstrip(".").split(".")) <= _SUFFIXES:
+    if match is None or _RANKED.search(match["before"]):
         return None
     rank = int(match["rank"])
     series = _SERIES.search(match["before"])

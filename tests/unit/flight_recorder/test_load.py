@@ -33,6 +33,8 @@ JOB = Job(Layout(dp=3, tp=1, pp=1), Fault("rank-not-joined", 1, "dp"), entries=3
         ("comm_lib_trace_rank_17.pkl.gz", 17),
         ("0", 0),
         ("host7_rank_4", 4),
+        ("node1.rank-3.json", 3),
+        ("10.0.0.7.rank4.pkl", 4),
         ("rank-00003.stacks.txt", None),
         ("notes.txt", None),
         ("run.json", None),
