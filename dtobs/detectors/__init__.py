@@ -17,6 +17,8 @@ from dtobs.recording.view import RunView
 FAMILIES = ("hangs", "silent", "performance")
 RESTS = 100.0
 """A detector of `_RESTING` that took a second of processor time is not asked again for that many seconds."""
+DEAR = 0.1
+"""Seconds of processor time below which a detector never rests: in a small job each is asked in every pass."""
 _RESTING = ("silent",)
 KNOWN = "findings"
 """In the memo of a view: what each detector found at an earlier look."""
@@ -71,7 +73,7 @@ class _Known:
     def holds(self, view: RunView) -> bool:
         """Whether it is too early to ask again; it never is where a rank has ended since, or somebody asks."""
         young = 0 < view.now_ns - self.at_ns < RESTS * self.seconds * 1e9
-        return young and not view.asked and self.states == _states(view)
+        return self.seconds > DEAR and young and not view.asked and self.states == _states(view)
 
 
 def _states(view: RunView) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtobs.detectors import FAMILIES, RESTS, detectors, run_detectors
+from dtobs.detectors import DEAR, FAMILIES, RESTS, detectors, run_detectors
 from dtobs.events import RankState
 from dtobs.findings import CATALOGUE, Finding
 from dtobs.recording.view import RunView, load_run
@@ -85,7 +86,7 @@ def test_a_detector_that_fails_is_a_line_and_not_a_crash(tmp_path: Path, monkeyp
 
 def test_a_dear_detector_is_asked_less_often(tmp_path: Path, monkeypatch):
     """It is asked again when `RESTS` times its price has passed, when a rank has ended, and when somebody asks."""
-    asked, clock = [], iter(range(1000))
+    asked, clock = [], itertools.count(0.0, 1.0)
 
     def dear(view):
         asked.append(view.now_ns)
@@ -110,6 +111,8 @@ def test_a_dear_detector_is_asked_less_often(tmp_path: Path, monkeypatch):
     run.rank(1).page(state=RankState.FAILED)
     assert look(RESTS + 4) == "asked 4 times"
     assert run_detectors(load_run(run.directory.root), ("silent",))[0].summary == "asked 5 times"
+    clock = itertools.count(0.0, DEAR / 2)
+    assert [look(3 * RESTS + n) for n in range(3)] == [f"asked {n} times" for n in (6, 7, 8)]
 
 
 def test_every_detector_names_its_codes_and_says_what_why_and_what_next():
