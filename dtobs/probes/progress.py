@@ -319,11 +319,14 @@ class Progress:
         self._optimizer_stepped = True
         self.steps_seen += 1
         self._optimizers |= 1 << min(number, 63)
-        if self.in_step and not self.explicit_steps:
-            if others or self.in_backward:
-                self._pending = True
-            else:
-                self._next_step()
+        if self.explicit_steps:
+            return
+        if not self.in_step:  # gradients that came from elsewhere: no forward pass began a step
+            self.start_step(int(self._ints[_STEP]) + 1)
+        elif others or self.in_backward:
+            self._pending = True
+        else:
+            self._next_step()
 
     def _next_step(self) -> None:
         self.finish_step()

@@ -41,6 +41,8 @@ DEFAULT_FLOOR_SECONDS = 60.0
 STEP_FACTOR = 4.0
 FIRST_STEP_FACTOR = 5.0
 """A rank that has done no step yet may take this many floors: lazy initialisation, autotuning, compilation."""
+_FIRST_STEPS = 3
+"""Where a rank has done so many, one that has done none is not in its first: an actor or an evaluator does none."""
 PHASE_FACTORS: dict[int, float] = {
     Phase.STARTUP: 8.0,
     Phase.COMPILE: 30.0,
@@ -178,7 +180,7 @@ def _may_be_stuck(view: RunView, pages: npt.NDArray[np.void]) -> bool:
     """Whether no rank is at long work: who starts, saves or validates, and does not wait, was seen to use no core."""
     if (pages["phase"] == Phase.COMPILE).any():
         return False
-    long = np.isin(pages["phase"], (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION)) | (pages["steps_done"] == 0)
+    long = np.isin(pages["phase"], (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION)) | _in_first_step(pages)
     return all(
         view.cores.get(rank, 1.0) <= RESTING_CORES
         for rank in pages["rank"][long & (pages["wait_since_ns"] == 0)].tolist()
@@ -224,6 +226,13 @@ def _floor(pages: npt.NDArray[np.void]) -> tuple[float, str]:
     return (asked, "the hang timeout") if asked else (DEFAULT_FLOOR_SECONDS, "the default hang timeout")
 
 
+def _in_first_step(pages: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """bool[R]: ranks that have done no step, while no other has done several."""
+    steps = pages["steps_done"]
+    first: npt.NDArray[np.bool_] = (steps == 0) & (steps.max(initial=0) < _FIRST_STEPS)
+    return first
+
+
 def _compiling(view: RunView, since_ns: int) -> int | None:
     """A rank that torch.compile was at work in when the run was captured, after all movement; None without one.
 
@@ -241,7 +250,7 @@ def _compiling(view: RunView, since_ns: int) -> int | None:
 def _fixed_threshold(pages: npt.NDArray[np.void]) -> tuple[float, str]:
     choices = [_floor(pages)]
     floor = choices[0][0]
-    if (pages["steps_done"] == 0).any():
+    if _in_first_step(pages).any():
         choices.append((FIRST_STEP_FACTOR * floor, "a rank has not finished its first step"))
     phases = set(pages["phase"].tolist())
     choices += [

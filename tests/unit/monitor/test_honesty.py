@@ -125,6 +125,16 @@ def test_an_ordinary_silence_is_a_hang(story: Story):
     assert story.found == {"rank-not-joined"}
 
 
+@pytest.mark.parametrize(("learner", "quiet"), [(2, True), (3, False)], ids=["in the first steps", "later"])
+def test_a_rank_that_does_no_steps_is_not_for_ever_in_its_first(story: Story, learner: int, quiet: bool):
+    """An actor beside a learner: its hang was told after five times as long, and to nobody who asked before."""
+    waiting(story, learner)
+    story.run.rank(1).page(step=0, steps_done=0)
+    story.silence(62)
+    assert story.quiet == quiet
+    assert story.found == (set() if quiet else {"rank-not-joined"})
+
+
 def test_a_pause_that_the_program_declares(story: Story):
     waiting(story)
     story.run.rank(1).phase("debugging").page(phase_allowance_ns=10 * 365 * 24 * 3600 * 10**9)

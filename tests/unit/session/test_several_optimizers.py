@@ -271,3 +271,15 @@ def test_a_compiled_step_is_seen_and_dtobs_is_not_compiled_with_it(attach: Attac
     view = look(session)
     assert len(steps_of(session)) == 4
     assert view.page(0)["probe_failures"] == 0
+
+
+def test_an_optimizer_that_is_given_its_gradients_counts_steps(attach: Attach):
+    """A parameter server: no forward and no backward pass, and no step was counted."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer) as session:
+        for _ in range(TURNS):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    assert len(steps_of(session)) == TURNS - 1, "the first one begins with the end of an update"
