@@ -20,6 +20,7 @@ _LOSSES = 4096
 _WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced"})
 """Rows that an exception's message may quote of another process: the exception itself is the rank's own."""
 _DIGITS = b"0123456789"
+_HEX = _DIGITS + b"abcdef"
 _ALIKE, _TAKEN, _SHAPES = 2000, 16, 4096
 """Of progress lines that look alike but for their digits, all but every sixteenth are left after so many, later all but
 every sixty-fourth."""
@@ -97,6 +98,7 @@ class Evidence:
         self.left_out = 0
         self._skipped: dict[bytes, tuple[int, int, bytes]] = {}  #: of lines that look alike the latest not read
         self._boring: Counter[bytes] = Counter()  #: progress lines without their digits
+        self._idle: set[bytes] = set()  #: lines of NCCL that mean nothing, without the digits of their numbers
         self._dull: set[bytes] = set()  #: lines of transports inside a host, of which a file has told enough
         self._kept: Counter[tuple[str, Writer]] = Counter()
         self._traces: dict[Writer, Trace] = {}
@@ -163,10 +165,16 @@ class Evidence:
         if text.startswith(_COLLECTIVE_STACK):
             self._stacks[writer] = 0
             return
+        idle = raw.translate(None, _HEX) if text.startswith("NCCL INFO") and "environment" not in text else b""
+        if idle in self._idle:
+            return
         found = match(text)
         if found is None:
-            if self._progress(writer, text, where, raw) and (shape in self._boring or len(self._boring) < _SHAPES):
-                self._boring[shape] += 1
+            if self._progress(writer, text, where, raw):
+                if shape in self._boring or len(self._boring) < _SHAPES:
+                    self._boring[shape] += 1
+            elif idle and len(self._idle) < _SHAPES:
+                self._idle.add(idle)
             return
         row, fields = found
         if group := GROUP.search(text[:400]):
