@@ -246,7 +246,7 @@ row(
     "two devices that cannot reach one another's memory",
     "(pid=909608) z-pc:909608:910337 [0] transport/p2p.cc:238 NCCL WARN failed to open CUDA IPC handle : 217 peer access is not "
     "supported between these two devices\n(pid=909608) z-pc:909608:910337 [0] NCCL INFO transport.cc:68 -> 1\n"
-    "(pid=909608) RuntimeError: NCCL error in: /work/torch/lib/c10d/ProcessGroupNCCL.cpp:784, unhandled cuda error, NCCL version 2.7.8",
+    "(pid=909608) RuntimeError: NCCL error in: ../torch/lib/c10d/ProcessGroupNCCL.cpp:784, unhandled cuda error, NCCL version 2.7.8",
     ("uncaught-exception", ()),
 )
 row(
