@@ -15,7 +15,8 @@ from dtobs.errors import TargetError
 from dtobs.recording.laws import LEDGER, LOSS_WEIGHTS, Side
 from dtobs.recording.meta import Parameter
 from dtobs.recording.ring import STEP_CAPACITY
-from dtobs.recording.view import RunView, StepWindow
+from dtobs.recording.step_window import StepWindow
+from dtobs.recording.view import RunView
 
 Floats = npt.NDArray[np.float64]
 

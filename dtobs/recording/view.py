@@ -31,6 +31,7 @@ from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, joined, r
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.shared_files import SharedFile, read_shared_files
+from dtobs.recording.step_window import StepWindow, aligned
 from dtobs.recording.uncounted_time import Excused, read_excused
 
 KEPT_BYTES = 256 << 20
@@ -40,30 +41,6 @@ _FRESH = {STEP_DTYPE: (128, STEP_CAPACITY), EVENT_DTYPE: (1024, EVENT_CAPACITY)}
 _SPARE = 8
 _AMENDED = 32
 """Records that may still change after they were written."""
-
-
-@dataclass(frozen=True)
-class StepWindow:
-    """Step records of all ranks, aligned by step number.
-
-    `steps` is int64[S] ascending; `records` is STEP_DTYPE[R, S]; `valid` is bool[R, S], False where a rank has no
-    record of that step. Rows follow `RunView.ranks`.
-    """
-
-    steps: npt.NDArray[np.int64]
-    records: npt.NDArray[np.void]
-    valid: npt.NDArray[np.bool_]
-
-    def field(self, name: str) -> npt.NDArray[np.float64]:
-        """float64[R, S] of one field, NaN where there is no record. Digests need `records[name]` (exact u64)."""
-        values = self.records[name].astype(np.float64)
-        values[~self.valid] = np.nan
-        return values
-
-    def complete(self) -> StepWindow:
-        """Only the steps that every rank has."""
-        keep = self.valid.all(axis=0) if len(self.valid) else np.zeros(len(self.steps), bool)
-        return StepWindow(self.steps[keep], self.records[:, keep], self.valid[:, keep])
 
 
 @dataclass
@@ -236,7 +213,7 @@ class RunView:
     def steps(self, last: int = 256) -> StepWindow:
         """The newest `last` steps of all ranks, aligned by step number."""
         if last not in self._windows:
-            self._windows[last] = _align([self.recent_steps(r, last) for r in self.ranks], last)
+            self._windows[last] = aligned([self.recent_steps(r, last) for r in self.ranks], last)
         return self._windows[last]
 
     def groups(self) -> dict[int, Group]:
@@ -493,19 +470,3 @@ def _capture_of_attempt(run: RunDirectory, view: RunView) -> Capture | None:
     by = next((view._clock[rank] for rank in sorted(capture.ranks) if rank in view._clock), 0)
     capture = replace(capture, taken_ns=capture.taken_ns + by)
     return None if capture.taken_ns < int(view.pages["attach_ns"].min()) else capture
-
-
-def _align(histories: list[npt.NDArray[np.void]], last: int) -> StepWindow:
-    every = [h["step"] for h in histories if len(h)]
-    steps = np.unique(np.concatenate(every))[-last:] if every else np.zeros(0, np.int64)
-    if every and len(every) == len(histories) and all(np.array_equal(taken[-last:], steps) for taken in every):
-        shape = (len(histories), len(steps))
-        return StepWindow(steps, joined([h[-last:] for h in histories]).reshape(shape), np.ones(shape, bool))
-    records = np.zeros((len(histories), len(steps)), STEP_DTYPE)
-    valid = np.zeros((len(histories), len(steps)), bool)
-    for row, history in enumerate(histories):
-        kept = history[np.isin(history["step"], steps)]
-        columns = np.searchsorted(steps, kept["step"])
-        records[row, columns] = kept  # a step done again after a resume: the later record wins
-        valid[row, columns] = True
-    return StepWindow(steps, records, valid)

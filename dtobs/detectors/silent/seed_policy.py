@@ -28,7 +28,8 @@ import numpy.typing as npt
 from dtobs.detectors.peers import data_groups, odd_ones, rows_of
 from dtobs.detectors.silent.replicas import from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
-from dtobs.recording.view import RunView, StepWindow
+from dtobs.recording.step_window import StepWindow
+from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
 WINDOW = 64

@@ -16,7 +16,8 @@ from torch import nn
 import dtobs
 from dtobs.detectors import run_detectors
 from dtobs.probes.table import DISTRIBUTED, PROBES, make_probes
-from dtobs.recording.view import StepWindow, load_run
+from dtobs.recording.step_window import StepWindow
+from dtobs.recording.view import load_run
 
 
 def train(model: nn.Module, run_dir: Path, steps: int = 3, spoil=lambda step, loss: loss, **options) -> StepWindow:
