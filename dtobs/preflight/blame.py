@@ -25,6 +25,14 @@ LATENCY_SECONDS = 2e-3
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """A figure of a link or a host by the clock, and at its kindest: see `Link`."""
+
+    kindest: float
+    clocked: float
+
+
+@dataclass(frozen=True)
 class Slow:
     """A node, or a link (`other` ≥ 0, from `node` to `other`), with what it does and what its peers do."""
 
@@ -37,14 +45,14 @@ class Slow:
 
 def slow(links: Iterable[Link], node_of: Mapping[int, int]) -> list[Slow]:
     """Nodes and links whose bandwidth is far below their peers'. Links within a node are compared among themselves."""
-    rates: dict[tuple[int, int], float] = {}
+    rates: dict[tuple[int, int], Bounds] = {}
     for link in links:
         a, b = node_of[link.source], node_of[link.target]
         if a != b:
-            rates[a, b] = max(link.bytes_per_second, rates.get((a, b), 0.0))
+            rates[a, b] = _higher(Bounds(link.most_bytes_per_second, link.bytes_per_second), rates.get((a, b)))
     found: list[Slow] = []
     for way, end in (("sends", 0), ("receives", 1)):
-        best = _best(rates, end, max)
+        best = _best(rates, end, _higher)
         found += [Slow(n, -1, way, v, p) for n, v, p in _below(best)]
     bad = {(one.node, one.way) for one in found}
     fair = {p: r for p, r in rates.items() if (p[0], "sends") not in bad and (p[1], "receives") not in bad}
@@ -54,20 +62,20 @@ def slow(links: Iterable[Link], node_of: Mapping[int, int]) -> list[Slow]:
 def slow_within(links: Iterable[Link], node_of: Mapping[int, int]) -> list[tuple[Link, float]]:
     """Links within a node that are far below the median of all such links, with that median."""
     inner = [link for link in links if node_of[link.source] == node_of[link.target]]
-    rates = {(link.source, link.target): link.bytes_per_second for link in inner}
+    rates = {(link.source, link.target): Bounds(link.most_bytes_per_second, link.bytes_per_second) for link in inner}
     below = {pair: peers for pair, _, peers in _below(rates)}
     return [(link, below[link.source, link.target]) for link in inner if (link.source, link.target) in below]
 
 
 def distant(links: Iterable[Link], node_of: Mapping[int, int]) -> list[Slow]:
     """Nodes and links between nodes whose latency is far above their peers'; a pair of nodes is one link."""
-    times: dict[tuple[int, int], float] = {}
+    times: dict[tuple[int, int], Bounds] = {}
     for link in links:
         a, b = sorted((node_of[link.source], node_of[link.target]))
         if a != b:
-            times[a, b] = min(link.latency_seconds, times.get((a, b), float("inf")))
+            times[a, b] = _lower(Bounds(link.least_latency_seconds, link.latency_seconds), times.get((a, b)))
     both = times | {(b, a): value for (a, b), value in times.items()}
-    found = [Slow(n, -1, "answers", v, p) for n, v, p in _above(_best(both, 0, min))]
+    found = [Slow(n, -1, "answers", v, p) for n, v, p in _above(_best(both, 0, _lower))]
     bad = {one.node for one in found}
     fair = {pair: value for pair, value in times.items() if not bad & set(pair)}
     return found + [Slow(a, b, "answers", v, p) for (a, b), v, p in _above(fair)]
@@ -119,27 +127,39 @@ def _common(wrong: Sequence[Wrong], pairs: Sequence[tuple[int, int]]) -> int | N
     return suspects.pop() if len(suspects) == 1 else None
 
 
+def _higher(one: Bounds, other: Bounds | None) -> Bounds:
+    return one if other is None else Bounds(max(one.kindest, other.kindest), max(one.clocked, other.clocked))
+
+
+def _lower(one: Bounds, other: Bounds | None) -> Bounds:
+    return one if other is None else Bounds(min(one.kindest, other.kindest), min(one.clocked, other.clocked))
+
+
 def _best(
-    values: Mapping[tuple[int, int], float], end: int, better: Callable[[float, float], float]
-) -> dict[int, float]:
-    found: dict[int, float] = {}
+    values: Mapping[tuple[int, int], Bounds], end: int, better: Callable[[Bounds, Bounds | None], Bounds]
+) -> dict[int, Bounds]:
+    found: dict[int, Bounds] = {}
     for pair, value in values.items():
-        found[pair[end]] = better(value, found.get(pair[end], value))
+        found[pair[end]] = better(value, found.get(pair[end]))
     return found
 
 
-def _below(values: Mapping[Key, float]) -> list[tuple[Key, float, float]]:
+def _below(values: Mapping[Key, Bounds]) -> list[tuple[Key, float, float]]:
     return [(k, v, p) for k, v, p in _against_peers(values) if v * FACTOR < p]
 
 
-def _above(values: Mapping[Key, float]) -> list[tuple[Key, float, float]]:
+def _above(values: Mapping[Key, Bounds]) -> list[tuple[Key, float, float]]:
     return [(k, v, p) for k, v, p in _against_peers(values) if v > LATENCY_FACTOR * p and v > p + LATENCY_SECONDS]
 
 
-def _against_peers(values: Mapping[Key, float]) -> list[tuple[Key, float, float]]:
-    """(key, its value, the median of the others); [] where there are fewer than two others."""
+def _against_peers(values: Mapping[Key, Bounds]) -> list[tuple[Key, float, float]]:
+    """(key, its value at its kindest, the median of the others by the clock); [] where there are fewer than two others.
+
+    The accused has the benefit of the doubt: time taken off its peers must not make a healthy one look slow.
+    """
     if len(values) < 3:
         return []
     return [
-        (key, value, median(other for name, other in values.items() if name != key)) for key, value in values.items()
+        (key, value.kindest, median(other.clocked for name, other in values.items() if name != key))
+        for key, value in values.items()
     ]

@@ -3,8 +3,9 @@
 Everybody follows one timetable, worked out from who is where: in each round every rank talks to one other at most, and
 a barrier separates rounds, so that no link is measured while another uses its host's network card.
 
-What is measured is the link, not how busy its ends are: the time in which either end could have run and got no core is
-taken off, so that a loaded machine does not look like a slow network card.
+What is measured is the link, not how busy its ends are: beside what the clock says stands what is left when all time
+is taken off in which a thread of either end could have run and got no core. Threads wait at the same time, so that may
+be too much: only a link whose best case is below what the clock said of its peers is slow.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ def run(own: int, rounds: Sequence[Round], device: torch.device, say: Callable[[
 
 def _send(target: int, device: torch.device) -> None:
     """The sender's half: it has the clock, and tells the receiver what it read."""
-    latency = _pings(target, device, first=True)
-    rate = _transfer(target, _PROBE_BYTES, device, latency)
+    latency, least = _pings(target, device, first=True)
+    rate, _ = _transfer(target, _PROBE_BYTES, device, least)
     size = min(_MOST_BYTES, max(_PROBE_BYTES, int(rate * _TARGET_SECONDS)))
     dist.send(torch.tensor([size], dtype=torch.int64, device=device), target)
-    rate = max(_transfer(target, size, device, latency) for _ in range(_REPEATS))
-    dist.send(torch.tensor([rate, latency], dtype=torch.float64, device=device), target)
+    rates = [_transfer(target, size, device, least) for _ in range(_REPEATS)]
+    told = [max(rate for rate, _ in rates), latency, max(most for _, most in rates), least]
+    dist.send(torch.tensor(told, dtype=torch.float64, device=device), target)
 
 
 def _receive(source: int, own: int, device: torch.device) -> Link:
@@ -92,19 +94,21 @@ def _receive(source: int, own: int, device: torch.device) -> Link:
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, source)
     wrong += sum(_take(source, int(size), device) for _ in range(_REPEATS))
-    told = torch.zeros(2, dtype=torch.float64, device=device)
+    told = torch.zeros(4, dtype=torch.float64, device=device)
     dist.recv(told, source)
-    return Link(source, own, float(told[0]), float(told[1]), wrong)
+    rate, latency, most, least = told.tolist()
+    return Link(source, own, rate, latency, most, least, wrong)
 
 
-def _pings(peer: int, device: torch.device, *, first: bool) -> float:
-    """Half of the shortest round trip of 8 bytes, seconds, as the end with `first` measures it.
+def _pings(peer: int, device: torch.device, *, first: bool) -> tuple[float, float]:
+    """Half of the shortest round trip of 8 bytes, seconds, as the end with `first` measures it; and in the best case.
 
     The ball comes back with how long the other end had waited for a core up to the ping before, so that reading it
     takes no part of the round trip.
     """
     ball = torch.zeros(1, dtype=torch.int64, device=device)
     taken: list[float] = []
+    own: list[float] = []
     waited: list[int] = []
     for _ in range(_PINGS + 1):
         before, begin = waited_for_core_ns(), time.perf_counter()
@@ -116,14 +120,16 @@ def _pings(peer: int, device: torch.device, *, first: bool) -> float:
             ball[0] = before
             dist.send(ball, peer)
         _finish(device)
-        taken.append(time.perf_counter() - begin - max(0, waited_for_core_ns() - before) / 1e9)
+        taken.append(time.perf_counter() - begin)
+        own.append(max(0, waited_for_core_ns() - before) / 1e9)
         waited.append(int(ball))
     others = [max(0, after - before) / 1e9 for before, after in pairwise(waited)]
-    return min(max(whole - other, 1e-6) for whole, other in zip(taken, others, strict=False)) / 2
+    least = min(max(t - o - p, 1e-6) for t, o, p in zip(taken, own, others, strict=False))
+    return min(taken) / 2, least / 2
 
 
-def _transfer(target: int, size: int, device: torch.device, latency: float) -> float:
-    """Bytes a second of one transfer, from the start of the send to the receiver's word that it has all."""
+def _transfer(target: int, size: int, device: torch.device, latency: float) -> tuple[float, float]:
+    """Bytes a second of one transfer, from the start of the send to the receiver's word that it has it; and at best."""
     data = pattern(size, device)
     receipt = torch.zeros(1, dtype=torch.int64, device=device)
     _finish(device)
@@ -133,7 +139,7 @@ def _transfer(target: int, size: int, device: torch.device, latency: float) -> f
     _finish(device)
     taken = time.perf_counter() - begin
     waited = (max(0, waited_for_core_ns() - before) + int(receipt)) / 1e9
-    return size / max(taken - latency - waited, taken / 10)
+    return size / taken, size / max(taken - latency - waited, taken / 10)
 
 
 def _take(source: int, size: int, device: torch.device) -> int:

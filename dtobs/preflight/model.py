@@ -69,12 +69,18 @@ class Reached:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks, measured by send and receive."""
+    """One direction between two ranks, measured by send and receive.
+
+    Each figure is there twice: by the clock, and in the best case, where all the time in which a thread of either end
+    could have run and got no core is taken off. The truth lies between the two.
+    """
 
     source: int
     target: int
     bytes_per_second: float
     latency_seconds: float  #: half of the fastest round trip
+    most_bytes_per_second: float
+    least_latency_seconds: float
     wrong_bytes: int = 0
 
     def best(self, other: Link) -> Link:
@@ -84,6 +90,8 @@ class Link:
             self.target,
             max(self.bytes_per_second, other.bytes_per_second),
             min(self.latency_seconds, other.latency_seconds),
+            max(self.most_bytes_per_second, other.most_bytes_per_second),
+            min(self.least_latency_seconds, other.least_latency_seconds),
             max(self.wrong_bytes, other.wrong_bytes),
         )
 

@@ -88,7 +88,7 @@ def links(seen: Evidence) -> Iterator[Problem]:
     for link, median in blame.slow_within(seen.links, node_of):
         ranks = [link.source, link.target]
         pair = (f"rank {link.source}", f"rank {link.target}")
-        rate = f"{bytes_text(link.bytes_per_second)}/s, the other pairs {bytes_text(median)}/s"
+        rate = f"{bytes_text(link.most_bytes_per_second)}/s, the other pairs {bytes_text(median)}/s"
         yield _slow(seen, f"on {seen.label(link.source)}, {pair[0]} → {pair[1]} does {rate}", ranks, pair)
 
 

@@ -33,7 +33,8 @@ def facts(environment: dict[str, str] | None = None, **changes: Any) -> Facts:
 
 def link(source: int, target: int, **changes: Any) -> Link:
     """A gigabyte a second, 50 µs."""
-    return replace(Link(source, target, 1e9, 50e-6), **changes)
+    rate, latency = changes.get("bytes_per_second", 1e9), changes.get("latency_seconds", 50e-6)
+    return replace(Link(source, target, rate, latency, rate, latency), **changes)
 
 
 def healthy(nodes: int = 3, local_world: int = 1) -> Evidence:

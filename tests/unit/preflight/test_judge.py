@@ -135,6 +135,24 @@ def test_a_host_that_sends_slowly_and_not_its_links():
     assert found.summary == "c sends 4.77 MiB/s, the others 954 MiB/s"
 
 
+def test_waiting_for_cores_makes_no_host_slow():
+    """Ten times too much is taken off the waits of b and c; a waited as long, and nothing of it was counted."""
+    seen = healthy()
+    measured = [link(x.source, x.target, bytes_per_second=2e8) for x in seen.links]
+    seen.links = [replace(x, most_bytes_per_second=2e8 if 0 in (x.source, x.target) else 2e9) for x in measured]
+    assert judge(seen, "gloo") == []
+    measured = [link(x.source, x.target, latency_seconds=0.02) for x in seen.links]
+    seen.links = [replace(x, least_latency_seconds=0.02 if 0 in (x.source, x.target) else 5e-5) for x in measured]
+    assert judge(seen, "gloo") == []
+
+
+def test_a_host_that_only_waited_for_its_cores_is_not_slow():
+    seen = healthy()
+    slow = [link(x.source, x.target, bytes_per_second=5e6 if x.source == 2 else 1e9) for x in seen.links]
+    seen.links = [replace(x, most_bytes_per_second=9e8) for x in slow]
+    assert judge(seen, "gloo") == []
+
+
 def test_one_slow_link_between_good_hosts():
     seen = healthy(4)
     seen.links = [
