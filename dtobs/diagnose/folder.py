@@ -213,7 +213,8 @@ def _logs(found: Sorted, name: str) -> list[tuple[str, Diagnosis]]:
         raise TargetError(next(file.problem for file in files if file.problem))
     said = diagnosis_of_logs(name, analysis)
     beside = found.dumps or found.stacks or found.ras or found.outside
-    return [] if beside and not said.findings and not said.ranks and not said.notes else [("the logs", said)]
+    empty = not said.findings and not said.ranks and (not said.notes or not analysis.understood)
+    return [] if beside and empty else [("the logs", said)]
 
 
 def _stacks(found: Sorted, name: str) -> list[tuple[str, Diagnosis]]:

@@ -10,6 +10,11 @@ from dtobs.errors import TargetError, opening
 from dtobs.flight_recorder import looks_like_dump
 from dtobs.logs import LogAnalysis, LogRank, analyse_logs, log_files, looks_like_log
 
+_NOTHING = (
+    "no line is one that dtobs knows of PyTorch, NCCL, a launcher, a scheduler or a training loop, so that this says"
+    " nothing of the job"
+)
+
 
 def holds_logs(target: str) -> bool:
     """Whether `target` is ``-``, a file that is no dump, or a folder with logs that is no run directory or capture."""
@@ -45,7 +50,7 @@ def diagnosis_of_logs(target: str, analysis: LogAnalysis) -> Diagnosis:
         findings=analysis.findings,
         ranks={rank.rank: _status(rank) for rank in analysis.ranks},
         missing_ranks=analysis.missing_ranks,
-        notes=analysis.notes,
+        notes=analysis.notes if analysis.understood else (*analysis.notes, _NOTHING),
     )
 
 

@@ -48,6 +48,7 @@ class LogAnalysis:
     notes: tuple[str, ...]
     bytes_read: int = 0
     groups: tuple[GroupFrontier, ...] = field(default=())
+    understood: bool = True  #: at least one line tells something of a training job
 
 
 def analyse_logs(files: Sequence[LogFile]) -> LogAnalysis:
@@ -88,6 +89,7 @@ def judge(evidence: Evidence, several_files: bool, notes: list[str], bytes_read:
         tuple(notes),
         bytes_read,
         tuple(groups),
+        understood=bool(signs or tracks or world or heard.ranks),
     )
 
 

@@ -52,7 +52,8 @@ def _verdict(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     verdict = diagnosis.verdict
     if verdict is None:
         heading = paint("nothing found", "good")
-        return f"{heading} in {diagnosis.target} ({count(diagnosis.world_size, 'rank')})"
+        size = f" ({count(diagnosis.world_size, 'rank')})" if diagnosis.world_size else ""
+        return f"{heading} in {diagnosis.target}{size}"
     lines = [
         paint(line, verdict.severity.value)
         for line in textwrap.wrap(_sentence(verdict.summary), width, break_long_words=False, break_on_hyphens=False)

@@ -47,7 +47,10 @@ def read(targets: Sequence[Path]) -> Read:
     if not found:
         where = ", ".join(str(t) for t in targets)
         raise TargetError(
-            notes[0] if len(notes) == 1 else f"{where}: no Kineto trace that can be read. " + "; ".join(notes[:3])
+            notes[0]
+            if len(notes) == 1
+            else f"{where}: no Kineto trace that can be read{': ' if notes else ''}{'; '.join(notes[:3])}; give files"
+            " or folders that torch.profiler's export_chrome_trace or tensorboard_trace_handler wrote"
         )
     return Read(_numbered(found, notes), notes)
 

@@ -135,3 +135,19 @@ def test_a_file_of_zeros_is_no_text(tmp_path: Path):
     path.write_bytes(b"\0" * 5000)
     with pytest.raises(TargetError, match="is no text"):
         diagnose_logs([str(path)])
+
+
+@pytest.mark.parametrize("text", ["hello\n", '{"entries": [', "", "Compiling crate 3 of 40\n" * 50])
+def test_a_text_that_tells_nothing_is_not_called_healthy(tmp_path: Path, text: str):
+    path = tmp_path / "job.log"
+    path.write_text(text)
+    found = diagnose_logs([str(path)])
+    assert found.verdict is None
+    assert any("says nothing of the job" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("text", ["step 3 loss 2.31\n", f"{ROOT_LINE.decode()}\n"])
+def test_a_text_that_tells_something_is_believed(tmp_path: Path, text: str):
+    path = tmp_path / "job.log"
+    path.write_text(text)
+    assert not any("says nothing of the job" in note for note in diagnose_logs([str(path)]).notes)
