@@ -25,6 +25,7 @@ class RankStatus:
     phase: str
     last_collective: str = ""
     site: str = ""  #: where the last collective was called
+    waits_in: str = ""  #: the collective or message that it is blocked in, where that is known
     waited_seconds: float | None = None  #: blocked on communication for so long
     silent_seconds: float | None = None  #: since it last published anything
     pid: int = 0
@@ -41,6 +42,7 @@ class RankStatus:
             "phase": self.phase or None,
             "last_collective": self.last_collective or None,
             "site": self.site or None,
+            "waits_in": self.waits_in or None,
             "waited_seconds": self.waited_seconds,
             "silent_seconds": self.silent_seconds,
             "pid": self.pid or None,

@@ -23,6 +23,7 @@ def _status(rank: Rank) -> RankStatus:
         phase=rank.phase,
         last_collective=str(call or ""),
         site=str(call.site or "") if call is not None else "",
+        waits_in=str(rank.waits_in or ""),
         waited_seconds=_tenths(rank.waited_seconds),
         silent_seconds=_tenths(rank.silent_seconds),
         pid=rank.pid,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d{1,9}|\?\?\?) in (?P<function>.+)$')
 _PYSPY = re.compile(r"^\s+(?P<function>\S.*) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)$")
@@ -87,10 +87,20 @@ def alike(stack: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{place} {function.rpartition('.')[2]}" for place, _, function in own) or tuple(stack)
 
 
+def stands_in(stack: Iterable[str]) -> str:
+    """The function of a library that the user's innermost line has called; "" where the tool shows none."""
+    hidden = list(takewhile(in_library, stack))
+    return _told(hidden).rpartition(".")[2] if hidden else ""
+
+
 def _fold(frames: list[str]) -> str:
     packages = dict.fromkeys(_package(frame) for frame in frames)
-    told = next((frame for frame in frames if "/dtobs/" not in frame), frames[0]).rpartition(" in ")[2]
-    return f"… {len(frames)} frames of {', '.join(packages)} (in {told})"
+    return f"… {len(frames)} frames of {', '.join(packages)} (in {_told(frames)})"
+
+
+def _told(frames: list[str]) -> str:
+    """The function that stands for library frames: the innermost that is not our own."""
+    return next((frame for frame in frames if "/dtobs/" not in frame), frames[0]).rpartition(" in ")[2]
 
 
 def _package(frame: str) -> str:

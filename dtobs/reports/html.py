@@ -147,7 +147,7 @@ def _ranks(diagnosis: Diagnosis) -> str:
         beside += f"<p>Never recorded: {ranks_text(diagnosis.missing_ranks)}</p>"
     return (
         '<h2>Ranks</h2><div class="wide"><table><tr><th class="number">rank</th><th>state</th><th>host</th>'
-        '<th class="number">step</th><th>phase</th><th>last collective</th><th>called at</th></tr>'
+        '<th class="number">step</th><th>phase</th><th>last call</th><th>called at</th></tr>'
         f"{rows}</table></div>{beside}"
     )
 
@@ -155,7 +155,7 @@ def _ranks(diagnosis: Diagnosis) -> str:
 def _row(status: RankStatus, accused: bool) -> str:
     waited = f" {duration_text(status.waited_seconds)}" if status.waited_seconds is not None else ""
     state = f"{status.state}{waited}{f': {status.ending}' if status.ending else ''}"
-    cells = [status.host, "", status.phase, status.last_collective, status.site]
+    cells = [status.host, "", status.phase, status.waits_in or status.last_collective, status.site]
     texts = [f"<td>{escape(cell)}</td>" for cell in cells]
     texts[1] = f'<td class="number">{"" if status.step is None else status.step}</td>'
     texts[2] = f'<td class="word">{escape(status.phase)}</td>'

@@ -77,7 +77,7 @@ def _table(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     accused = set(diagnosis.verdict.ranks) if diagnosis.verdict else set()
     chosen = sorted(diagnosis.ranks, key=lambda rank: (rank not in accused, rank))[:_MAX_ROWS]
     shown = [diagnosis.ranks[rank] for rank in sorted(chosen)]
-    rows = [("rank", "state", "step", "phase", "last collective"), *(_row(status) for status in shown)]
+    rows = [("rank", "state", "step", "phase", "last call"), *(_row(status) for status in shown)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = []
     for number, row in enumerate(rows):
@@ -117,7 +117,7 @@ def _row(status: RankStatus) -> tuple[str, str, str, str, str]:
         state,
         "" if status.step is None else str(status.step),
         status.phase,
-        status.last_collective,
+        status.waits_in or status.last_collective,
     )
 
 

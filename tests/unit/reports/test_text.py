@@ -112,6 +112,14 @@ def test_stacks_that_two_tools_wrote_are_alike():
     assert [one[0] for one in stacks_by_likeness(ranks)] == [(2,), (0, 1)]
 
 
+def test_stacks_that_stand_in_other_calls_are_told_apart():
+    torch = "/venv/lib/python3.11/site-packages/torch/distributed"
+    waits = (f"{torch}/pipelining/schedules.py:683 in _wait_batch_p2p", "/me/a.py:3 in train")
+    reduces = (f"{torch}/distributed_c10d.py:99 in reduce_scatter_tensor", "/me/a.py:3 in train")
+    ranks = [status(0, stack=waits), status(1, stack=reduces), status(2, stack=reduces)]
+    assert [one[0] for one in stacks_by_likeness(ranks)] == [(0,), (1, 2)]
+
+
 def test_stacks_are_read_without_plumbing():
     packages = "/venv/lib/python3.11/site-packages"
     stack = [
