@@ -67,11 +67,12 @@ def judge(evidence: Evidence, several_files: bool, notes: list[str], bytes_read:
     """The analysis of evidence that is collected."""
     signs, ranks = resolve(evidence, several_files)
     tracks = _tracks(evidence, ranks)
-    ended = endings(evidence, signs, ranks)
-    live = _live(signs, evidence, ended)
-    world = world_size(live, evidence)
+    over = _over(signs, evidence, endings(evidence, signs, ranks))
+    ended = endings(evidence, signs, ranks, over)
+    live = [sign for sign in signs if sign.role is Role.INFO or sign.order > over[sign.file]]
+    world, told = world_size(live, evidence, ranks)
     groups = frontiers(live)
-    heard = _heard(evidence, ranks, live, world, tracks)
+    heard = replace(_heard(evidence, ranks, live, world, tracks), told=told)
     findings = _causes(live, ended, groups, heard, evidence)
     critical = bool(findings)
     findings += quality.findings(tracks, live, critical)
@@ -112,7 +113,7 @@ def _causes(
             or meetings.others(live, heard, ended)
             or unexplained(scene, live)
         )
-    return found
+    return found or meetings.at_barrier(live, heard, evidence.moved)
 
 
 def _told_in_table(evidence: Evidence, live: list[Sign]) -> list[Sign]:
@@ -135,8 +136,8 @@ def _interrupted(live: list[Sign], ended: list[Ending], timed_out: bool) -> bool
     return not timed_out and any(s.kind == "interrupted" for s in live)
 
 
-def _live(signs: list[Sign], evidence: Evidence, ended: list[Ending]) -> list[Sign]:
-    """The signs without those that the job got over: it trained on, was started again, or ended well."""
+def _over(signs: list[Sign], evidence: Evidence, ended: list[Ending]) -> dict[int, int]:
+    """By file, the line up to which the job got over what there was: it trained on, began again or ended well."""
     finished: dict[int, int] = {}
     restarted: dict[int, int] = {}
     trouble: dict[int, int] = {}
@@ -149,8 +150,7 @@ def _live(signs: list[Sign], evidence: Evidence, ended: list[Ending]) -> list[Si
             trouble[sign.file] = sign.order
     for ending in ended:
         trouble[-1] = max(ending.order, trouble.get(-1, -1))
-    over = {file: _got_over(file, finished, restarted, trouble, evidence) for file in {s.file for s in signs}}
-    return [sign for sign in signs if sign.role is Role.INFO or sign.order > over[sign.file]]
+    return {file: _got_over(file, finished, restarted, trouble, evidence) for file in {s.file for s in signs}}
 
 
 def _got_over(
@@ -185,6 +185,7 @@ def _heard(evidence: Evidence, ranks: RankMap, live: list[Sign], world: int, tra
     known = {rank for file, writer in evidence.writers if (rank := ranks.rank(writer, file)) is not None}
     known |= {int(sign.fields["rank"]) for sign in live if sign.kind == "world" and "rank" in sign.fields}
     known |= {rank for sign in live if (rank := rank_of(sign)) is not None}
+    known |= {int(sign.fields["rank"]) for sign in live if sign.kind == "store-barrier-waits"}
     steps = {rank: track.step for rank, track in tracks.items() if rank is not None and track.step is not None}
     by_file: dict[int, set[int]] = {}
     for sign in live:

@@ -156,6 +156,8 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"{who} ran out of device memory{wanted}{site}{other}"
     if code == "device-fault":
         xid = f" (Xid {first.fields['xid']} at {first.fields['bus']})" if "xid" in first.fields else ""
+        if first.kind == "sxid":
+            return f"an NVLink switch of the host failed (SXid {first.fields['xid']} at {first.fields['bus']}): {told}"
         if first.kind == "nvls":
             return f"the NVLink switches of {who} refused a multicast, or their Fabric Manager did: {told}"
         return f"the device of {who} failed{xid}: {told}"
@@ -275,6 +277,14 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
 
 def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
     """Ranks that ended with an error code where no line says why; nothing where a rank complains of another one."""
+    if signalled := [s for s in live if s.kind == "signalled"]:
+        return [_signalled(signalled)]
+    if workers := [s for s in live if s.kind == "worker-died"]:
+        ranks = tuple(sorted({int(s.fields["worker"]) for s in workers if "worker" in s.fields}))
+        who = f"worker {ranks[0]}" if ranks else "a worker"
+        text = f"the process of {who} is gone, as vLLM tells, and no line here says why"
+        step = "Look above this line for the worker's own last words, and in the host's kernel log for a kill."
+        return [Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(workers), next_step=step)]
     lost = [s for s in live if s.kind == "ray-died"]
     if lost:
         text = "ray tells that the process of a rank is gone, and no line here says why"
@@ -298,6 +308,17 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
             "wrapped in torch.distributed.elastic.multiprocessing.errors.record, which writes the exception down.",
         )
     ]
+
+
+def _signalled(signs: Sequence[Sign]) -> Finding:
+    """A shell or Python itself tells which signal ended a process."""
+    ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
+    first = signs[0]
+    what = first.fields.get("signal") or first.fields["alone"]
+    who = ranks_text(ranks) if ranks else "a process of the job"
+    killed = ": its host or container may have run out of memory" if what == "Killed" else ""
+    text = f"{who} ended by a signal ({what}){killed}: {_cut(first.text)}"
+    return Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(signs))
 
 
 def _records(signs: Iterable[Sign]) -> tuple[dict[str, Any], ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from dtobs.logs.evidence import Evidence, Sign
 from dtobs.logs.failure_table import Failed
@@ -43,10 +45,20 @@ class Ending:
             return f"signal {self.signal}"
 
 
-def endings(evidence: Evidence, signs: list[Sign], ranks: RankMap) -> list[Ending]:
-    """Every end that is told, one a rank where the rank is known; those that a launcher forced are left out."""
+def endings(
+    evidence: Evidence, signs: list[Sign], ranks: RankMap, over: Mapping[int, int] = MappingProxyType({})
+) -> list[Ending]:
+    """Every end that is told, one a rank where the rank is known; those that a launcher forced are left out.
+
+    `over`: by file, the line up to which nothing counts, such as the end of an attempt that another one followed.
+    """
+    signs = [sign for sign in signs if sign.order > over.get(sign.file, -1)]
     forced = {int(s.fields["pid"]) for s in signs if s.kind == "forced" and "pid" in s.fields}
-    found = [_of_table(failed, ranks) for failed in evidence.failures if failed.exit_code is not None]
+    found = [
+        _of_table(failed, ranks)
+        for failed in evidence.failures
+        if failed.exit_code is not None and failed.order > over.get(failed.file, -1)
+    ]
     for sign in signs:
         found += _of_sign(sign, ranks)
     found += _of_mpirun(signs)

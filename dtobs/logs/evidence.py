@@ -14,7 +14,10 @@ from dtobs.logs.traces import STARTS, Raised, Trace, rank_named
 
 _KEPT = {"work-timeout": 64, "work-status": 64, "transport": 24, "exception": 12, "world": 3, "completed": 8}
 _KEPT_OTHERWISE = 8
+_LATEST = "store-barrier-waits"
+"""Lines that are printed every ten seconds: of each rank and barrier the latest counts, and how often it was said."""
 _MAX_SIGNS = 400_000
+_MAX_PAIRS = 100_000
 _MAX_TEXT = 600
 _LOSSES = 4096
 _WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced"})
@@ -89,6 +92,7 @@ class Evidence:
         self.failures: list[Failed] = []
         self.writers: Counter[tuple[int, Writer]] = Counter()  #: (file, writer)
         self.files: dict[int, Counter[int]] = {}  #: file → explicit ranks in it
+        self.tasks: set[tuple[int, int]] = set()  #: (task of the scheduler, rank) of one line
         self.outer: dict[int, set[tuple[int, int]]] = {}  #: file → (rank of the launcher, rank of torch) on one line
         self.nodes: dict[tuple[str, int], Counter[int]] = {}  #: (node, local rank) → ranks said beside it
         self.pids: dict[
@@ -101,6 +105,7 @@ class Evidence:
         self._idle: set[bytes] = set()  #: lines of NCCL that mean nothing, without the digits of their numbers
         self._dull: set[bytes] = set()  #: lines of transports inside a host, of which a file has told enough
         self._kept: Counter[tuple[str, Writer]] = Counter()
+        self._repeated: dict[tuple[int, str, str], int] = {}  #: (file, rank, key) → its place in `signs`
         self._traces: dict[Writer, Trace] = {}
         self._announced: dict[Writer, int] = {}  #: the line that says of the next traceback that nobody gets it
         self._stacks: dict[Writer, int] = {}
@@ -194,7 +199,10 @@ class Evidence:
             node = f"task{origin.task:07}"
         elif origin.local is not None and place.task is not None:
             node = f"task{place.task:07}"
+        task = origin.task if origin.task is not None else place.task
         if rank is not None:
+            if task is not None and len(self.tasks) < _MAX_PAIRS:
+                self.tasks.add((task, rank))
             self.files.setdefault(self._file, Counter())[rank] += 1
             if local is not None:
                 self.nodes.setdefault((node, local), Counter())[rank] += 1
@@ -204,7 +212,6 @@ class Evidence:
             return Writer("rank", rank)
         if local is not None:
             return Writer("local", local, node)
-        task = origin.task if origin.task is not None else place.task
         if task is not None:
             return Writer("task", task)
         return Writer("file", self._file, node)
@@ -283,6 +290,17 @@ class Evidence:
         if sign.kind == "restart" and self.attempts[-1] is not None:
             self.attempts.append(None)
         key = (sign.kind, sign.writer)
+        if sign.kind == _LATEST:
+            who = (sign.file, sign.fields["rank"], sign.fields["key"])
+            if (place := self._repeated.get(who)) is not None:
+                times = int(self.signs[place].fields["times"]) + 1
+                self.signs[place] = replace(sign, fields=sign.fields | {"times": str(times)})
+                return True
+            sign.fields["times"] = "1"
+            if len(self._repeated) < _MAX_PAIRS:
+                self._repeated[who] = len(self.signs)
+                self.signs.append(sign)
+            return True
         self._kept[key] += 1
         if self._kept[key] > _KEPT.get(sign.kind, _KEPT_OTHERWISE) or len(self.signs) >= _MAX_SIGNS:
             self.left_out += 1

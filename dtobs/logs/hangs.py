@@ -32,6 +32,7 @@ class Heard:
     ranks: frozenset[int]
     steps: dict[int, int]
     shared: bool = False  #: one log holds the lines of several ranks: silence in it says something
+    told: bool = True  #: a line says how many ranks there are; where none does, there may be more than are heard of
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ def _all_in(stall: Stall, heard: Heard) -> Finding:
         "p2p-unmatched" if p2p else "network-stalled",
         all_issued_text(stall.waiting, stall.call(), stall.standing.site),
         () if not p2p else stall.waiting,
-        Confidence.POSSIBLE if p2p or not stall.group.is_default else Confidence.LIKELY,
+        Confidence.LIKELY if stall.group.is_default and not p2p and heard.told else Confidence.POSSIBLE,
         group=stall.group.label or None,
         evidence=evidence(standings),
     )

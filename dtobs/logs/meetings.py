@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 
 from dtobs.findings import Confidence, Finding
 from dtobs.logs.endings import Ending
 from dtobs.logs.evidence import Sign
 from dtobs.logs.frontier import rank_of
 from dtobs.logs.hangs import Heard
-from dtobs.words import count, ranks_do, ranks_text
+from dtobs.words import count, ranks_do, ranks_text, verb
 
 _NUMBER = re.compile(r"\d{1,7}")
+_LINES_OF_HALF_A_MINUTE = 3
 _STORE = ("store-waits", "store-barrier", "store-connect", "store-bind", "rendezvous", "gloo-mesh")
 
 
@@ -133,6 +135,56 @@ def _store(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     else:
         ranks, text = (), f"the rendezvous never came about: {' '.join(signs[0].text.split())[:160]}"
     return [_finding("rendezvous-incomplete", text, ranks, Confidence.LIKELY, signs)]
+
+
+def at_barrier(live: Sequence[Sign], heard: Heard, moved: Mapping[int, Collection[tuple[int, int]]]) -> list[Finding]:
+    """Ranks that wait in the store's barrier of a new process group as their last lines say, without a time-out yet.
+
+    `moved`: by file the (order, step) of progress lines. Whoever trains or starts NCCL after the barrier has passed it.
+    """
+    waits: dict[str, list[Sign]] = defaultdict(list)
+    for sign in live:
+        if sign.kind == "store-barrier-waits":
+            waits[sign.fields["key"]].append(sign)
+    for key, signs in waits.items():
+        last = {file: max(s.order for s in signs if s.file == file) for file in {s.file for s in signs}}
+        later = {file: max(order for order, _ in lines) for file, lines in moved.items() if lines}
+        for sign in live:
+            if sign.kind in ("nccl-init", "nccl-ready", "completed"):
+                later[sign.file] = max(sign.order, later.get(sign.file, 0))
+        over = any(s.kind == "store-barrier-over" and s.fields["key"] == key for s in live)
+        if not over and not any(order > last.get(file, -1) for file, order in later.items()):
+            return _incomplete_barrier(key, signs, heard)
+    return []
+
+
+def _incomplete_barrier(key: str, signs: list[Sign], heard: Heard) -> list[Finding]:
+    latest = max(signs, key=lambda s: int(s.fields["joined"]))
+    joined, size = int(latest.fields["joined"]), int(latest.fields["size"])
+    waiting = {int(s.fields["rank"]) for s in signs}
+    lines = max(int(s.fields["times"]) for s in signs)
+    confidence = Confidence.LIKELY if lines >= _LINES_OF_HALF_A_MINUTE else Confidence.POSSIBLE
+    who = f"{ranks_text(waiting)} {verb(len(waiting), 'are')} seen to wait"
+    if joined > size:
+        text = (
+            f"{joined} ranks are counted at a barrier ({key}) of {size}, so it never ends: the store still counts an"
+            f" earlier attempt or another job; {who}"
+        )
+        return [_finding("rendezvous-incomplete", text, (), confidence, signs)]
+    missing = size - joined
+    if not missing:
+        return []
+    of_all = key.endswith(":0") or (key.endswith(":1") and "worker_count=" in latest.text)
+    unseen = tuple(sorted(set(range(size)) - waiting)) if of_all and size >= heard.world else ()
+    named = unseen if len(unseen) == missing else ()
+    others = f", and {ranks_text(named)} {verb(missing, 'are')} not" if named else ""
+    if not named and joined > len(waiting):
+        others = "; which others came, and which did not, no line says"
+    text = (
+        f"{count(missing, 'rank')} of {size} never came to the barrier of init_process_group or new_group ({key}):"
+        f" {who}{others}"
+    )
+    return [_finding("rendezvous-incomplete", text, named, confidence, signs)]
 
 
 def _nccl_start(live: Sequence[Sign], heard: Heard) -> list[Finding]:

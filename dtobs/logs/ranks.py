@@ -10,6 +10,8 @@ from dtobs.logs.frontier import default_rank, rank_of
 
 _DIGITS = re.compile(r"(\d+)")
 MAX_WORLD = 1_000_000
+_SIZED = ("world", "nccl-init", "nccl-ready", "nccl-ended", "store-barrier", "store-waits", "store-barrier-waits")
+"""Lines that tell how many ranks a job or one of its groups has."""
 
 
 class RankMap:
@@ -30,6 +32,7 @@ class RankMap:
         }
         self._first = {file: _first_rank(pairs) for file, pairs in _ranks_of_launchers(evidence).items()}
         self._cache: dict[Writer, int | None] = {}
+        self.tasks = _ranks_of_tasks(evidence)
 
     def rank(self, writer: Writer, file: int) -> int | None:
         """The rank of a writer in a file, or None."""
@@ -41,7 +44,7 @@ class RankMap:
         return self._cache[writer]
 
     def _find(self, writer: Writer) -> int | None:
-        if writer.kind in ("rank", "task"):
+        if writer.kind == "rank" or (writer.kind == "task" and self.tasks is not None):
             return writer.number
         if writer.kind == "local":
             offset = self._offsets.get(writer.node)
@@ -78,22 +81,46 @@ def _ranks_of_launchers(evidence: Evidence) -> dict[int, set[tuple[int, int]]]:
     return {file: pairs for file, pairs in found.items() if any(outer != own for outer, own in pairs)}
 
 
+def _ranks_of_tasks(evidence: Evidence) -> frozenset[int] | None:
+    """The tasks of a scheduler that are ranks, as lines with both say; None where a task writes as another rank.
+
+    A job of one task a node has the node's ranks in the task's lines. Empty where no line says anything of it.
+    """
+    agree = False
+    for sign in evidence.signs:
+        own = rank_of(sign)
+        if sign.writer.kind == "task" and own is not None:
+            evidence.tasks.add((sign.writer.number, own))
+    for task, rank in evidence.tasks:
+        if task != rank:
+            return None
+        agree = True
+    tasks = {writer.number for _, writer in evidence.writers if writer.kind == "task"} if agree else set()
+    return frozenset(tasks | {task for task, _ in evidence.tasks})
+
+
 def _first_rank(pairs: set[tuple[int, int]]) -> int | None:
     """The rank of the node's first process; None where several nodes write into the file."""
     firsts = {own - outer for outer, own in pairs}
     return firsts.pop() if len(firsts) == 1 and min(firsts) > 0 else None
 
 
-def world_size(signs: list[Sign], evidence: Evidence) -> int:
-    """The largest number of ranks that the logs speak of."""
+def world_size(signs: list[Sign], evidence: Evidence, ranks: RankMap) -> tuple[int, bool]:
+    """The largest number of ranks that the logs speak of, and whether a line tells that there are so many."""
     sizes = [rank + 1 for counted in evidence.files.values() for rank in counted if rank < MAX_WORLD]
     sizes += [rank + 1 for sign in signs if (rank := rank_of(sign)) is not None and rank < MAX_WORLD]
     sizes += [entry.rank + 1 for entry in evidence.failures if entry.rank is not None and entry.rank < MAX_WORLD]
-    for sign in signs:
-        if sign.kind in ("world", "nccl-init", "nccl-ready", "nccl-ended", "store-barrier", "store-waits"):
-            said = [int(sign.fields[name]) for name in ("size", "members", "started") if name in sign.fields]
-            sizes += [size for size in said if size < MAX_WORLD]
-    return max(sizes, default=0)
+    sizes += [task + 1 for task in ranks.tasks or () if task < MAX_WORLD]
+    told = [
+        int(sign.fields[name])
+        for sign in signs
+        if sign.kind in _SIZED
+        for name in ("size", "members", "started")
+        if name in sign.fields
+    ]
+    largest = max(sizes, default=0)
+    said = max((size for size in told if size < MAX_WORLD), default=0)
+    return max(largest, said), said >= largest
 
 
 def _natural(text: str) -> list[tuple[int, str | int]]:

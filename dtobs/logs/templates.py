@@ -49,6 +49,7 @@ WORK = (
     r"(?:, NumelIn=(?P<nin>\d{1,18}))?(?:, NumelOut=(?P<nout>\d{1,18}))?(?:, Timeout\(ms\)=(?P<timeout>\d{1,12}))?"
 )
 STATUS = r"[Ll]ast enqueued (?:NCCL )?work: (?P<issued>-?\d{1,18})(?:, last started (?:NCCL )?work: -?\d{1,18})?(?:, last completed (?:NCCL )?work: (?P<completed>-?\d{1,18}))?"
+SIGNALLED = "Killed|Segmentation fault|Bus error|Illegal instruction|Floating point exception"
 GROUP = re.compile(
     r"\[PG (?:ID (?P<id>\d{1,9}) )?(?:PG )?(?:GUID )?(?P<name>[^\s()\]]{0,80})? ?(?:\((?P<desc>[^)]{0,80})\))? ?Rank (?P<rank>-?\d{1,7})\]"
 )
@@ -85,6 +86,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("store-waits", STUCK, "clients joined", r"Timed out after (?P<seconds>\d{1,9}) seconds waiting for (?:clients|workers)\. (?P<joined>\d{1,7})/(?P<size>\d{1,7}) (?:clients|workers) joined"),
     _row("store-waits", STUCK, "workers joined", r"Timed out after (?P<seconds>\d{1,9}) seconds waiting for (?:clients|workers)\. (?P<joined>\d{1,7})/(?P<size>\d{1,7}) (?:clients|workers) joined"),
     _row("store-barrier", STUCK, "Timed out initializing process group in store based barrier", r"on rank:? (?P<rank>\d{1,7})[^(]{0,80}\((?:\w+=)?[^)]{0,80}world_size=(?P<size>\d{1,7}), (?:worker_count|num_workers_joined)=(?P<joined>\d{1,7})"),
+    _row("store-barrier-waits", INFO, "Waiting in store based barrier", r"rank: (?P<rank>\d{1,7}), key: (?P<key>\S{1,200}) \(world_size=(?P<size>\d{1,7}), (?:worker_count|num_workers_joined)=(?P<joined>\d{1,7})"),
+    _row("store-barrier-over", INFO, "Completed store-based barrier for key:", r"for key:(?P<key>\S{1,200}) with"),
     _row("store-connect", STUCK, ("while trying to connect to (", "client socket has failed to connect to"), r"connect to (?:any network address of )?\((?P<host>[^,)]{1,200}), (?P<port>\d{1,5})\)"),
     _row("store-bind", STUCK, "server socket has failed to listen on any local network address", r"any local network address(?:.{0,120}?(?:port: |[\]0]:)(?P<port>\d{1,5})\b)?"),
     _row("rendezvous", STUCK, ("RendezvousTimeoutError", "RendezvousConnectionError", "connection to the C10d store has failed")),
@@ -145,7 +148,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("shm", ROOT, ("Unexpected bus error encountered in worker", "insufficient shared memory", "workers are out of shared memory"), "", "disk-full"),
     # --- device ---
     _row("nvls", ROOT, "NVLink SHARP (NVLS) Multicast memory", "", "device-fault"),
-    _row("xid", ROOT, "Xid (PCI", r"Xid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,4})", "device-fault"),
+    _row("xid", ROOT, "Xid (PCI", r"(?<!S)Xid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,4})", "device-fault"),
+    _row("sxid", ROOT, "SXid (PCI", r"SXid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,5}), Fatal", "device-fault"),
     _row("ecc", ROOT, ("uncorrectable ECC error", "uncorrectable NVLink error", "fallen off the bus", "CUDA error: hardware stack error", "CUDA-capable device(s) is/are busy or unavailable", "unspecified driver error", "system not yet initialized", "CUDA_ERROR_SYSTEM_NOT_READY", "Unable to determine the device handle for GPU", "cudaErrorECCUncorrectable", "CUDA_ERROR_ECC", "GPU is lost"), "", "device-fault"),
     _row("device-lost", ROOT, ("UR_RESULT_ERROR_DEVICE_LOST", "ZE_RESULT_ERROR_DEVICE_LOST", "HSA_STATUS_ERROR_EXCEPTION"), "", "device-fault"),
     _row("device-lost", ROOT, "HW Exception by GPU node", r"reason ?: ?(?:GPU Hang|ECC)", "device-fault"),
@@ -161,6 +165,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("engine-rpc", STUCK, "RPC call to ", r"RPC call to (?P<call>\w{1,60}) timed out"),
     _row("engine-died", CASCADE, ("Engine core initialization failed", "WorkerProc initialization failed due to an exception", "EngineDeadError", "EngineCore encountered an issue")),
     _row("ray-died", CASCADE, ("The actor died unexpectedly before finishing this task", "A worker died or was killed while executing a task", "ray.exceptions.WorkerCrashedError", "ray.exceptions.NodeDiedError", "The actor is dead because its worker process has died")),
+    _row("worker-died", CASCADE, "died unexpectedly, shutting down executor", r"Worker proc (?:VllmWorker-(?P<worker>\d{1,5})\b)?"),
     # --- endings ---
     _row("exit-code", TEARDOWN, "failed (exitcode:", r"failed \(exitcode: (?P<exit>-?\d{1,6})\) local_rank: (?P<local>\d{1,7}) \(pid: (?P<pid>\d{1,9})\)"),
     _row("restart", INFO, "will restart worker group", r"(?P<left>\d{1,6})/(?P<all>\d{1,6}) attempts left"),
@@ -179,6 +184,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("mpi-first", TEARDOWN, "scheduler is dead", r"Rank (?P<rank>\d{1,7}) scheduler is dead"),  # SGLang
     _row("mpi-code", TEARDOWN, "Exit code:", r"^\s{0,8}Exit code:\s{1,8}(?P<exit>-?\d{1,6})$"),
     _row("spawn-exit", TEARDOWN, "terminated with", r"[Pp]rocess (?P<rank>\d{1,7}) terminated with (?:exit code (?P<exit>-?\d{1,6})|signal (?P<signal>SIG\w{1,12})|the following error)"),
+    _row("signalled", TEARDOWN, ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Floating point exception"), rf"^(?:\S{{1,200}}: line \d{{1,7}}: {{1,8}}\d{{1,9}} |Fatal Python error: )(?P<signal>{SIGNALLED})\b|^(?P<alone>{SIGNALLED})(?: \(core dumped\))?$"),
     _row("segfault", TEARDOWN, ("Segmentation fault", "Fatal Python error", "(core dumped)", "Bus error", "*** Process received signal ***", "Illegal instruction"), r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)"),
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
     _row("completed", INFO, ("worker group successfully finished", "train_runtime", "`Trainer.fit` stopped", "Training completed", "Training complete", "training complete", "Finished training", "finished training", "Training finished", "training done", "Training done", "Training is done", "exiting program at iteration", "Training finished successfully")),
@@ -196,7 +202,7 @@ ANCHORS: tuple[bytes, ...] = (
     b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it", b"worker group", b"atchdog", b"Gloo", b"exited",
     b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
     b"socketPoll", b"server socket", b"EI000", b"EE1002", b"worker died", b"is dead", b"DEVICE_LOST", b"HSA_STATUS", b"on resource: ", b"storage usage",
-    b"RPC call",
+    b"RPC call", b"e-based barrier", b"died unexp", b"llegal instr",
 )  # fmt: skip
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
 

@@ -201,6 +201,98 @@ row(
     "[rank0]:   what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?",
     ("shape-mismatch", ()),
 )
+
+
+# --- the barrier of init_process_group, which nobody leaves ---
+def at_barrier(
+    ranks: tuple[int, ...], joined: int, size: int, times: int, key: str = "1", word: str = "worker_count"
+) -> str:
+    """The line that each rank prints every ten seconds."""
+    return "\n".join(
+        f"INFO:torch.distributed.distributed_c10d:Waiting in store based barrier to initialize process group for rank: {rank}, key: store_based_barrier_key:{key} (world_size={size}, {word}={joined}, timeout=0:30:00)"
+        for _ in range(times)
+        for rank in ranks
+    )
+
+
+SEVEN = (0, 1, 2, 3, 5, 6, 7)
+PASSED = "\n".join(
+    f"INFO:torch.distributed.distributed_c10d:Rank {rank}: Completed store-based barrier for key:store_based_barrier_key:1 with 8 nodes."
+    for rank in range(8)
+)
+row("seven of eight wait and say so", at_barrier(SEVEN, 7, 8, 12), ("rendezvous-incomplete", (4,)))
+row("of the seven that came two are pasted", at_barrier((0, 3), 7, 8, 5), ("rendezvous-incomplete", ()))
+row("a store counts an earlier attempt", at_barrier((0,), 8, 4, 9), ("rendezvous-incomplete", ()))
+row(
+    "a group of four among more ranks",
+    at_barrier((8, 9, 10), 3, 4, 4, "7", "num_workers_joined"),
+    ("rendezvous-incomplete", ()),
+)
+row(
+    "the first inner group of newer torch, whose members no line names",
+    at_barrier((0, 1, 2), 3, 4, 4, "1", "num_workers_joined"),
+    ("rendezvous-incomplete", ()),
+)
+row(
+    "one came late and raised",
+    at_barrier((0,), 1, 2, 3) + "\n" + trace("main.py:3", "ModuleNotFoundError: No module named 'flash_attn'", 1),
+    ("uncaught-exception", (1,)),
+)
+row(
+    "waiting was given up by hand",
+    at_barrier((0, 1), 2, 3, 4) + "\nslurmstepd: error: *** JOB 77 ON n3 CANCELLED AT 2026-01-01T00:00:00 ***",
+    ("rendezvous-incomplete", (2,)),
+)
+row("healthy: the eighth came late", at_barrier(tuple(range(7)), 7, 8, 2) + "\n" + PASSED, None)
+row(
+    "healthy: the count grows, then steps",
+    "\n".join(at_barrier((0,), n, 64, 1) for n in (8, 16, 40, 63)) + "\nstep 10 loss 2.3",
+    None,
+)
+row(
+    "healthy: one line of waiting, then NCCL",
+    at_barrier((0,), 1, 2, 1)
+    + "\nhost1:10:20 [0] NCCL INFO comm 0x55 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 1000 commId 0x1 - Init COMPLETE",
+    None,
+)
+row("healthy: all came with the last line", at_barrier((0, 1), 2, 2, 4), None)
+# --- who tells of a death, and of what is none ---
+row(
+    "a shell says that its process was killed",
+    "[pod/train-1/main] step 10 loss 2.0\n[pod/train-1/main] Killed",
+    ("rank-dead", ()),
+)
+row(
+    "a shell counts its line",
+    "step 10 loss 2.0\nrun.sh: line 12:  4711 Segmentation fault      (core dumped) python fit.py",
+    ("rank-dead", ()),
+)
+row(
+    "Python met a bus error",
+    "[rank3]: Fatal Python error: Bus error\n[rank3]: \n[rank3]: Current thread 0x00007f (most recent call first):",
+    ("rank-dead", (3,)),
+)
+row(
+    "a worker of vLLM is gone",
+    "(EngineCore_DP0 pid=77) ERROR 11-02 10:11:12 [multiproc_executor.py:231] Worker proc VllmWorker-3 died unexpectedly, shutting down executor.\n(EngineCore_DP0 pid=77) ERROR 11-02 10:11:12 [core.py:842] EngineCore encountered a fatal error.",
+    ("rank-dead", (3,)),
+)
+row(
+    "an NVLink switch failed",
+    "kernel: nvidia-nvswitch0: SXid (PCI:0000:c0:00.0): 24007, Fatal, Link 30 sourcetrack timeout error (First)",
+    ("device-fault", ()),
+)
+row(
+    "healthy: an NVLink switch tells of a link",
+    "kernel: nvidia-nvswitch0: SXid (PCI:0000:c0:00.0): 20034, Non-fatal, Link 30 LTSSM Fault Up\nstep 1 loss 2",
+    None,
+)
+row(
+    "healthy: an attempt failed, the next one trains",
+    "E1103 1 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: 1) local_rank: 0 (pid: 88) of binary: /usr/bin/python\nI1103 1 torch/distributed/elastic/agent/server/api.py:879] [default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
+    + "\n".join(f"step {n} loss 2.1" for n in range(9)),
+    None,
+)
 # --- nothing is wrong ---
 for name, text in {
     "loss scaling": "\n".join([*(f"step {n} loss {3 - n / 50:.3f}" for n in range(40)), "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0", "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768", *(f"step {n} loss {3 - n / 50:.3f}" for n in range(40, 80))]),

@@ -171,3 +171,18 @@ def test_loss_that_stays_nan(tmp_path: Path):
     found = told(tmp_path, text).verdict
     assert found is not None
     assert (found.code, found.step) == ("loss-nonfinite", 6)
+
+
+STALLED = "\n".join(
+    f"[rank{rank}]:[E ProcessGroupNCCL.cpp:607] [PG 0 (default_pg) Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=60, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600011 milliseconds before timing out."
+    for rank in range(3)
+)
+
+
+@pytest.mark.parametrize(("head", "confidence"), [("", "possible"), ("world_size=3\n", "likely")])
+def test_a_network_is_blamed_with_more_confidence_where_a_line_tells_that_there_are_no_more_ranks(
+    tmp_path: Path, head: str, confidence: str
+):
+    found = told(tmp_path, head + STALLED).verdict
+    assert found is not None
+    assert (found.code, found.confidence.value) == ("network-stalled", confidence)

@@ -210,6 +210,24 @@ SCENES = {
         },
         None,
     ),
+    "SLURM's %t: task 3 wrote progress only": (
+        {f"slurm-9-{t}.out": w(t, t, 31) if t < 3 else "step 30 loss 2.31\n" for t in range(4)},
+        ("rank-not-joined", (3,)),
+    ),
+    "SLURM's %t with a task a node: task 1 is no rank": (
+        {f"slurm-9-{t}.out": "".join(w(r, r, 31) for r in range(4 * t, 4 * t + 4)) for t in range(2)},
+        ("network-stalled", ()),
+    ),
+    "rank 2's file says nothing of the barrier in which the others wait": (
+        {
+            f"rank_{r}.log": f"Waiting in store based barrier to initialize process group for rank: {r}, key: store_based_barrier_key:1 (world_size=4, worker_count=3, timeout=0:30:00)\n"
+            * 4
+            if r != 2
+            else "loading shards\n"
+            for r in range(4)
+        },
+        ("rendezvous-incomplete", (2,)),
+    ),
     "nan json": (
         {
             "a.log": "".join(
