@@ -121,8 +121,10 @@ class Rank:
 
     @property
     def step(self) -> int:
-        """The step it is in or did last."""
-        return self.get("step")
+        """The step it is in or did last; the one that began when the last was done is none where it has finished."""
+        step = self.get("step")
+        counted = self.state is State.FINISHED and not self.meta.process.get("steps_numbered")
+        return min(step, self.get("steps_done")) if counted else step
 
     @property
     def place(self) -> dict[str, int]:

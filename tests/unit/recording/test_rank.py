@@ -83,6 +83,14 @@ def test_an_interrupt_on_record_says_so_where_no_signal_was_written_down(tmp_pat
     assert look(run, 0).rank(1).state is State.INTERRUPTED
 
 
+@pytest.mark.parametrize(("numbered", "last"), [(False, 3), (True, 4)])
+def test_the_step_that_began_by_itself_after_the_last_is_none(tmp_path: Path, numbered: bool, last: int):
+    run = run_of(tmp_path, ranks=1)
+    run.rank(0).meta("process", steps_numbered=numbered)
+    run.rank(0).page(step=4, steps_done=3).close()
+    assert run.view(processes={0: ProcessState(1, alive=False, exit_code=0)}).rank(0).step == last
+
+
 def test_silence_is_measured_in_the_own_steps(tmp_path: Path):
     quick, slow = run_of(tmp_path / "quick"), run_of(tmp_path / "slow", seconds=40)
     assert [look(quick, s).rank(0).state for s in (5, 12)] == [State.RUNNING, State.SILENT]
