@@ -55,7 +55,7 @@ _LOST_TIME: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "memory-leak",
-        "Allocated device memory grows with every step",
+        "What a rank holds in memory grows with every step",
         "Look for tensors that outlive their step: losses summed without .item(), lists of outputs, hooks.",
     ),
     (

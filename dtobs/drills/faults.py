@@ -171,6 +171,8 @@ class Loss:
     twin: str = TWIN  #: the healthy job that is run beside it
     ranks: tuple[int, ...] = tuple(range(WORLD))  #: those that the finding names
     cause: str = ""  #: that the finding names
+    checkpoint: float = 0.0  #: seconds that every eighth step saves for
+    leak: int = 0  #: bytes that the odd rank keeps of every step; in a healthy job all ranks do, as a cache of data
 
 
 _LOSSES = (
@@ -203,6 +205,19 @@ _LOSSES = (
         cause="cpu-quota",
     ),
     Loss("memory-imbalance", "memory-imbalance", compute=0.1, steps=24, needs="spare-memory", ranks=(ODD,)),
+    Loss("brief-checkpoints", None, compute=1.0, steps=120, checkpoint=0.5),
+    Loss("checkpoint-stall", "checkpoint-stall", compute=1.0, steps=96, checkpoint=6.0, twin="brief-checkpoints"),
+    Loss("filling-cache", None, compute=0.08, steps=200, leak=6 << 20, needs="spare-memory"),
+    Loss(
+        "memory-leak",
+        "memory-leak",
+        compute=0.08,
+        steps=200,
+        leak=6 << 20,
+        needs="spare-memory",
+        twin="filling-cache",
+        ranks=(ODD,),
+    ),
     # Three groups of two shards each; only the last rank lives beyond the link.
     Loss("ample-link", None, compute=0.8, steps=24, wrappers=("hsdp",), needs="networks", world=6),
     Loss(

@@ -76,7 +76,8 @@ def _train_replicas(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     extra[::page] = b"x" * len(extra[::page])  # memory that was never written to is none
     heap = [[number] for number in range(400_000)] if lost.name == "garbage" else []
-    with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor):
+    kept: list[bytes] = []
+    with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor) as session:
         for step in range(lost.steps):
             for micro in range(lost.micro_batches):
                 rows, seconds = _work(lost, step, numbers)
@@ -89,6 +90,11 @@ def _train_replicas(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
                 (predicted.square().mean() / lost.micro_batches).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if lost.leak and (lost.code is None or dist.get_rank() == ODD):
+                kept.append(b"x" * lost.leak)
+            if lost.checkpoint and step % 8 == 7:
+                with session.phase("checkpoint"):
+                    time.sleep(lost.checkpoint)
 
 
 def _train_shards(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dtobs.detectors import run_detectors
-from dtobs.findings import Finding
+from dtobs.findings import Confidence, Finding
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import noisy_run
 
@@ -70,6 +70,37 @@ LEVELS = {
 @pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
 def test_memory_that_does_not_leak(tmp_path: Path, level):
     assert findings(noisy_run(tmp_path, 2, 240, held(level))) == []
+
+
+def held_by_host(level):
+    """Bytes of the process's own after each step, with the noise that real ones have."""
+    noise = np.random.default_rng(3).uniform(0, 0.001, 4096)
+    return lambda rank, step: {"private_bytes": level(rank, step) + GIB * noise[step]}
+
+
+def test_a_leak_on_the_host_is_found_at_the_rank_that_its_peers_are_unlike(tmp_path: Path):
+    (found,) = findings(noisy_run(tmp_path, 3, 240, held_by_host(lambda r, s: GIB * (1 + s / 128 * (r == 1)))))
+    assert (found.code, found.ranks, found.confidence) == ("memory-leak", (1,), Confidence.POSSIBLE)
+    assert "rank 1 holds" in found.summary and "of host memory after every step" in found.summary
+
+
+HOST_LEVELS = {
+    "level": lambda rank, step: GIB,
+    "a cache of the data that still fills, on all ranks": lambda rank, step: GIB * (1 + step / 128),
+    "one that fills at several paces": lambda rank, step: GIB * (1 + step / 128 * (1 + rank)),
+    "one that is full": lambda rank, step: GIB * (1 + min(step, 60) / 16 * (rank == 1)),
+    "losses that one rank keeps for a plot": lambda rank, step: GIB + 4096 * step * (rank == 1),
+    "the heap settles": lambda rank, step: GIB * (2 - np.exp(-step / 40) * (rank == 1)),
+}
+
+
+@pytest.mark.parametrize("level", HOST_LEVELS.values(), ids=HOST_LEVELS)
+def test_memory_of_the_host_that_does_not_leak(tmp_path: Path, level):
+    assert findings(noisy_run(tmp_path, 2, 240, held_by_host(level))) == []
+
+
+def test_of_a_rank_without_peers_the_host_says_nothing(tmp_path: Path):
+    assert findings(noisy_run(tmp_path, 1, 240, held_by_host(lambda rank, step: GIB * (1 + step / 64)))) == []
 
 
 @pytest.mark.parametrize(("peak", "accused"), [(0.97, (1,)), (0.9, ())])
