@@ -19,6 +19,7 @@ from dtobs.findings import Finding, Trait
 from dtobs.host.process import ProcessState, boot_id, cores_used
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.console import Console
+from dtobs.monitor.devices import Devices
 from dtobs.monitor.exits import ProcessWatch
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.leftovers import remove_socket_folder
@@ -83,6 +84,7 @@ class Monitor:
         self.excuses = Excuses()
         self.on_hang = OnHang(on_hang or Policy(), run, node, lambda text: self.fail("on-hang", text))
         self.shared_files = SharedFiles(run.shared_files(node), run.root)
+        self.devices = Devices(run, node)
         self.damaged: list[str] = []  #: what the last pass could not read
         self.totals = StepTotals()
         self._simulate = RecentWhatIf()
@@ -161,7 +163,7 @@ class Monitor:
         quiet = self.ranks.quiet_seconds >= self.timing.quiet
         if self.ranks.any_at_work() and (quiet or self.watchdog.stalled is not None):  # also to see a stall end
             developing = self._ask_watchdog()
-        self._look_at_files()
+        self._look_around()
         if self.ranks.watched and now >= self._next_pass and self._settled():
             self.detect()
         self._flush()
@@ -170,12 +172,14 @@ class Monitor:
         busy = developing > 0.5 or self._idle_since is not None or self.ranks.any_gone()
         return self.timing.tick_developing if busy else self.timing.tick
 
-    def _look_at_files(self) -> None:
-        """See which files ranks write over together."""
-        try:
-            self.shared_files.look(self.ranks)
-        except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
-            self.fail("files", f"the ranks' files cannot be looked at: {type(error).__name__}: {error}")
+    def _look_around(self) -> None:
+        """See which files ranks write over together, and how their devices are."""
+        looks = (("files", self.shared_files.look), ("devices", self.devices.look))
+        for what, look in looks:
+            try:
+                look(self.ranks)
+            except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
+                self.fail(what, f"the ranks' {what} cannot be looked at: {type(error).__name__}: {error}")
 
     def _settled(self) -> bool:
         """Whether the other nodes, if there are any, have told their part in what happens."""

@@ -42,5 +42,7 @@ class Memory(Probe):
                 self._total_known = True
                 device = torch.cuda.get_device_properties(torch.cuda.current_device())
                 context.recorder.page.set(device_total_bytes=device.total_memory)
+                if torch.version.cuda is not None:  # the monitor asks NVIDIA's management library for it
+                    context.recorder.meta.add("process", device_uuid=f"GPU-{getattr(device, 'uuid', '')}")
             record["device_bytes"] = torch.cuda.memory_allocated()
             record["device_peak_bytes"] = torch.cuda.max_memory_allocated()

@@ -3,7 +3,7 @@
 ::
 
     RUN_DIR/run.json  monitor.json  findings.jsonl  token
-            nodes/00000/{pages.bin, exits.jsonl, monitor.log, lead.json, contact.json}
+            nodes/00000/{pages.bin, exits.jsonl, monitor.log, lead.json, contact.json, devices.json}
             ranks/00000/{events-0.ring, steps-0.ring, digests-0.ring, pipeline-0.ring, meta-0.jsonl, stacks-0.txt}
             ranks/00000/{stdout.log, stderr.log}
             captures/<UTC time>/   traces/   checkpoints/
@@ -80,6 +80,10 @@ class RunDirectory:
     def shared_files(self, node: int) -> Path:
         """Files that several ranks of this node wrote over."""
         return self.node(node) / "shared-files.json"
+
+    def devices(self, node: int) -> Path:
+        """What the driver said of the devices of this node's ranks."""
+        return self.node(node) / "devices.json"
 
     def lead(self, node: int) -> Path:
         return self.node(node) / "lead.json"

@@ -23,6 +23,7 @@ from dtobs.host.process import ProcessState, boot_id, pid_namespace, read_proces
 from dtobs.recording.capture import Capture, latest_capture
 from dtobs.recording.clocks import shift, shifts
 from dtobs.recording.contact import Contact, read_contacts
+from dtobs.recording.devices import DeviceSample, by_rank
 from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
@@ -115,6 +116,11 @@ class RunView:
             return frozenset()
         gone = np.isin(self.pages["node"], nodes) & (self.pages["state"] != RankState.CLOSED)
         return frozenset(self.pages["rank"][gone].tolist())
+
+    @cached_property
+    def devices(self) -> dict[int, tuple[DeviceSample, ...]]:
+        """By rank: what the driver said of its device in this attempt, oldest first."""
+        return by_rank(RunDirectory(self.root), self.attempt, self._clock)
 
     @cached_property
     def _row_of(self) -> dict[int, int]:

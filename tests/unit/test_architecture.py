@@ -66,6 +66,7 @@ TORCH_ALLOWED = {"probes", "session", "drills", "preflight", "integrations"}
 OPTIONAL = {
     "textual": {"tui"},
     "rich": {"tui"},
+    "pynvml": {"host"},
     "prometheus_client": {"exporters"},
     "opentelemetry": {"exporters"},
     "grafana_api": {"exporters"},

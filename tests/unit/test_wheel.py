@@ -62,6 +62,7 @@ def test_command_license_and_extras(metadata_folder: zipfile.Path):
         "trace",
         "grafana",
         "mcp",
+        "nvml",
         "tui",
         "all",
         "test",

@@ -10,17 +10,20 @@ their busy time waiting for a core, chance decides who gets one, and that time i
 
 Why it hurts: every rank of the job runs at the pace of the slowest one.
 
-What to do next: the summary names the part of the step that is longer, and where the host explains it, why. For data
-look at its storage and its share of
-the data; for forward and backward at clocks, temperature, other processes and uneven batches.
+What to do next: the summary names the part of the step that is longer, and where the host or what the driver says of
+its device explains it, why. For data look at its storage and its share of the data; for forward and backward at clocks,
+temperature, other processes and uneven batches.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.detectors.performance.cause import cause_of
+from dtobs.detectors.performance.devices import device_cause
 from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -45,7 +48,7 @@ def straggler(view: RunView) -> list[Finding]:
             continue
         times = _newest(times)
         for member in _slow(times):
-            finding = _judge(view, times, member, group[member])
+            finding = _judge(view, times, member, group)
             if finding is not None:
                 found.append(finding)
     return found
@@ -63,7 +66,8 @@ def _slow(times: Times) -> list[int]:
     return np.flatnonzero(found).tolist()
 
 
-def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | None:
+def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> Finding | None:
+    rank = group[member]
     busy = times.busy
     if np.median(_median_of_others(times.delayed / np.maximum(busy, 1e-9), member)) > OVERLOADED:
         busy = busy - times.delayed
@@ -88,7 +92,7 @@ def _judge(view: RunView, times: Times, member: int, rank: int) -> Finding | Non
         ),
         key=lambda item: item[1],
     )
-    cause = cause_of(times, member, typical)
+    cause = cause_of(times, member, typical) or device_cause(view, times, group, member, typical)
     why = f" because {cause.words}" if cause is not None else ""
     host = view.meta(rank).process.get("host")
     where = f" on {host}" if host else ""

@@ -4,7 +4,7 @@ What it does: takes the work of each step over its time: tokens where the traini
 its inputs, else steps. It looks for the one step at which the level falls most, with at least `LEAST_STEPS` and
 `LEAST_SECONDS` on each side, and tells a fall to below `FALL` of the level before when `SURE` of the steps after it are
 slower than most before it. What changed most at that step is named: a part of the step on all ranks or on one, garbage
-collection, processor time, other processes on the host.
+collection, processor time, other processes on the host, a device whose clock fell or that somebody else computes on.
 
 Why it hurts: nobody looks at a run that goes on.
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dtobs.detectors.performance.devices import device_change
 from dtobs.detectors.performance.window import MOST_STEPS, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -50,9 +51,12 @@ def throughput_drop(view: RunView) -> list[Finding]:
     drop = _fall(work / np.maximum(wall, 1e-9), wall)
     if drop is None:
         return []
-    cause, ranks, longer = _cause(view, times, drop.at)
     step, share = int(times.steps[drop.at]), 1 - drop.after / drop.before
+    device = device_change(view, int(times.end_ns[:, drop.at].min()), share)
+    cause, ranks, longer = ("", (), 0.0) if device else _cause(view, times, drop.at)
     said = f"; most of it is {cause} (+{duration_text(longer)} a step)" if cause else ""
+    if device:
+        cause, ranks, said = device.name, device.ranks, f": {device.words}"
     return [
         Finding(
             "throughput-drop",
@@ -69,6 +73,7 @@ def throughput_drop(view: RunView) -> list[Finding]:
                 },
                 {"what": "what changed", "cause": cause, "seconds_longer": longer},
             ),
+            next_step=device.next_step if device else "",
             since_ns=int(times.end_ns[:, drop.at].min()),
         )
     ]
