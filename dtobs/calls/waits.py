@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.calls.absent import HeldUp, matters, missing_in
 from dtobs.calls.frontier import NOTHING_PENDING, Frontier
 
 Held = Literal["not-issued", "device", "queued", "absent", "stalled", "explained"]
@@ -91,19 +92,13 @@ def queues_of(
 
 
 @dataclass(frozen=True)
-class Call:
+class PendingCall(HeldUp):
     """The first uncompleted call of a group. `held_by`: rows of ranks, empty for "absent", "stalled", "explained".
 
-    `waiting`: rows that have issued it, or later ones, and are not done; `behind`: how many of them wait in an older
-    one; `finished`: rows that completed it.
+    `waiting`: rows that have issued it, or later ones, and are not done; `finished`: rows that completed it.
     """
 
-    group: int
-    seq: int
     held: Held
-    held_by: tuple[int, ...]
-    waiting: tuple[int, ...]
-    behind: int
     finished: tuple[int, ...]
     absent: int
     entry: int
@@ -115,7 +110,7 @@ class Root:
 
     kind: Held | Literal["cycle", "link"]
     rows: tuple[int, ...]
-    calls: tuple[Call, ...] = ()
+    calls: tuple[PendingCall, ...] = ()
     pairs: tuple[PendingPair, ...] = ()
 
 
@@ -125,7 +120,7 @@ class WaitGraph:
 
     rows: int
     groups: int
-    calls: dict[int, Call]
+    calls: dict[int, PendingCall]
     pairs: list[PendingPair]
     edges: dict[int, set[int]] = field(default_factory=dict)
     #: row → what it has issued behind what it waits in
@@ -149,7 +144,7 @@ def calls_held_up(
     queues: Queues,
     explained: Mapping[int, int] | None = None,
     stale: frozenset[int] = frozenset(),
-) -> dict[int, Call]:
+) -> dict[int, PendingCall]:
     """For each group somebody waits in: what holds its first uncompleted call up.
 
     `explained`: group → sequence number from which a mismatch explains everything; `stale`: rows whose evidence is
@@ -161,7 +156,7 @@ def calls_held_up(
     return {g: _call(s, queues, known.get(g), past, stale) for g, s in states.items() if s.waits}
 
 
-def _call(state: Frontier, queues: Queues, explained: int | None, past: set[int], stale: frozenset[int]) -> Call:
+def _call(state: Frontier, queues: Queues, explained: int | None, past: set[int], stale: frozenset[int]) -> PendingCall:
     seq = state.seq
     old = np.isin(state.rows, list(stale)) if stale else np.zeros(len(state.rows), bool)
     inside = state.pending == seq
@@ -186,7 +181,7 @@ def _call(state: Frontier, queues: Queues, explained: int | None, past: set[int]
         held, held_by = "device" if device else "queued", lagging
     elif absent:
         held = "absent"
-    return Call(
+    return PendingCall(
         group=state.group,
         seq=seq,
         held=held,
@@ -217,7 +212,7 @@ def _lagging(
 
 
 def build(
-    states: Mapping[int, Frontier], queues: Queues, calls: dict[int, Call], pairs: list[PendingPair]
+    states: Mapping[int, Frontier], queues: Queues, calls: dict[int, PendingCall], pairs: list[PendingPair]
 ) -> WaitGraph:
     """Draw the arrows."""
     graph = WaitGraph(len(queues.head), max(states, default=-1) + 1, calls, pairs)
@@ -281,7 +276,7 @@ def roots_of(
 def roots(graph: WaitGraph) -> list[Root]:
     """Where the waiting begins. Pure."""
     found: list[Root] = []
-    sinks: dict[tuple[str, int], set[int]] = {}
+    accused: set[int] = set()
     ends = _ends(graph)
     reached = _reached(graph)
     for component in ends:
@@ -292,7 +287,7 @@ def roots(graph: WaitGraph) -> list[Root]:
         if node not in reached:
             continue
         if node < graph.rows:
-            _assign(graph, node, sinks)
+            accused.add(node)
         elif node == graph.absent:
             calls = [c for c in graph.calls.values() if c.absent]
             found.append(Root("absent", (), tuple(sorted(calls, key=lambda c: (c.held != "absent", c.behind)))))
@@ -302,14 +297,7 @@ def roots(graph: WaitGraph) -> list[Root]:
             call = graph.calls[node - graph.rows]
             if call.held == "stalled":
                 found.append(Root("stalled", (), (call,)))
-    for (kind, group), rows in sorted(_joined(graph, sinks).items()):
-        pairs = tuple(p for p in graph.pairs if p.peer_row in rows and p.partner < 0)
-        if kind == "pair":
-            found.append(Root("not-issued", tuple(sorted(rows)), pairs=pairs))
-        else:
-            held: Held = "device" if kind == "device" else "not-issued"
-            found.append(Root(held, tuple(sorted(rows)), (graph.calls[group],), pairs))
-    return found
+    return found + _accused(graph, accused)
 
 
 def _ends(graph: WaitGraph) -> list[set[int]]:
@@ -337,31 +325,21 @@ def _reached(graph: WaitGraph) -> set[int]:
     return waited_in.union(*(graph.edges.get(n, set()) for n in waited_in))
 
 
-def _joined(graph: WaitGraph, sinks: dict[tuple[str, int], set[int]]) -> dict[tuple[str, int], set[int]]:
-    """Several ranks that all hold up one call, as those of a lost host do, are one matter."""
-    several = {key: rows for key, rows in sinks.items() if key[0] == "not-issued"}
-    together = set().union(*several.values()) if several else set()
-    common = [c for c in graph.calls.values() if c.held == "not-issued" and together <= set(c.held_by)]
-    if len(several) < 2 or not common:
-        return sinks
-    call = max(common, key=lambda c: (-len(c.held_by), len(c.waiting), -c.group))
-    rest = {key: rows for key, rows in sinks.items() if key[0] != "not-issued"}
-    return rest | {("not-issued", call.group): together}
+def _accused(graph: WaitGraph, rows: set[int]) -> list[Root]:
+    """The ranks that hold others up, by the call that each holds up, else by itself: it owes its peers a message."""
+    # A call that a rank is in says more of it than one that it has not reached.
+    in_it = missing_in((call for call in graph.calls.values() if call.held == "device"), rows)
+    left = rows.difference(*(missing for missing, _ in in_it))
+    before_it = matters([call for call in graph.calls.values() if call.held == "not-issued"], left)
+    alone = left.difference(*(missing for missing, _ in before_it))
 
+    def owed(missing: Container[int]) -> tuple[PendingPair, ...]:
+        return tuple(pair for pair in graph.pairs if pair.peer_row in missing and pair.partner < 0)
 
-def _assign(graph: WaitGraph, row: int, sinks: dict[tuple[str, int], set[int]]) -> None:
-    """File a rank that holds others up under the call that most wait in."""
-    holding = [c for c in graph.calls.values() if c.held != "queued" and row in c.held_by]
-    if holding:
-        # Prefer calls the rank is in over calls it has not reached; among those, the one that fewest ranks hold up,
-        # then the one that fewest waiting ranks issued behind another.
-        call = max(
-            holding,
-            key=lambda c: (c.held == "device", -len(c.held_by), -c.behind, len(c.waiting), -c.group),
-        )
-        sinks.setdefault((call.held, call.group), set()).add(row)
-    else:
-        sinks.setdefault(("pair", -1 - row), set()).add(row)
+    return [
+        *(Root(call.held, missing, (call,), owed(missing)) for missing, call in [*in_it, *before_it]),
+        *(Root("not-issued", (row,), pairs=owed((row,))) for row in sorted(alone, reverse=True)),
+    ]
 
 
 def _cycle(graph: WaitGraph, component: set[int]) -> Root:

@@ -10,7 +10,7 @@ import numpy as np
 from dtobs.calls.frontier import NOTHING_PENDING, Frontier
 from dtobs.calls.lost_step import LostStep, lost_steps
 from dtobs.calls.order import RECENT
-from dtobs.calls.waits import Call, PendingPair, Root, build, calls_held_up, queues_of, roots
+from dtobs.calls.waits import PendingCall, PendingPair, Root, build, calls_held_up, queues_of, roots
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.flight_recorder.align import Aligned, align
 from dtobs.flight_recorder.columns import STARTED
@@ -58,7 +58,7 @@ class Matched:
     aligned: Aligned
     states: dict[int, Frontier]
     pairs: list[PendingPair]
-    calls: dict[int, Call]
+    calls: dict[int, PendingCall]
     standing: bool
 
 
@@ -83,7 +83,7 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
     states = frontiers(dumps, aligned)
     pairs = pending_pairs(dumps)
     notes = [*dumps.notes, *aligned.notes]
-    calls: dict[int, Call] = {}
+    calls: dict[int, PendingCall] = {}
     standing = False
     if pairs or any(state.waits for state in states.values()):
         snapshot = judge(dumps, aligned, states)

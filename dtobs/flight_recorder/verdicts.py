@@ -8,7 +8,7 @@ import numpy as np
 
 from dtobs.calls.frontier import Frontier
 from dtobs.calls.order import History, came_before, odd_ranks
-from dtobs.calls.waits import Call, PendingPair, Root
+from dtobs.calls.waits import PendingCall, PendingPair, Root
 from dtobs.calls.words import all_issued_text, circle_text, not_completed_text, not_issued_text
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.columns import STARTED
@@ -82,14 +82,14 @@ class Verdicts:
             evidence=tuple(evidence),
         )
 
-    def _lag(self, root: Root, call: Call) -> int:
+    def _lag(self, root: Root, call: PendingCall) -> int:
         """How many calls the nearest of the ranks that have not joined is behind the farthest of those that wait."""
         state = self.states[call.group]
         missing = np.isin(state.rows, root.rows)
         ahead = state.issued[np.isin(state.rows, call.waiting)].max(initial=0)
         return int(ahead - state.issued[missing].max(initial=0))
 
-    def _usual(self, call: Call) -> bool:
+    def _usual(self, call: PendingCall) -> bool:
         """Whether one of those who wait came to this call from the one before it earlier on: it is their next."""
         return any(came_before(self._history(row, entry)) for row, entry in self._pending(call, call.waiting))
 
@@ -99,13 +99,13 @@ class Verdicts:
         group = np.where(past["kind"] == EntryKind.COLLECTIVE, past["group"], -1).astype(np.int64)
         return History(group, (past["signature"].astype(np.int64) << 32) + past["site"])
 
-    def _pending(self, call: Call, rows: Iterable[int]) -> list[tuple[int, int]]:
+    def _pending(self, call: PendingCall, rows: Iterable[int]) -> list[tuple[int, int]]:
         """(row, the entry it waits in) of some ranks of a call."""
         state = self.states[call.group]
         mine = np.isin(state.rows, list(rows)) & (state.pending_entry >= 0)
         return list(zip(state.rows[mine].tolist(), state.pending_entry[mine].tolist(), strict=True))
 
-    def _alone(self, root: Root, call: Call) -> Finding:
+    def _alone(self, root: Root, call: PendingCall) -> Finding:
         """A few ranks wait in a call that never came there before and that nobody else made.
 
         Either it is theirs alone, or something new begins for all and the others are held up: nobody is accused.
@@ -127,7 +127,7 @@ class Verdicts:
             ),
         )
 
-    def _device(self, root: Root, call: Call) -> Finding:
+    def _device(self, root: Root, call: PendingCall) -> Finding:
         words = self.words
         ranks = words.ranks(root.rows)
         state = self.states[call.group]
@@ -144,7 +144,7 @@ class Verdicts:
             evidence=(words.evidence("issued and not done", entries),),
         )
 
-    def _stalled(self, call: Call) -> Finding:
+    def _stalled(self, call: PendingCall) -> Finding:
         """Every rank issued it and none waits in an older call: the network, or a device if no dump tells starts."""
         words = self.words
         group = self.dumps.groups[call.group]
@@ -166,7 +166,7 @@ class Verdicts:
             evidence=(words.evidence("issued by all", [call.entry], waiting=list(words.ranks(call.waiting))),),
         )
 
-    def _blind(self, call: Call) -> bool:
+    def _blind(self, call: PendingCall) -> bool:
         """Whether there are devices, and none says that it has started the call."""
         gloo = all("gloo" in self.dumps.ranks[row].backends for row in call.waiting)
         return not gloo and self.dumps.entries["state"][call.entry] != STARTED
@@ -315,6 +315,6 @@ class Verdicts:
         )
 
 
-def _holds_up(call: Call, pair: PendingPair) -> bool:
+def _holds_up(call: PendingCall, pair: PendingPair) -> bool:
     """Whether the other side of a half waits in a call for the rank that waits in the half."""
     return pair.row in call.held_by and pair.peer_row in call.waiting

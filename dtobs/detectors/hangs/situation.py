@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from dtobs.calls.absent import HeldUp, missing_in
 from dtobs.calls.lost_step import LostStep, believed, lost_steps
 from dtobs.calls.waits import circle_in
 from dtobs.detectors.hangs.calls import Blocked, Calls
@@ -204,23 +205,37 @@ def _blocked_on_device(view: RunView, calls: Calls, stalled: Stall) -> dict[int,
     return found
 
 
-def _absences(situation: Situation) -> list[Absence]:
-    """Ranks that blocked ranks wait for and that are not blocked themselves, each where most wait for it."""
-    waits: dict[int, dict[tuple[int, int], list[int]]] = {}
+def _held_up(situation: Situation) -> tuple[list[HeldUp], list[HeldUp]]:
+    """What blocked ranks wait in: collectives, then messages and waits that could not be tied to a collective."""
+    waits: dict[tuple[int, int, int], list[int]] = {}
     for rank, at in situation.blocked.items():
-        if at.peer >= 0 and situation.calls.answered(rank, at):
-            continue  # the peer has done its part
-        for missing in _awaited(situation, rank, at):
-            if missing not in situation.blocked:
-                waits.setdefault(missing, {}).setdefault((at.group, at.seq), []).append(rank)
-    found = []
-    for missing, places in sorted(waits.items()):
-        (group, seq), waiting = max(
-            places.items(), key=lambda p: (len(p[1]), situation.blocked[p[1][0]].peer < 0, -p[0][1])
-        )
-        since = min(_wait_begin_ns(situation.view, rank) for rank in waiting)
-        found.append(Absence(missing, group, seq, tuple(sorted(waiting)), since))
-    return found
+        if at.peer < 0 or not situation.calls.answered(rank, at):  # else the peer has done its part
+            waits.setdefault((at.group, at.seq, at.peer), []).append(rank)
+    collectives: list[HeldUp] = []
+    others: list[HeldUp] = []
+    for (group, seq, peer), waiting in waits.items():
+        held_by = _awaited(situation, waiting[0], situation.blocked[waiting[0]])
+        sort = collectives if group and peer < 0 else others
+        sort.append(HeldUp(group, seq, tuple(held_by), tuple(sorted(waiting)), 0))
+    return collectives, others
+
+
+def _absences(situation: Situation) -> list[Absence]:
+    """Ranks that blocked ranks wait for and that are not blocked themselves, each in the call that it is missing in."""
+    collectives, others = _held_up(situation)
+    missing = {rank for at in [*collectives, *others] for rank in at.held_by} - set(situation.blocked)
+    first = missing_in(collectives, missing)
+    left = missing.difference(*(ranks for ranks, _ in first))
+    return sorted(
+        (_absence(situation, rank, at) for ranks, at in [*first, *missing_in(others, left)] for rank in ranks),
+        key=lambda found: found.rank,
+    )
+
+
+def _absence(situation: Situation, rank: int, at: HeldUp) -> Absence:
+    """The absence of `rank` from what its peers wait in."""
+    since = min(_wait_begin_ns(situation.view, peer) for peer in at.waiting)
+    return Absence(rank, at.group, at.seq, at.waiting, since)
 
 
 def _awaited(situation: Situation, rank: int, at: Blocked) -> list[int]:

@@ -31,6 +31,13 @@ LESS = {
 """What tells less, and the codes that it can tell."""
 FOUR = Layout(dp=4, tp=1, pp=1)
 SMALL = Layout(dp=2, tp=2, pp=2)
+TENSORS = Layout(dp=2, tp=2, pp=1)
+ABSENT = {
+    "from a tensor-parallel group": (TENSORS, Fault("rank-not-joined", 2, "tp"), None),
+    "from a data-parallel group": (TENSORS, Fault("rank-not-joined", 3, "dp"), None),
+    "two, from different calls": (TENSORS, Fault("rank-not-joined", 1, "tp"), Fault("rank-not-joined", 2, "dp")),
+    "two, one waited for by the other": (FOUR, Fault("rank-not-joined", 1, "dp"), Fault("rank-not-joined", 2)),
+}
 FAULTS = [
     None,
     Fault("collective-mismatch", 2, "dp"),
@@ -55,6 +62,11 @@ def verdicts(job: Job, folder: Path) -> tuple[Finding | None, Finding | None]:
     from_dumps = analyse_dumps(dumps_from_objects(dict(dumps_of(job)))).findings
     from_recording = rank_causes(detect(recording_of(job, folder)))
     return next(iter(from_recording), None), next(iter(from_dumps), None)
+
+
+def number(finding: Finding) -> str:
+    """The number that a call has in its group."""
+    return finding.summary.partition("#")[2].split()[0]
 
 
 def agree(job: Job, folder: Path) -> Finding | None:
@@ -92,6 +104,22 @@ def test_less_evidence_tells_the_same_or_less(fault: Fault, source: str, tmp_pat
         assert (fault.name, less.code, less.ranks) == ("call-site-mismatch", "shape-mismatch", more.ranks)
     else:
         assert (less.code, less.confidence) == ("network-stalled", Confidence.POSSIBLE)
+
+
+@pytest.mark.parametrize("case", ABSENT)
+def test_the_call_that_a_rank_is_absent_from_is_one(case: str, tmp_path: Path) -> None:
+    """Recordings and dumps name the same rank and the same call; the console and RAS accuse nobody else."""
+    layout, fault, second = ABSENT[case]
+    job = Job(layout, fault, second, steps=12, simulated_steps=6)
+    found = agree(job, tmp_path)
+    assert found is not None
+    assert (found.code, found.ranks) == ("rank-not-joined", (fault.rank,))
+    _, dumps = verdicts(job, tmp_path / "again")
+    assert dumps is not None and number(found) == number(dumps)
+    for name, (read, _) in LESS.items():
+        less = read(job, tmp_path / name)
+        assert less is not None and less.ranks in ((), found.ranks), less.summary
+        assert less.confidence.order <= found.confidence.order
 
 
 def test_one_sample_of_ras_is_a_guess(tmp_path: Path) -> None:
