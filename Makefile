@@ -21,6 +21,8 @@ PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
   "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v "$$p"; break; }; done)
 endif
 export OMP_NUM_THREADS ?= 1
+# Hundreds of short processes import the same modules: compile them once, whatever the machine's environment says.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 STAMP := .venv/.installed

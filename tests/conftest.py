@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files from what the code says now")
 
 
-SHARES = 36
+SHARES = 80
 """`.ci/run` runs one exhaustive test of so many, others for another commit."""
 
 

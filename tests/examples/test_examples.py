@@ -7,10 +7,13 @@ import re
 import signal
 import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from dtobs.cli import main
 from dtobs.recording.journal import read_journal
 from tests.harness import Launched, launch, torchrun, wait_until_gone
 from tests.harness.launch import REPOSITORY
@@ -29,10 +32,9 @@ def start(name: str, ranks: int, *flags: str | Path) -> Launched:
 
 def diagnose(run: Path) -> tuple[int, dict]:
     """Exit code and document of `dtobs diagnose RUN --json`."""
-    with launch([sys.executable, "-m", "dtobs", "diagnose", run, "--json"]) as command:
-        code = command.wait()
-        assert command.stdout, command.stderr
-        return code, json.loads(command.stdout)
+    with redirect_stdout(StringIO()) as out:
+        code = main(["diagnose", str(run), "--json"])
+    return code, json.loads(out.getvalue())
 
 
 def test_every_example_is_tested():

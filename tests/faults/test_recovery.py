@@ -17,14 +17,14 @@ DEADLINE_SECONDS = 60.0
 
 
 def test_a_suspended_rank_that_is_continued(tmp_path: Path):
-    job = Job(tmp_path / "run", "stopped", steps=60, pause=0.2)
+    job = Job(tmp_path / "run", "stopped", steps=30, pause=0.2)
     journal = RunDirectory(job.run_dir).findings
     with start_ranks(run_job, 2, job) as group:
         wait_until(lambda: [e.finding.code for e in read_journal(journal)] == ["rank-stopped"])
         group.kill(job.odd, signal.SIGCONT)
         wait_until(lambda: [e.event for e in read_journal(journal)] == ["found", "cleared"])
         assert group.wait(DEADLINE_SECONDS), group.stacks()
-        assert [r.value for r in group.results()] == [60, 60]
+        assert [r.value for r in group.results()] == [30, 30]
     assert diagnose(gather(job.run_dir)).findings == ()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime import flags, loop, mesh, phases, plan, resume
+from runtime import train as command
 from runtime.data.tokens import prepare
 from runtime.trainer import make_trainer
-from tests.harness import RankFailure, RankTimeout, run_ranks
+from tests.harness import RankFailure, RankResult, RankTimeout, run_ranks
 
 SMALL = (
     *("--preset", "debug", "--steps", "8", "--data.sequence", "32", "--data.validate_every", "0"),
@@ -81,6 +84,19 @@ def curves(
     return [result.value for result in results]
 
 
+def _command(rank: int, world: int, port: int, arguments: tuple[str, ...]) -> int:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DTOBS_DISABLE="1")
+    return command.main(arguments)
+
+
+def command_on_ranks(world: int, *arguments: str) -> list[RankResult]:
+    """`runtime.train` on ranks that meet as torchrun's do, without the launcher; `value` is the exit code."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return run_ranks(_command, world, port, arguments, init_pg=False, timeout=120)
+
+
 def train_in_turn(
     rank: int, world: int, folder: str, layouts: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[str, Any]]:
@@ -111,6 +127,10 @@ class Curves:
             open_batches[world][name] = ("--data.cache", str(folder / "corpora"), *arguments)
             self._batch_of[name] = (world, open_batches[world])
         self._found: dict[str, list[dict[str, Any]] | Exception] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._batch_of)
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
         """One result a rank. Raises what the training raised, for every layout that was trained with it."""

@@ -106,13 +106,15 @@ def complete(folder: Path) -> list[str]:
 def test_steps_are_taken_while_it_is_written(layout: tuple[str, ...], tmp_path: Path) -> None:
     run = tmp_path / "run"
     # The writer of step 3 goes on in step 6: three steps with their collectives have to happen before.
-    first, _ = gated(run, *layout, *BACKGROUND, "--model.dropout", "0.1", opens="step 6")
+    unbroken = gated(run, *layout, *BACKGROUND, "--model.dropout", "0.1", opens="step 6")
+    first = unbroken[0]
     assert first["seen"] == ["step 6", ".saving-step-00000003"]
     assert complete(run) == [6, 3]
-    assert len(first["checkpoint_seconds"]) == 2
+    assert len(first["checkpoint_seconds"]) == len(first["checkpoint_bytes"]) == 2
     again = ("--model.dropout", "0.1", "--resume", str(run / "checkpoints/step-00000003"))
-    resumed, _ = curves(2, run, *layout, *again)
-    assert tail(resumed, 5) == tail(first, 5)
+    for before, after in zip(unbroken, curves(2, run, *layout, *again), strict=True):
+        assert after["step"] == [4, 5, 6, 7, 8]
+        assert tail(after, 5) == tail(before, 5)
 
 
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:

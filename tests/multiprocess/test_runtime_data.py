@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from runtime.data import tokenization
-from tests.multiprocess.runtime_curves import assert_same_curve, curves
+from tests.multiprocess.runtime_curves import Curves, assert_same_curve, curves
 
 LINES = [f"line {n} says that {n * n} is the square of {n}\n" for n in range(400)]
 
@@ -45,10 +44,17 @@ def write_mixed(folder: Path) -> Path:
     return folder / "all"
 
 
-@pytest.mark.parametrize("write", [write_text, write_jsonl, write_parquet, write_numbers, write_mixed])
-def test_each_format_trains(tmp_path: Path, write: Callable[[Path], Path]) -> None:
-    (result,) = curves(1, tmp_path / "run", "--data.path", str(write(tmp_path)))
-    assert result["global_loss"][-1] < result["global_loss"][0]
+def test_each_format_trains(tmp_path: Path) -> None:
+    trained = Curves(
+        tmp_path / "runs",
+        {
+            write.__name__: (1, ("--data.path", str(write(tmp_path))))
+            for write in (write_text, write_jsonl, write_parquet, write_numbers, write_mixed)
+        },
+    )
+    for name in trained.names:
+        (result,) = trained(name)
+        assert result["global_loss"][-1] < result["global_loss"][0], name
 
 
 def test_a_tokenizer_of_its_own_trains(tmp_path: Path) -> None:

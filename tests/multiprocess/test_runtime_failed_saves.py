@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from runtime import manifests, phases
-from tests.harness import Launched, RankFailure, launch, run_ranks, torchrun
+from tests.harness import Launched, RankFailure, launch, run_ranks
 from tests.multiprocess import runtime_curves
-from tests.multiprocess.runtime_curves import curves
+from tests.multiprocess.runtime_curves import command_on_ranks, curves
 from tests.multiprocess.test_runtime_checkpoints import tail
 
 BACKGROUND = {"foreground": (), "background": ("--checkpoint.background",)}
@@ -232,14 +232,9 @@ def test_a_folder_of_one_rank_in_the_way_is_one_line(tmp_path: Path) -> None:
 
 
 def refused(run: Path) -> list[str]:
-    """What two ranks of a command say before the launcher tells how they ended."""
-    with torchrun(
-        ["-m", "runtime.train", *DEBUG, "--steps", "3", "--run-dir", str(run)],
-        2,
-        env={"DTOBS_DISABLE": "1"},
-        timeout=120,
-    ) as command:
-        assert command.wait() != 0
-        said = command.stderr.partition("ChildFailedError")[0]  # after it the launcher shows what each rank left
-        assert "runtime/" not in said, said  # no frame of a traceback of ours
-        return [line for line in said.splitlines() if line.startswith("error: ")]
+    """The errors that two ranks of the command say, which fails on both."""
+    ranks = command_on_ranks(2, *DEBUG, "--steps", "3", "--run-dir", str(run))
+    assert [rank.value for rank in ranks] == [1, 1]
+    said = "".join(rank.stderr.read_text() for rank in ranks)
+    assert "runtime/" not in said, said  # no frame of a traceback of ours
+    return [line for line in said.splitlines() if line.startswith("error: ")]

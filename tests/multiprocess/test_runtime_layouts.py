@@ -51,9 +51,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The curves of the layouts that the tests selected for this session ask for."""
     here = [item for item in request.session.items if item.path == request.path]
     cases = [item.callspec.params for item in here if hasattr(item, "callspec")]
-    wanted = {*REFERENCES, *(case["layout"] for case in cases if "layout" in case)}
+    asked = {"reference", *(case["layout"] for case in cases if "layout" in case)}
+    wanted = asked | {ALL[name].like for name in asked}
     arguments = {
-        name: (layout.world, ("--steps", "20", *layout.arguments)) for name, layout in ALL.items() if name in wanted
+        name: (layout.world, ("--steps", str(layout.steps), *layout.arguments))
+        for name, layout in ALL.items()
+        if name in wanted
     }
     return Curves(tmp_path_factory.mktemp("curves"), arguments)
 
@@ -62,7 +65,7 @@ def agrees(trained: Curves, layout: str) -> list[dict[str, Any]]:
     """The layout's results, one a rank, each of which is near the one process that it is like."""
     results, asked = trained(layout), ALL[layout]
     (expected,) = trained(asked.like)
-    assert len(expected["global_loss"]) == 20
+    assert len(expected["global_loss"]) == asked.steps
     for result in results:
         assert result["global_loss"] == pytest.approx(expected["global_loss"], rel=asked.loss)
         found, norms = result["gradient_norm"], expected["gradient_norm"]

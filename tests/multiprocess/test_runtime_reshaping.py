@@ -14,7 +14,7 @@ from runtime.reader import MetadataReader
 from tests.multiprocess.runtime_curves import assert_same_curve, curves
 
 SAME_STEPS = ("--data.batch", "2", "--data.global_batch", "8", "--schedule.kind", "constant")
-STEPS_EACH = 3
+STEPS_EACH = 2
 DENSE = {
     "fsdp2": (2, ("--parallel.shard", "2")),
     "fsdp2-x-tensor": (4, ("--parallel.shard", "2", "--parallel.tensor", "2")),

@@ -92,11 +92,11 @@ def test_the_viewer_ends_with_the_training(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_q_leaves_training_running_and_gives_the_terminal_back(tmp_path: Path) -> None:
-    code, shown = run_on_a_terminal(tmp_path, VIEWER, "400", press_q=True)
+    code, shown = run_on_a_terminal(tmp_path, VIEWER, "200", press_q=True)
     assert code == 0
     after = shown.partition("VIEWER HAS THE TERMINAL")[2]
-    assert "step    400/400" in after
-    assert "finished: 400 steps" in after
+    assert "step    200/200" in after
+    assert "finished: 200 steps" in after
 
 
 def test_without_a_terminal_it_trains_without_the_viewer(tmp_path: Path) -> None:
