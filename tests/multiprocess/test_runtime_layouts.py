@@ -89,7 +89,7 @@ def test_it_trains_as_one_process_does(layout: str, trained: Curves) -> None:
     results = agrees(trained, layout)
     # Each sample was read by as many ranks as work on the same ones: pipeline and tensor, not replicate and shard.
     samples = Counter(number for result in results for number in result["samples"])
-    assert set(samples) == set(trained("reference")[0]["samples"])
+    assert set(samples) == set(trained(ALL[layout].like)[0]["samples"])
     assert len(set(samples.values())) == 1
 
 
