@@ -90,6 +90,7 @@ class _Columns:
         self.host, self.host_rows = array("d"), array("q")  # name, thread, call
         self.spans = {what: array("d") for what in ("sync", "alloc", "data", "op")}
         self.steps: list[tuple[int, float, float]] = []
+        self.begun: dict[tuple[str, str], list[Event]] = {}  #: by thread: beginnings whose ends have not come
         self.kinds: dict[str, str] = {}  #: of the names of the runtime's calls
         self.handlers: dict[str, Callable[[Event, str, float, float, dict[str, Any]], None]] = {
             **dict.fromkeys(("cpu_op", "user_annotation", "operator", "Operator"), self._host),
@@ -117,12 +118,18 @@ class _Columns:
             try:
                 category, name, begin, duration, phase = _HEAD(event)
             except KeyError:
+                if (whole_event := self._paired(event)) is not None:
+                    self.take([whole_event])
                 continue
             if phase != "X" or type(name) is not str or type(category) is not str:
                 continue
             handler = handlers.get(category)
             if handler is None:
-                continue
+                if "," not in category:  # the format allows several categories
+                    continue
+                handler = next((handlers[c] for c in map(str.strip, category.split(",")) if c in handlers), None)
+                if handler is None:
+                    continue
             if type(begin) not in _NUMBERS or type(duration) not in _NUMBERS:
                 begin, duration = _number(begin), _number(duration)
             if 0 <= duration < LATEST_US and -LATEST_US < begin < LATEST_US:
@@ -131,6 +138,19 @@ class _Columns:
                     continue
                 args = event.get("args")
                 handler(event, name, begin, begin + duration, args if type(args) is dict else {})
+
+    def _paired(self, event: Event) -> Event | None:
+        """The whole event that an end (E) closes with the last open beginning (B) of its thread, None where there is
+        none. Kineto writes whole events (X); other tools that rewrite traces do not.
+        """
+        phase, begin = event.get("ph"), event.get("ts")
+        where = (str(event.get("pid")), str(event.get("tid")))
+        if phase == "B" and len(self.begun) < MOST_NAMES:
+            self.begun.setdefault(where, []).append(event)
+        elif phase == "E" and self.begun.get(where):
+            first = self.begun[where].pop()
+            return {**first, "ph": "X", "dur": _number(begin) - _number(first.get("ts"))}
+        return None
 
     def _kernel(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         call = self.call(args)
