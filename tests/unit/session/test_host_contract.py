@@ -364,6 +364,12 @@ if pid == 0:
     session.report(loss=5.0); session.close()
     sys.exit(0)
 assert os.waitpid(pid, 0)[1] == 0
+pid = os.fork()
+if pid == 0:
+    with dtobs.attach(model, optimizer, run_dir=sys.argv[1] + "-child", monitor=False):
+        model(torch.ones(2, 4)).sum().backward(); optimizer.step()
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
 loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2, num_workers=1, multiprocessing_context="fork")
 for (x,) in loader:
     model(x).sum().backward(); optimizer.step()
@@ -371,29 +377,12 @@ for (x,) in loader:
 
 
 @pytest.mark.slow
-def test_forked_children_neither_write_nor_close(tmp_path: Path):
+def test_forked_children_neither_write_nor_close_and_may_attach_for_themselves(tmp_path: Path):
     done, view = run_script(tmp_path, FORK)
     assert (done.returncode, done.stderr) == (0, "")
     assert view.page(0)["steps_done"] == 7
     assert (view.rank_steps(0)["step"] == [1, 2, 3, 4, 5, 6, 7]).all()
     assert view.page(0)["loss"] != 5.0
-
-
-FORK_AND_ATTACH = """
-pid = os.fork()
-if pid == 0:
-    with dtobs.attach(model, optimizer, run_dir=sys.argv[1] + "-child", monitor=False):
-        model(torch.ones(2, 4)).sum().backward(); optimizer.step()
-    sys.exit(0)
-assert os.waitpid(pid, 0)[1] == 0
-"""
-
-
-@pytest.mark.slow
-def test_a_forked_child_may_attach_for_itself(tmp_path: Path):
-    done, view = run_script(tmp_path, FORK_AND_ATTACH)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert view.page(0)["steps_done"] == 3
     assert load_run(tmp_path / "run-child").page(0)["steps_done"] == 1
 
 
