@@ -34,7 +34,7 @@ class Exit(IntEnum):
     PIPE_CLOSED = 141
 
 
-class Command(Protocol):
+class Subcommand(Protocol):
     """The module of a command."""
 
     __doc__: str | None
@@ -108,13 +108,13 @@ def _dispatch(arguments: list[str]) -> int:
     return int(module.run(parser.parse_args(rest)))
 
 
-def _load(name: str) -> Command:
+def _load(name: str) -> Subcommand:
     known = commands()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(known)}"
         raise UsageError(f"there is no command {name!r}; {hint}")
-    module: Command = import_module(f"{__name__}.{name.replace('-', '_')}")
+    module: Subcommand = import_module(f"{__name__}.{name.replace('-', '_')}")
     return module
 
 
@@ -130,7 +130,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def command_parser(name: str, module: Command) -> argparse.ArgumentParser:
+def command_parser(name: str, module: Subcommand) -> argparse.ArgumentParser:
     """The parser of one command: its help is the module's docstring as it is written."""
     parser = _Parser(
         prog=f"dtobs {name}",

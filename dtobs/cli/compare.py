@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 
 from dtobs.cli import Exit
-from dtobs.compare.job import Job, read_job
+from dtobs.compare.job import ComparedJob, read_job
 from dtobs.compare.judge import compare
 from dtobs.compare.picture import svg, text
 from dtobs.errors import UsageError, opening
@@ -50,6 +50,6 @@ def run(args: argparse.Namespace) -> int:
     return Exit.WARNING if found.verdict == "parts" else Exit.NOTHING_FOUND
 
 
-def _read(path: Path) -> Job:
+def _read(path: Path) -> ComparedJob:
     with opening(path):
         return read_job(load_run(path, with_capture=False), str(path))

@@ -41,7 +41,7 @@ from dtobs.drills.faults import TWIN, Drill, known
 from dtobs.errors import DependencyMissing, UsageError
 
 if TYPE_CHECKING:
-    from dtobs.drills.endings import Judged
+    from dtobs.drills.endings import JudgedCell
     from dtobs.drills.perform import Outcome
 
 _CORES_A_DRILL = 2
@@ -165,7 +165,7 @@ def _flips(args: argparse.Namespace) -> int:
     return Exit.ERROR if flips.failed(trials) else Exit.NOTHING_FOUND
 
 
-def _tell_ending(judged: Judged) -> None:
+def _tell_ending(judged: JudgedCell) -> None:
     cell = judged.cell
     said = f"WRONG: {judged.wrong}" if judged.wrong else "right"
     print(f"{cell.fault:<20} {cell.layout:<8} {cell.way:<16} {cell.when:<7} {cell.expected:<22} {said}", flush=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 from dtobs.cli import Exit
 from dtobs.errors import DependencyMissing, UsageError
 from dtobs.findings import exit_code
-from dtobs.tui.model import Frame
+from dtobs.tui.model import ScreenFrame
 from dtobs.tui.order import KEYS, Order
 from dtobs.tui.plain import render
 from dtobs.tui.source import open_source
@@ -75,6 +75,6 @@ def run(args: argparse.Namespace) -> int:
     return app.return_code or Exit.NOTHING_FOUND
 
 
-def verdict(frame: Frame) -> int:
+def verdict(frame: ScreenFrame) -> int:
     """The exit code of one look."""
     return exit_code(frame.findings)

@@ -24,7 +24,7 @@ from dtobs.errors import UsageError
 from dtobs.findings import exit_code
 from dtobs.reports.trace_html import render as html
 from dtobs.reports.trace_text import render, render_comparison
-from dtobs.timeline.kineto.analyse import Trace, analyse
+from dtobs.timeline.kineto.analyse import JobTrace, analyse
 from dtobs.timeline.kineto.compare import compare
 from dtobs.timeline.kineto.figures import WINDOWS
 from dtobs.timeline.kineto.merge import write
@@ -81,7 +81,7 @@ def _compare(args: argparse.Namespace) -> int:
     return Exit.NOTHING_FOUND
 
 
-def _notes(found: Trace, where: str) -> None:
+def _notes(found: JobTrace, where: str) -> None:
     """What could not be read belongs on the error stream as well: JSON goes to programs."""
     for note in found.notes:
         print(f"dtobs: {where}{note}", file=sys.stderr)

@@ -35,7 +35,7 @@ class Sketch:
 
 
 @dataclass(frozen=True)
-class Job:
+class ComparedJob:
     """A run. Every series is float64[steps], NaN where nothing is known; `values` has them by name."""
 
     name: str
@@ -59,7 +59,7 @@ class Job:
         return state
 
 
-def read_job(view: RunView, name: str) -> Job:
+def read_job(view: RunView, name: str) -> ComparedJob:
     """Gather a run. Raises TargetError when no rank has finished a step."""
     window = view.steps(STEP_CAPACITY)
     if not len(window.steps):
@@ -82,7 +82,7 @@ def read_job(view: RunView, name: str) -> Job:
     first = view.ranks[0]
     digests = _digests(view)
     began = digests.pop(int(window.steps[0]) - 1, {})
-    return Job(
+    return ComparedJob(
         name,
         view.world_size,
         len(group),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.compare.job import Floats, Job, Sketch
+from dtobs.compare.job import ComparedJob, Floats, Sketch
 from dtobs.errors import TargetError
 from dtobs.words import count
 
@@ -71,8 +71,8 @@ class Quantity:
 class Comparison:
     """The verdict: "same", "parts" or "unclear" (too little in common to tell)."""
 
-    a: Job
-    b: Job
+    a: ComparedJob
+    b: ComparedJob
     steps: list[int]
     quantities: list[Quantity]
     causes: list[Difference]
@@ -97,7 +97,7 @@ class Comparison:
         }
 
 
-def compare(a: Job, b: Job) -> Comparison:
+def compare(a: ComparedJob, b: ComparedJob) -> Comparison:
     """Hold B against A over the steps that both recorded. Raises TargetError when there is none."""
     steps = np.intersect1d(a.steps, b.steps)
     if not len(steps):
@@ -129,7 +129,12 @@ def compare(a: Job, b: Job) -> Comparison:
 
 
 def _verdict(
-    a: Job, b: Job, steps: list[int], quantities: list[Quantity], causes: list[Difference], effects: list[Difference]
+    a: ComparedJob,
+    b: ComparedJob,
+    steps: list[int],
+    quantities: list[Quantity],
+    causes: list[Difference],
+    effects: list[Difference],
 ) -> Comparison:
     sure = [cause for cause in causes if not cause.possible]
     notes = _notes(a, b, steps)
@@ -164,13 +169,13 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e12 else f"{value:.4g}"
 
 
-def _tolerance(a: Job, b: Job, step: int) -> float:
+def _tolerance(a: ComparedJob, b: ComparedJob, step: int) -> float:
     fields = {**a.settings_at(step), **{f"B {name}": value for name, value in b.settings_at(step).items()}}
     low = any(kind in value for value in fields.values() for kind in _LOW)
     return LOW_PRECISION if low else FULL_PRECISION
 
 
-def _quantity(name: str, a: Job, b: Job, steps: list[int], tolerance: float) -> Quantity | None:
+def _quantity(name: str, a: ComparedJob, b: ComparedJob, steps: list[int], tolerance: float) -> Quantity | None:
     left = a.values[name][np.searchsorted(a.steps, steps)]
     right = b.values[name][np.searchsorted(b.steps, steps)]
     both = np.isfinite(left) & np.isfinite(right)
@@ -205,7 +210,7 @@ def _began_finite(left: Floats, right: Floats, one: npt.NDArray[np.bool_]) -> np
     return np.logical_and(one, before)
 
 
-def _exact(quantity: Quantity, a: Job, b: Job, steps: list[int]) -> Difference | None:
+def _exact(quantity: Quantity, a: ComparedJob, b: ComparedJob, steps: list[int]) -> Difference | None:
     if quantity.apart is None:
         return None
     at = steps.index(quantity.apart)
@@ -221,7 +226,7 @@ def _exact(quantity: Quantity, a: Job, b: Job, steps: list[int]) -> Difference |
     return Difference(quantity.name, quantity.apart, figure(left), figure(right), said)
 
 
-def _not_scaled(by_name: dict[str, Quantity], a: Job, b: Job) -> list[Difference]:
+def _not_scaled(by_name: dict[str, Quantity], a: ComparedJob, b: ComparedJob) -> list[Difference]:
     """Another effective batch with the same learning rate, in the first step in which all of it is known.
 
     Which rule is right (the linear one of Goyal et al. 2017 for SGD, the square root for Adam, none) depends on the
@@ -246,7 +251,7 @@ def _not_scaled(by_name: dict[str, Quantity], a: Job, b: Job) -> list[Difference
     return [Difference("learning rate not scaled", int(np.intersect1d(a.steps, b.steps)[at]), value, value, said, True)]
 
 
-def _factor(ratio: float, a: Job, b: Job) -> str:
+def _factor(ratio: float, a: ComparedJob, b: ComparedJob) -> str:
     """What a ratio may come from: the number of data ranks is the usual one."""
     if not np.isfinite(ratio) or ratio <= 0:
         return ""
@@ -268,7 +273,7 @@ def _effect(quantity: Quantity, steps: list[int]) -> Difference | None:
     return Difference(quantity.name, quantity.apart, left, right, said)
 
 
-def _began(a: Job, b: Job, steps: list[int]) -> list[Difference]:
+def _began(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference]:
     shared = [name for name in a.began if name in b.began and a.began[name][0] == b.began[name][0]]
     other = [name for name in shared if a.began[name][1] != b.began[name][1]]
     if not other:
@@ -281,7 +286,7 @@ def _began(a: Job, b: Job, steps: list[int]) -> list[Difference]:
     return [Difference("initial parameters", steps[0], other[0], other[0], said)]
 
 
-def _settings(a: Job, b: Job, steps: list[int]) -> list[Difference]:
+def _settings(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference]:
     """Fields that part, each at the first step in which it does."""
     found: dict[str, Difference] = {}
     changes = {at for job in (a, b) for at, _ in job.settings}
@@ -296,7 +301,7 @@ def _settings(a: Job, b: Job, steps: list[int]) -> list[Difference]:
     return list(found.values())
 
 
-def _inputs(a: Job, b: Job, steps: list[int]) -> list[Difference]:
+def _inputs(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference]:
     """The first step with other samples. Ranks that share a sample (tensor, context) must be as many in both."""
     if a.world * b.data_ranks != b.world * a.data_ranks:
         return []
@@ -312,7 +317,7 @@ def _inputs(a: Job, b: Job, steps: list[int]) -> list[Difference]:
     return []
 
 
-def _batch_norm(a: Job, b: Job, step: int) -> list[Difference]:
+def _batch_norm(a: ComparedJob, b: ComparedJob, step: int) -> list[Difference]:
     layers = b.settings_at(step).get("batch norm", "")
     if a.data_ranks == b.data_ranks or "of each rank" not in layers:
         return []
@@ -323,7 +328,7 @@ def _batch_norm(a: Job, b: Job, step: int) -> list[Difference]:
     return [Difference("batch norm", step, str(a.data_ranks), str(b.data_ranks), said)]
 
 
-def _gradients(a: Job, b: Job, steps: list[int], tolerance: float) -> list[Difference]:
+def _gradients(a: ComparedJob, b: ComparedJob, steps: list[int], tolerance: float) -> list[Difference]:
     """The first step with a parameter whose gradient parts, as far as both looked at it."""
     worst = 0.0
     for step in steps:
@@ -357,7 +362,7 @@ def _times(a: dict[str, Sketch], b: dict[str, Sketch], names: list[str]) -> floa
     return times if times > 0 and rest < _WHOLE and abs(times - 1) > _WHOLE else None
 
 
-def _bitwise(a: Job, b: Job, steps: list[int]) -> int:
+def _bitwise(a: ComparedJob, b: ComparedJob, steps: list[int]) -> int:
     """In how many steps all parameters were read by both and are equal; 0 when one is not."""
     known = [step for step in steps if step in a.digests and step in b.digests]
     for step in known:
@@ -366,7 +371,7 @@ def _bitwise(a: Job, b: Job, steps: list[int]) -> int:
     return len(known)
 
 
-def _notes(a: Job, b: Job, steps: list[int]) -> list[str]:
+def _notes(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[str]:
     notes = []
     if steps[0] > min(a.steps[0], b.steps[0]) or not (a.began and b.began):
         notes.append(

@@ -18,7 +18,7 @@ Digests = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayVerdict:
     """The verdict: "transient", "persistent", "software", "not deterministic" or "unclear"."""
 
     verdict: str
@@ -39,7 +39,7 @@ class Replay:
         }
 
 
-def judge(run: RunView, first: RunView, second: RunView, step: int) -> Replay:
+def judge(run: RunView, first: RunView, second: RunView, step: int) -> ReplayVerdict:
     """Compare what the parameters were after `step` in the run and in its two replays."""
     sides = [digests_after(view, step) for view in (run, first, second)]
     ranks = sorted(set.intersection(*(set(side) for side in sides)))
@@ -48,7 +48,7 @@ def judge(run: RunView, first: RunView, second: RunView, step: int) -> Replay:
             name for name, side in zip(("the run", "the first replay", "the second"), sides, strict=True) if not side
         ]
         said = f"after step {step} the parameters were not read in {' and '.join(lacks) or 'one rank of all three'}"
-        return Replay("unclear", step, (), "", f"{said}: nothing can be told of it")
+        return ReplayVerdict("unclear", step, (), "", f"{said}: nothing can be told of it")
     was, once, again = ({rank: side[rank] for rank in ranks} for side in sides)
     unsteady = tuple(rank for rank in ranks if once[rank] != again[rank])
     changed = tuple(rank for rank in ranks if was[rank] != once[rank])
@@ -59,9 +59,9 @@ def judge(run: RunView, first: RunView, second: RunView, step: int) -> Replay:
                 f"{ranks_do(unsteady, 'give')} another result of step {step} each time ({name}), and the others do not"
             )
             advice = "take its host out of the job and test its memory and device"
-            return Replay("persistent", step, unsteady, name, f"{said}: {advice}")
+            return ReplayVerdict("persistent", step, unsteady, name, f"{said}: {advice}")
         said = f"step {step} gives another result each time on every rank ({name}): the training is not deterministic"
-        return Replay(
+        return ReplayVerdict(
             "not deterministic",
             step,
             unsteady,
@@ -71,9 +71,11 @@ def judge(run: RunView, first: RunView, second: RunView, step: int) -> Replay:
     if changed:
         name = _first_difference(was[changed[0]], once[changed[0]])
         said = f"step {step} gives the same result twice, and not what {ranks_text(changed)} had then ({name})"
-        return Replay("transient", step, changed, name, f"{said}: it was a fault of that moment, such as a flipped bit")
+        return ReplayVerdict(
+            "transient", step, changed, name, f"{said}: it was a fault of that moment, such as a flipped bit"
+        )
     said = f"step {step} gives the same result again, twice, to the bit: what is wrong is in the program or its data"
-    return Replay("software", step, (), "", said)
+    return ReplayVerdict("software", step, (), "", said)
 
 
 def digests_after(view: RunView, step: int) -> dict[int, Digests]:

@@ -21,10 +21,10 @@ from dtobs.diagnose.pictures import (
     wait_picture,
 )
 from dtobs.findings import Finding
-from dtobs.flight_recorder.analyse import DumpAnalysis, Matched
+from dtobs.flight_recorder.analyse import DumpAnalysis, MatchedDumps
 from dtobs.flight_recorder.columns import COMPLETED
 from dtobs.flight_recorder.disagreements import fitting
-from dtobs.flight_recorder.model import Group
+from dtobs.flight_recorder.model import DumpGroup
 from dtobs.flight_recorder.wording import Words
 
 _CALLS_SHOWN = 48
@@ -43,7 +43,7 @@ def dump_pictures(analysis: DumpAnalysis) -> Pictures:
     )
 
 
-def _waits(matched: Matched, findings: Sequence[Finding]) -> dict[int, RankWait]:
+def _waits(matched: MatchedDumps, findings: Sequence[Finding]) -> dict[int, RankWait]:
     """Every rank that waits, in the oldest call it waits in, and those that they wait for."""
     dumps, words = matched.dumps, Words(matched.dumps)
     row_of = {dump.rank: row for row, dump in enumerate(dumps.ranks)}
@@ -86,12 +86,12 @@ def _waits(matched: Matched, findings: Sequence[Finding]) -> dict[int, RankWait]
     return found
 
 
-def _kind(group: Group) -> str:
+def _kind(group: DumpGroup) -> str:
     """What groups of one purpose have in common: the description, which PyTorch takes from the mesh dimension."""
     return group.description if group.description not in ("", "undefined") else f"group {group.name}"
 
 
-def _strip(matched: Matched) -> Strip | None:
+def _strip(matched: MatchedDumps) -> Strip | None:
     """Which group every rank called last, over the time of its last calls, by its own host's clock."""
     dumps = matched.dumps
     entries = dumps.entries
@@ -121,7 +121,7 @@ def _strip(matched: Matched) -> Strip | None:
     return Strip(title, length / 1e9, ranks, tuple(kinds), cells)
 
 
-def _waiting_since(matched: Matched) -> dict[int, int]:
+def _waiting_since(matched: MatchedDumps) -> dict[int, int]:
     """Row → when it issued the first call that never completed, for ranks that wait."""
     created = matched.dumps.entries["created_ns"]
     found: dict[int, int] = {}
@@ -134,7 +134,7 @@ def _waiting_since(matched: Matched) -> dict[int, int]:
     return found
 
 
-def _tables(matched: Matched, findings: Sequence[Finding]) -> Iterable[CallGrid]:
+def _tables(matched: MatchedDumps, findings: Sequence[Finding]) -> Iterable[CallGrid]:
     """The groups that findings are about, and those in which ranks wait."""
     named = {finding.group for finding in findings}
     groups, states = matched.dumps.groups, matched.states
@@ -154,7 +154,7 @@ def _mismatch_seq(findings: Sequence[Finding], label: str) -> int | None:
     return None
 
 
-def _table(matched: Matched, state: Frontier, about: int | None) -> CallGrid:
+def _table(matched: MatchedDumps, state: Frontier, about: int | None) -> CallGrid:
     dumps, aligned, words = matched.dumps, matched.aligned, Words(matched.dumps)
 
     def state_of(row: int) -> CallState:
@@ -173,7 +173,7 @@ def _table(matched: Matched, state: Frontier, about: int | None) -> CallGrid:
     )
 
 
-def _environment(matched: Matched, world_size: int) -> tuple[tuple[str, str], ...]:
+def _environment(matched: MatchedDumps, world_size: int) -> tuple[tuple[str, str], ...]:
     ranks = matched.dumps.ranks
     versions = sorted({dump.version for dump in ranks})
     backends = sorted({name for dump in ranks for name in dump.backends if name})

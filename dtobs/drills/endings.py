@@ -82,7 +82,7 @@ class MatrixCell:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedCell:
     """A cell that was played. `wrong` says what is wrong with the answer, "" when nothing is."""
 
     cell: MatrixCell
@@ -190,16 +190,16 @@ def play_all(
     take_capture: TakeCapture,
     *,
     at_once: int = 1,
-    told: Callable[[Judged], None] = lambda judged: None,
-) -> list[Judged]:
+    told: Callable[[JudgedCell], None] = lambda judged: None,
+) -> list[JudgedCell]:
     """Play the cells below `folder`, `at_once` at a time; `told` hears of each in order, as it is known."""
 
-    def one(cell: MatrixCell) -> Judged:
+    def one(cell: MatrixCell) -> JudgedCell:
         name = f"{cell.fault}-{cell.layout}-{cell.way}-{cell.when}"
         try:
             return play(cell, folder / name, take_capture)
         except (DtobsError, OSError, KeyError) as error:
-            return Judged(cell, None, f"could not be played: {error}")
+            return JudgedCell(cell, None, f"could not be played: {error}")
 
     played = []
     with ThreadPoolExecutor(at_once, thread_name_prefix="endings") as pool:
@@ -209,7 +209,7 @@ def play_all(
     return played
 
 
-def play(cell: MatrixCell, folder: Path, take_capture: TakeCapture) -> Judged:
+def play(cell: MatrixCell, folder: Path, take_capture: TakeCapture) -> JudgedCell:
     """Run the cell on two ranks below `folder`, which it makes, and judge the answer; nothing is left running."""
     folder.mkdir(parents=True)
     run_dir = folder / "run"
@@ -247,7 +247,7 @@ def play(cell: MatrixCell, folder: Path, take_capture: TakeCapture) -> Judged:
         for pipe in itertools.chain(*pipes):
             pipe.close()
         starter.join()
-    return Judged(cell, diagnosis, judge(cell, diagnosis))
+    return JudgedCell(cell, diagnosis, judge(cell, diagnosis))
 
 
 def _end(cell: MatrixCell, processes: dict[str, _Process]) -> None:
@@ -307,7 +307,7 @@ def _until(true: Callable[[], bool], seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def counted(judged: Iterable[Judged]) -> list[tuple[str, When, int, int, int]]:
+def counted(judged: Iterable[JudgedCell]) -> list[tuple[str, When, int, int, int]]:
     """(way, when, right, played, tried) for every way that was tried, in the order of `WAYS`."""
     played = list(judged)
     rows = []

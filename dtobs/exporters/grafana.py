@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtobs.exporters.panels import DATASOURCE, Layout, Panel, Query
+from dtobs.exporters.panels import DATASOURCE, Panel, PanelGrid, Query
 
 UID = "dtobs-run-overview"
 TITLE = "dtobs / Run overview"
@@ -15,7 +15,7 @@ _RANK = 'run="$run",rank=~"$rank"'
 
 def run_overview() -> dict[str, Any]:
     """The dashboard as Grafana (10 and later) imports it."""
-    layout = Layout()
+    layout = PanelGrid()
     layout.row("At a glance", _glance())
     layout.row("Learning", _learning())
     layout.row("Where the time goes", _time())

@@ -37,7 +37,7 @@ class OwnCost(Protocol):
 
 
 @dataclass(frozen=True)
-class Look:
+class MonitorSnapshot:
     """One look. Per-rank values cover only the ranks of `node`; values of the run come from the node that `leads`."""
 
     view: RunView

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dtobs.errors import DependencyMissing
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.metrics import TABLE, Metric
 from dtobs.exporters.totals import BUCKETS, StepTotals
 
@@ -41,7 +41,7 @@ class OtlpPush:
     """
 
     def __init__(
-        self, look: Callable[[], Look], totals: StepTotals, run: str, reader: MetricReader | None = None
+        self, look: Callable[[], MonitorSnapshot], totals: StepTotals, run: str, reader: MetricReader | None = None
     ) -> None:
         try:
             from opentelemetry.sdk.metrics import MeterProvider
@@ -49,7 +49,7 @@ class OtlpPush:
         except ModuleNotFoundError:
             raise DependencyMissing("opentelemetry-sdk", "otel") from None
         self._look = look
-        self._last: tuple[float, Look] | None = None
+        self._last: tuple[float, MonitorSnapshot] | None = None
         self._lock = threading.Lock()
         name = os.environ.get("OTEL_SERVICE_NAME", "dtobs")
         resource = Resource.create({"service.name": name, "service.instance.id": run})
@@ -92,7 +92,7 @@ class OtlpPush:
 
         return observe
 
-    def _once(self) -> Look:
+    def _once(self) -> MonitorSnapshot:
         """One look for all instruments of an export."""
         with self._lock:
             now = time.monotonic()

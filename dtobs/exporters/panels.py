@@ -42,7 +42,7 @@ class Panel:
 
 
 @dataclass
-class Layout:
+class PanelGrid:
     """Gives panels their ids and places, row by row."""
 
     panels: list[dict[str, Any]] = field(default_factory=list)

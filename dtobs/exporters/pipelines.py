@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.sources import Sample
 from dtobs.timeline.bubble import ideal as schedule_bound
 from dtobs.timeline.bubble import recent_shares
 from dtobs.timeline.pipeline import pipelines
 
 
-def measured(look: Look) -> Iterator[Sample]:
+def measured(look: MonitorSnapshot) -> Iterator[Sample]:
     """Of this node's ranks, each against the time from its pipeline's first computation to the last one."""
     shares = recent_shares(look.view)
     for row in look.pages:
@@ -20,12 +20,12 @@ def measured(look: Look) -> Iterator[Sample]:
             yield (str(rank),), shares[rank]
 
 
-def replayed(look: Look) -> Iterator[Sample]:
+def replayed(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.leads and look.bubble is not None and look.bubble.replayed is not None:
         yield (), look.bubble.replayed
 
 
-def ideal(look: Look) -> Iterator[Sample]:
+def ideal(look: MonitorSnapshot) -> Iterator[Sample]:
     bounds = [bound for plan in pipelines(look.view) if (bound := schedule_bound(plan)) is not None]
     if look.leads and bounds:
         yield (), max(bounds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtobs.errors import DependencyMissing
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.metrics import PREFIX, RANK, TABLE, Metric
 from dtobs.exporters.sources import Sample
 from dtobs.exporters.totals import BUCKETS
@@ -25,7 +25,7 @@ FEW = 32
 class RunCollector:
     """A custom collector for any registry of prometheus_client; `look` is called once a scrape."""
 
-    def __init__(self, look: Callable[[], Look]) -> None:
+    def __init__(self, look: Callable[[], MonitorSnapshot]) -> None:
         self._look = look
 
     def collect(self) -> Iterator[Family]:
@@ -37,7 +37,7 @@ class RunCollector:
         return []
 
 
-def exposition(look: Look) -> bytes:
+def exposition(look: MonitorSnapshot) -> bytes:
     """The text format. Raises DependencyMissing without prometheus_client.
 
     Of a metric with values of many ranks, prometheus_client writes the first sample, and the others repeat its line
@@ -91,7 +91,7 @@ def _per_rank(metric: Metric, samples: list[Sample], run: str) -> bytes:
     return f"{head}\n{''.join(lines)}".encode()
 
 
-def families(look: Look) -> Iterator[Family]:
+def families(look: MonitorSnapshot) -> Iterator[Family]:
     """The metric families of one look."""
     for metric in TABLE:
         family = _family(metric, look)
@@ -99,7 +99,7 @@ def families(look: Look) -> Iterator[Family]:
             yield family
 
 
-def _family(metric: Metric, look: Look) -> Family:
+def _family(metric: Metric, look: MonitorSnapshot) -> Family:
     from prometheus_client.core import HistogramMetricFamily
 
     if metric.kind == "histogram":

@@ -15,12 +15,12 @@ import numpy as np
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.events import FP8_ROLES, STEP_PARTS, RankState
 from dtobs.exporters import noise
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.findings import CATALOGUE
 from dtobs.recording.rank import ENDED, State
 
 Sample = tuple[tuple[str, ...], float]
-Source = Callable[[Look], Iterator[Sample]]
+Source = Callable[[MonitorSnapshot], Iterator[Sample]]
 
 RANK_STATES = (*(state.value for state in State), "missing")
 
@@ -28,7 +28,7 @@ RANK_STATES = (*(state.value for state in State), "missing")
 def page(field: str, scale: float = 1.0) -> Source:
     """One value a rank from a field of its page."""
 
-    def source(look: Look) -> Iterator[Sample]:
+    def source(look: MonitorSnapshot) -> Iterator[Sample]:
         for label, value in zip(look.rank_labels, look.pages[field].tolist(), strict=True):
             if value == value:  # NaN: nobody said
                 yield label, float(value) * scale
@@ -39,7 +39,7 @@ def page(field: str, scale: float = 1.0) -> Source:
 def by_role(field: str) -> Source:
     """One value a rank and role of FP8 numbers (input, weight, gradient)."""
 
-    def source(look: Look) -> Iterator[Sample]:
+    def source(look: MonitorSnapshot) -> Iterator[Sample]:
         for role in FP8_ROLES:
             for (rank,), value in page(f"{field}_{role}")(look):
                 yield (rank, role), value
@@ -50,7 +50,7 @@ def by_role(field: str) -> Source:
 def run_max(field: str) -> Source:
     """One value of the run: the largest that any rank reported."""
 
-    def source(look: Look) -> Iterator[Sample]:
+    def source(look: MonitorSnapshot) -> Iterator[Sample]:
         values = look.view.pages[field].astype(np.float64)
         values = values[~np.isnan(values)]
         if look.leads and len(values):
@@ -59,7 +59,7 @@ def run_max(field: str) -> Source:
     return source
 
 
-def run_info(look: Look) -> Iterator[Sample]:
+def run_info(look: MonitorSnapshot) -> Iterator[Sample]:
     """The value 1, labelled with what the run is."""
     if look.leads:
         versions: Any = look.view.info.get("versions")
@@ -70,12 +70,12 @@ def run_info(look: Look) -> Iterator[Sample]:
         )
 
 
-def attempt(look: Look) -> Iterator[Sample]:
+def attempt(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.leads:
         yield (), float(look.view.attempt)
 
 
-def ranks_by_state(look: Look) -> Iterator[Sample]:
+def ranks_by_state(look: MonitorSnapshot) -> Iterator[Sample]:
     """How many ranks are in each state, 0 for the others: a panel and an alert always have data."""
     if look.leads:
         counts = Counter(rank.state.value for rank in look.view.each_rank())
@@ -84,7 +84,7 @@ def ranks_by_state(look: Look) -> Iterator[Sample]:
             yield (state,), float(counts[state])
 
 
-def rank_info(look: Look) -> Iterator[Sample]:
+def rank_info(look: MonitorSnapshot) -> Iterator[Sample]:
     """The value 1 of every rank of this node, labelled with where it is."""
     for (label,) in look.rank_labels:
         rank = look.view.rank(int(label))
@@ -93,14 +93,14 @@ def rank_info(look: Look) -> Iterator[Sample]:
         yield (label, rank.host, str(rank.get("node")), str(rank.pid), str(place.get("stage", "")), mesh), 1.0
 
 
-def rank_up(look: Look) -> Iterator[Sample]:
+def rank_up(look: MonitorSnapshot) -> Iterator[Sample]:
     for row in look.pages:
         process = look.view.process(int(row["rank"]))
         if process is not None:
             yield (str(int(row["rank"])),), float(process.alive)
 
 
-def heartbeat_age(look: Look) -> Iterator[Sample]:
+def heartbeat_age(look: MonitorSnapshot) -> Iterator[Sample]:
     """Only of ranks that are still to move: a closed rank's silence means nothing."""
     pages = look.pages
     ages = np.maximum(0, look.view.now_ns - pages["heartbeat_ns"]) / 1e9
@@ -109,18 +109,18 @@ def heartbeat_age(look: Look) -> Iterator[Sample]:
             yield label, age
 
 
-def phase_seconds(look: Look) -> Iterator[Sample]:
+def phase_seconds(look: MonitorSnapshot) -> Iterator[Sample]:
     for rank, totals in sorted(look.totals.ranks.items()):
         for part in STEP_PARTS:
             yield (str(rank), part), totals.parts[part]
 
 
-def collective_wait(look: Look) -> Iterator[Sample]:
+def collective_wait(look: MonitorSnapshot) -> Iterator[Sample]:
     for rank, totals in sorted(look.totals.ranks.items()):
         yield (str(rank),), totals.parts["exposed"]
 
 
-def exposed_along(look: Look) -> Iterator[Sample]:
+def exposed_along(look: MonitorSnapshot) -> Iterator[Sample]:
     """By dimension of the mesh, those that a rank ever waited in; "other" is what no group's name explains."""
     for rank, totals in sorted(look.totals.ranks.items()):
         rest = round(totals.parts["exposed"] - sum(totals.exposed.values()), 6)
@@ -129,7 +129,7 @@ def exposed_along(look: Look) -> Iterator[Sample]:
                 yield (str(rank), along), seconds
 
 
-def arrival_skew(look: Look) -> Iterator[Sample]:
+def arrival_skew(look: MonitorSnapshot) -> Iterator[Sample]:
     """How much later than the first each rank reached the first collective of the last step that all have."""
     window = look.view.steps(8).complete()
     if not len(window.steps):
@@ -145,17 +145,17 @@ def arrival_skew(look: Look) -> Iterator[Sample]:
             yield (str(rank),), (int(record["sync_ns"]) - first) / 1e9
 
 
-def noise_scale(look: Look) -> Iterator[Sample]:
+def noise_scale(look: MonitorSnapshot) -> Iterator[Sample]:
     found = noise.noise_scale(look.view) if look.leads else None
     if found is not None:
         yield (), found
 
 
-def model_flops_rate(look: Look) -> Iterator[Sample]:
+def model_flops_rate(look: MonitorSnapshot) -> Iterator[Sample]:
     return _flops_rate(look, "model_flops")
 
 
-def _flops_rate(look: Look, field: str) -> Iterator[Sample]:
+def _flops_rate(look: MonitorSnapshot, field: str) -> Iterator[Sample]:
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = look.pages[field] / (look.pages["step_ns"] / 1e9)
     for label, rate in zip(look.rank_labels, rates.tolist(), strict=True):
@@ -163,7 +163,7 @@ def _flops_rate(look: Look, field: str) -> Iterator[Sample]:
             yield label, rate
 
 
-def mfu(look: Look) -> Iterator[Sample]:
+def mfu(look: MonitorSnapshot) -> Iterator[Sample]:
     """Model FLOPs utilisation, where the run says what a device could do (``config.run.peak_flops``).
 
     Each operation that the model needs counts once, as in the PaLM paper (appendix B); the training says how many.
@@ -171,7 +171,7 @@ def mfu(look: Look) -> Iterator[Sample]:
     return _utilisation(look, "model_flops")
 
 
-def hfu(look: Look) -> Iterator[Sample]:
+def hfu(look: MonitorSnapshot) -> Iterator[Sample]:
     """Hardware FLOPs utilisation: as `mfu`, with what activation checkpointing computes a second time.
 
     Only where the training reports `hardware_flops`: nothing of what it computes again can be seen from outside.
@@ -179,7 +179,7 @@ def hfu(look: Look) -> Iterator[Sample]:
     return _utilisation(look, "hardware_flops")
 
 
-def _utilisation(look: Look, field: str) -> Iterator[Sample]:
+def _utilisation(look: MonitorSnapshot, field: str) -> Iterator[Sample]:
     config: Any = look.view.info.get("config")
     section: Any = config.get("run") if isinstance(config, dict) else None
     peak = section.get("peak_flops") if isinstance(section, dict) else None
@@ -188,7 +188,7 @@ def _utilisation(look: Look, field: str) -> Iterator[Sample]:
         yield (), sum(rates) / len(rates) / peak
 
 
-def goodput(look: Look) -> Iterator[Sample]:
+def goodput(look: MonitorSnapshot) -> Iterator[Sample]:
     """Productive share of the time since the run began, restarts included, mean over this node's ranks."""
     shares = []
     for row in look.pages:
@@ -203,7 +203,7 @@ def goodput(look: Look) -> Iterator[Sample]:
         yield (), sum(shares) / len(shares)
 
 
-def badput(look: Look) -> Iterator[Sample]:
+def badput(look: MonitorSnapshot) -> Iterator[Sample]:
     """Seconds by what they were spent on instead, mean over this node's ranks, up to each rank's last step."""
     here = {int(row["rank"]) for row in look.pages}  # not those that a restart took to another node
     ranks = [totals for rank, totals in look.totals.ranks.items() if rank in here]
@@ -225,18 +225,18 @@ def badput(look: Look) -> Iterator[Sample]:
         yield (reason,), sum(seconds) / len(seconds)
 
 
-def redone_steps(look: Look) -> Iterator[Sample]:
+def redone_steps(look: MonitorSnapshot) -> Iterator[Sample]:
     """The most that any rank of this node did again: all do the same steps."""
     if look.leads and look.totals.ranks:
         yield (), float(max(r.redone_steps for r in look.totals.ranks.values()))
 
 
-def checkpoint_age(look: Look) -> Iterator[Sample]:
+def checkpoint_age(look: MonitorSnapshot) -> Iterator[Sample]:
     for _, written in run_max("checkpoint_utc")(look):
         yield (), max(0.0, look.utc_seconds - written)
 
 
-def findings(look: Look) -> Iterator[Sample]:
+def findings(look: MonitorSnapshot) -> Iterator[Sample]:
     """Every code is exported, 0 when it is not there: a panel and an alert always have data."""
     if look.leads:
         for code in CATALOGUE.values():
@@ -244,43 +244,43 @@ def findings(look: Look) -> Iterator[Sample]:
             yield (code.name, code.severity.value), float(count)
 
 
-def finding_ranks(look: Look) -> Iterator[Sample]:
+def finding_ranks(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.leads:
         for code, rank in sorted({(f.code, r) for f in look.findings for r in f.ranks}):
             yield (code, str(rank)), 1.0
 
 
-def comparison_off(look: Look) -> Iterator[Sample]:
+def comparison_off(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.leads:
         for off in comparisons_off(look.view):
             yield (off.check, off.reason), 1.0
 
 
-def mismatched_replicas(look: Look) -> Iterator[Sample]:
+def mismatched_replicas(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.leads:
         named = {r for f in look.findings if f.code == "replica-divergence" for r in f.ranks}
         yield (), float(len(named))
 
 
-def stalled(look: Look) -> Iterator[Sample]:
+def stalled(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.leads:
         yield (), look.stalled_seconds
 
 
-def ended(look: Look) -> Iterator[Sample]:
+def ended(look: MonitorSnapshot) -> Iterator[Sample]:
     """1 once no rank of the node trains any more, however it ended."""
     over = [look.view.rank(int(rank)).state in ENDED for rank in look.pages["rank"]]
     yield (), float(bool(over) and all(over))
 
 
-def damaged(look: Look) -> Iterator[Sample]:
+def damaged(look: MonitorSnapshot) -> Iterator[Sample]:
     yield (), float(len(look.view.damaged))
 
 
 def own(field: str) -> Source:
     """A value of the monitor itself."""
 
-    def source(look: Look) -> Iterator[Sample]:
+    def source(look: MonitorSnapshot) -> Iterator[Sample]:
         if look.own is not None:
             yield (), float(getattr(look.own, field))
 
@@ -290,7 +290,7 @@ def own(field: str) -> Source:
 ERROR_PARTS = ("recording", "detectors", "watchdog", "capture", "journal", "exits", "http")
 
 
-def own_errors(look: Look) -> Iterator[Sample]:
+def own_errors(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.own is not None:
         for part in sorted({*ERROR_PARTS, *look.own.errors}):
             yield (part,), float(look.own.errors.get(part, 0))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.sources import Sample
 
 
-def slowdown(look: Look) -> Iterator[Sample]:
+def slowdown(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.whatif is not None:
         yield (), look.whatif.slowdown
 
 
-def by_stage(look: Look) -> Iterator[Sample]:
+def by_stage(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.whatif is not None and len(look.whatif.by_stage) > 1:
         for stage, value in look.whatif.by_stage.items():
             yield (str(stage),), value
 
 
-def returned(look: Look) -> Iterator[Sample]:
+def returned(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.whatif is not None:
         for fix, value in look.whatif.fix.items():
             yield (fix,), value

@@ -47,7 +47,7 @@ class RankFrontier:
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedDumps:
     """What the findings rest on, for who wants to draw it.
 
     `calls`: the first uncompleted call of each group that is waited in; `standing`: whether the job stood still, so
@@ -72,7 +72,7 @@ class DumpAnalysis:
     missing_ranks: tuple[int, ...]
     problems: tuple[DumpProblem, ...]
     notes: tuple[str, ...]
-    matched: Matched
+    matched: MatchedDumps
 
 
 def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
@@ -115,7 +115,7 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
         missing_ranks=dumps.missing_ranks,
         problems=dumps.problems,
         notes=tuple(notes),
-        matched=Matched(dumps, aligned, states, pairs, calls, standing),
+        matched=MatchedDumps(dumps, aligned, states, pairs, calls, standing),
     )
 
 

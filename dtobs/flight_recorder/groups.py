@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.codec import DecodeError, decode, parse
-from dtobs.flight_recorder.model import DEFAULT_GROUP, Group
+from dtobs.flight_recorder.model import DEFAULT_GROUP, DumpGroup
 from dtobs.flight_recorder.operations import MAX_WORLD
 
 _Key = tuple[str, str]  # a name, and the text of its ranks ("" when no dump has it)
 
 
 @dataclass
-class GroupTable:
+class DumpGroups:
     """Numbers groups while dumps come in; `groups` are resolved at the end."""
 
     _index: dict[_Key, int] = field(default_factory=dict)
@@ -55,7 +55,9 @@ class GroupTable:
     def _ordered(self) -> list[_Key]:
         return sorted(self._index, key=lambda key: (len(key[0]), key))
 
-    def resolve(self, issued: list[npt.NDArray[np.int32]], sizes: list[int], everyone: set[int]) -> tuple[Group, ...]:
+    def resolve(
+        self, issued: list[npt.NDArray[np.int32]], sizes: list[int], everyone: set[int]
+    ) -> tuple[DumpGroup, ...]:
         """The groups.
 
         `issued[g]`: ranks seen to issue in group g; `sizes[g]`: its size as its operations betray it, 0 when they do
@@ -73,13 +75,13 @@ class GroupTable:
                 members = tuple(sorted(seen))
             array = np.array(members, np.int32)
             size = max(len(array), sizes[index]) if inferred else len(array)
-            groups.append(Group(index, name, description, array, inferred, size))
+            groups.append(DumpGroup(index, name, description, array, inferred, size))
         return tuple(groups)
 
     _parsed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def _parse(text: str, table: GroupTable) -> tuple[int, ...]:
+def _parse(text: str, table: DumpGroups) -> tuple[int, ...]:
     """Ranks in ``[0, 1, 2]``, in that order, which is that of group ranks; empty when the text is something else."""
     known = table._parsed.get(text)
     if known is None:

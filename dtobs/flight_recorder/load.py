@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dtobs.errors import DumpError, TargetError
 from dtobs.flight_recorder.columns import RankColumns, columns_of
 from dtobs.flight_recorder.decode import MAX_BYTES
-from dtobs.flight_recorder.groups import GroupTable
+from dtobs.flight_recorder.groups import DumpGroups
 from dtobs.flight_recorder.model import DumpProblem, Dumps, RankDump, SourceFile, empty_entries
 from dtobs.flight_recorder.names import NAMES, find_dumps
 from dtobs.flight_recorder.operations import Operation
@@ -67,7 +67,7 @@ class _Builder:
     notes: list[str] = field(default_factory=list)
     _operations: dict[Operation, int] = field(default_factory=dict)
     _sites: dict[str, int] = field(default_factory=dict)
-    _groups: GroupTable = field(default_factory=GroupTable)
+    _groups: DumpGroups = field(default_factory=DumpGroups)
 
     def add_files(
         self, files: Sequence[SourceFile], results: Iterable[tuple[int, RankColumns | DumpError]]

@@ -17,7 +17,7 @@ DEFAULT_GROUP = "default_pg"
 
 
 @dataclass(frozen=True)
-class Group:
+class DumpGroup:
     """A process group. `inferred`: no dump lists its ranks, so they are those seen to issue in it.
 
     `members`: global ranks, i32[n], by group rank where a dump lists them, else ascending. `size` is larger than their
@@ -75,7 +75,7 @@ class Dumps:
     ranks: tuple[RankDump, ...]
     entries: npt.NDArray[np.void]
     row: npt.NDArray[np.int32]
-    groups: tuple[Group, ...]
+    groups: tuple[DumpGroup, ...]
     operations: tuple[Operation, ...]
     sites: tuple[str, ...]
     problems: tuple[DumpProblem, ...] = ()

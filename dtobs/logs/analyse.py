@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from dtobs.findings import Confidence, Finding
 from dtobs.logs import meetings, quality
 from dtobs.logs.crashes import Scene, crashes, is_root, unexplained
-from dtobs.logs.endings import Ending, endings
-from dtobs.logs.evidence import Evidence, Sign, Track, Writer, sign_of
+from dtobs.logs.endings import LoggedEnding, endings
+from dtobs.logs.evidence import LogEvidence, Sign, Track, Writer, sign_of
 from dtobs.logs.frontier import GroupFrontier, frontiers, rank_of
 from dtobs.logs.hangs import Heard, hangs
 from dtobs.logs.pace import paces, spikes
@@ -53,7 +53,7 @@ class LogAnalysis:
 
 def analyse_logs(files: Sequence[LogFile]) -> LogAnalysis:
     """Read the logs and judge them."""
-    evidence = Evidence()
+    evidence = LogEvidence()
     for index, (file, place) in enumerate(zip(files, places([file.name for file in files]), strict=True)):
         evidence.begin(index, file.name, place)
         for number, raw in file.lines(ANCHORS, lambda: evidence.hot):
@@ -63,7 +63,7 @@ def analyse_logs(files: Sequence[LogFile]) -> LogAnalysis:
     return judge(evidence, len(files) > 1, notes, sum(file.bytes_read for file in files))
 
 
-def judge(evidence: Evidence, several_files: bool, notes: list[str], bytes_read: int = 0) -> LogAnalysis:
+def judge(evidence: LogEvidence, several_files: bool, notes: list[str], bytes_read: int = 0) -> LogAnalysis:
     """The analysis of evidence that is collected."""
     signs, ranks = resolve(evidence, several_files)
     tracks = _tracks(evidence, ranks)
@@ -95,7 +95,7 @@ def judge(evidence: Evidence, several_files: bool, notes: list[str], bytes_read:
 
 
 def _causes(
-    live: list[Sign], ended: list[Ending], groups: list[GroupFrontier], heard: Heard, evidence: Evidence
+    live: list[Sign], ended: list[LoggedEnding], groups: list[GroupFrontier], heard: Heard, evidence: LogEvidence
 ) -> list[Finding]:
     stuck = frozenset(r for s in live if s.kind in ("work-timeout", "watchdog-stuck") and (r := rank_of(s)) is not None)
     scene = Scene(
@@ -116,7 +116,7 @@ def _causes(
     return found or meetings.at_barrier(live, heard, evidence.moved)
 
 
-def _told_in_table(evidence: Evidence, live: list[Sign]) -> list[Sign]:
+def _told_in_table(evidence: LogEvidence, live: list[Sign]) -> list[Sign]:
     """Exceptions that only torchrun's table tells."""
     known = {(s.rank, s.fields.get("type")) for s in live if "type" in s.fields}
     texts = {s.text for s in live}
@@ -132,11 +132,11 @@ def _told_in_table(evidence: Evidence, live: list[Sign]) -> list[Sign]:
     return found
 
 
-def _interrupted(live: list[Sign], ended: list[Ending], timed_out: bool) -> bool:
+def _interrupted(live: list[Sign], ended: list[LoggedEnding], timed_out: bool) -> bool:
     return not timed_out and any(s.kind == "interrupted" for s in live)
 
 
-def _over(signs: list[Sign], evidence: Evidence, ended: list[Ending]) -> dict[int, int]:
+def _over(signs: list[Sign], evidence: LogEvidence, ended: list[LoggedEnding]) -> dict[int, int]:
     """By file, the line up to which the job got over what there was: it trained on, began again or ended well."""
     finished: dict[int, int] = {}
     restarted: dict[int, int] = {}
@@ -154,7 +154,7 @@ def _over(signs: list[Sign], evidence: Evidence, ended: list[Ending]) -> dict[in
 
 
 def _got_over(
-    file: int, finished: dict[int, int], restarted: dict[int, int], trouble: dict[int, int], evidence: Evidence
+    file: int, finished: dict[int, int], restarted: dict[int, int], trouble: dict[int, int], evidence: LogEvidence
 ) -> int:
     """The last line of a file before which nothing counts any more, or -1."""
     moved = list(evidence.moved.get(file, ()))
@@ -171,7 +171,7 @@ def _got_over(
     return max(candidates)
 
 
-def _tracks(evidence: Evidence, ranks: RankMap) -> dict[int | None, Track]:
+def _tracks(evidence: LogEvidence, ranks: RankMap) -> dict[int | None, Track]:
     """Progress by rank; what nobody is known to have written is under None, the longest of it."""
     found: dict[int | None, Track] = {}
     for writer, track in evidence.tracks.items():
@@ -181,7 +181,9 @@ def _tracks(evidence: Evidence, ranks: RankMap) -> dict[int | None, Track]:
     return found
 
 
-def _heard(evidence: Evidence, ranks: RankMap, live: list[Sign], world: int, tracks: dict[int | None, Track]) -> Heard:
+def _heard(
+    evidence: LogEvidence, ranks: RankMap, live: list[Sign], world: int, tracks: dict[int | None, Track]
+) -> Heard:
     known = {rank for file, writer in evidence.writers if (rank := ranks.rank(writer, file)) is not None}
     known |= {int(sign.fields["rank"]) for sign in live if sign.kind == "world" and "rank" in sign.fields}
     known |= {rank for sign in live if (rank := rank_of(sign)) is not None}
@@ -196,7 +198,7 @@ def _heard(evidence: Evidence, ranks: RankMap, live: list[Sign], world: int, tra
 
 
 def _ranks(
-    heard: Heard, groups: list[GroupFrontier], ended: list[Ending], tracks: dict[int | None, Track]
+    heard: Heard, groups: list[GroupFrontier], ended: list[LoggedEnding], tracks: dict[int | None, Track]
 ) -> list[LogRank]:
     waits: dict[int, tuple[str, str]] = {}
     for group in groups:
@@ -210,7 +212,7 @@ def _ranks(
 
 
 def _notes(
-    live: list[Sign], ended: list[Ending], findings: list[Finding], tracks: dict[int | None, Track]
+    live: list[Sign], ended: list[LoggedEnding], findings: list[Finding], tracks: dict[int | None, Track]
 ) -> list[str]:
     notes = []
     outside = [s for s in live if s.kind == "interrupted"]
@@ -241,7 +243,7 @@ def _notes(
     return notes
 
 
-def _attempts(signs: list[Sign], evidence: Evidence) -> list[str]:
+def _attempts(signs: list[Sign], evidence: LogEvidence) -> list[str]:
     """How often the launcher began anew, and whether that helped."""
     restarts = [sign for sign in signs if sign.kind == "restart"]
     if not restarts:

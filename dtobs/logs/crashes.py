@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtobs.findings import CATALOGUE, Confidence, Finding
-from dtobs.logs.endings import DEADLY, Ending, numbers
+from dtobs.logs.endings import DEADLY, LoggedEnding, numbers
 from dtobs.logs.evidence import Sign
 from dtobs.logs.templates import Role
 from dtobs.words import ranks_text, verb
@@ -45,7 +45,7 @@ class Scene:
     """What crash rules look at: live root signs, endings, and who only complains of others."""
 
     roots: list[Sign]
-    endings: list[Ending]
+    endings: list[LoggedEnding]
     stuck_ranks: frozenset[int]
     complaining: frozenset[int]  #: ranks with a cascade line
     timed_out: bool

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from dtobs.logs.evidence import Evidence, Sign
+from dtobs.logs.evidence import LogEvidence, Sign
 from dtobs.logs.failure_table import Failed
 from dtobs.logs.ranks import RankMap
 
@@ -17,7 +17,7 @@ DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.S
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class LoggedEnding:
     """The end of one rank; `rank` is None where nothing tells it. A negative code is a signal."""
 
     rank: int | None
@@ -46,8 +46,8 @@ class Ending:
 
 
 def endings(
-    evidence: Evidence, signs: list[Sign], ranks: RankMap, over: Mapping[int, int] = MappingProxyType({})
-) -> list[Ending]:
+    evidence: LogEvidence, signs: list[Sign], ranks: RankMap, over: Mapping[int, int] = MappingProxyType({})
+) -> list[LoggedEnding]:
     """Every end that is told, one a rank where the rank is known; those that a launcher forced are left out.
 
     `over`: by file, the line up to which nothing counts, such as the end of an attempt that another one followed.
@@ -62,7 +62,7 @@ def endings(
     for sign in signs:
         found += _of_sign(sign, ranks)
     found += _of_mpirun(signs)
-    best: dict[object, Ending] = {}
+    best: dict[object, LoggedEnding] = {}
     for number, ending in enumerate(found):
         if ending.code and ending.pid not in forced:
             key: object = ending.rank if ending.rank is not None else ("?", ending.pid or number)
@@ -70,21 +70,21 @@ def endings(
     return list(best.values())
 
 
-def _of_table(failed: Failed, ranks: RankMap) -> Ending:
+def _of_table(failed: Failed, ranks: RankMap) -> LoggedEnding:
     assert failed.exit_code is not None
     text = failed.message or (failed.raised.text if failed.raised else "")
-    return Ending(failed.rank, failed.exit_code, failed.where, text, failed.order, failed.host, failed.pid)
+    return LoggedEnding(failed.rank, failed.exit_code, failed.where, text, failed.order, failed.host, failed.pid)
 
 
-def _of_sign(sign: Sign, ranks: RankMap) -> list[Ending]:
+def _of_sign(sign: Sign, ranks: RankMap) -> list[LoggedEnding]:
     fields = sign.fields
     if sign.kind == "exit-code":
         rank = ranks.local(int(fields["local"]))
-        return [Ending(rank, int(fields["exit"]), sign.where, sign.text, sign.order, pid=int(fields["pid"]))]
+        return [LoggedEnding(rank, int(fields["exit"]), sign.where, sign.text, sign.order, pid=int(fields["pid"]))]
     if sign.kind == "deepspeed-exit":
         code = int(fields.get("exit") or fields.get("code") or 0)
         return [
-            Ending(
+            LoggedEnding(
                 sign.rank, code, sign.where, sign.text, sign.order, pid=int(fields["pid"]) if "pid" in fields else None
             )
         ]
@@ -93,19 +93,19 @@ def _of_sign(sign: Sign, ranks: RankMap) -> list[Ending]:
         code = -int(number) if number is not None else int(fields.get("exit", 1))
         rank = int(fields["rank"]) if "rank" in fields else sign.rank
         pid = int(fields["pid"]) if "pid" in fields else None
-        return [Ending(rank, code, sign.where, sign.text, sign.order, fields.get("host", ""), pid)]
+        return [LoggedEnding(rank, code, sign.where, sign.text, sign.order, fields.get("host", ""), pid)]
     if sign.kind == "srun-task":
         told = _srun_code(fields["how"])
         tasks = numbers(fields["tasks"]) if told is not None else []
-        return [Ending(task, told or 0, sign.where, sign.text, sign.order, fields["host"]) for task in tasks]
+        return [LoggedEnding(task, told or 0, sign.where, sign.text, sign.order, fields["host"]) for task in tasks]
     return []
 
 
-def _of_mpirun(signs: list[Sign]) -> list[Ending]:
+def _of_mpirun(signs: list[Sign]) -> list[LoggedEnding]:
     """The process that mpirun saw end first: its name in one line, its code in the next."""
     codes = {(s.file, s.order): int(s.fields["exit"]) for s in signs if s.kind == "mpi-code"}
     return [
-        Ending(int(s.fields["rank"]), code, s.where, s.text, s.order)
+        LoggedEnding(int(s.fields["rank"]), code, s.where, s.text, s.order)
         for s in signs
         if s.kind == "mpi-first" and (code := codes.get((s.file, s.order + 1))) is not None
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from dtobs.logs import prefix, progress
 from dtobs.logs.failure_table import Failed, FailureTable
-from dtobs.logs.places import Place
+from dtobs.logs.places import LogPlace
 from dtobs.logs.templates import GROUP, Role, match
 from dtobs.logs.traces import STARTS, Raised, Trace, rank_named
 
@@ -82,7 +82,7 @@ class Track:
         return self.seen[-1][1] if self.seen else None
 
 
-class Evidence:
+class LogEvidence:
     """Takes lines in the order of each file; `hot` while the next line of any kind may matter."""
 
     def __init__(self) -> None:
@@ -111,14 +111,14 @@ class Evidence:
         self._stacks: dict[Writer, int] = {}
         self._table: FailureTable | None = None
         self._order = 0
-        self._file, self._name, self._place = 0, "", Place()
+        self._file, self._name, self._place = 0, "", LogPlace()
 
     @property
     def hot(self) -> bool:
         """Whether a traceback, a stack or a table is open."""
         return bool(self._traces) or bool(self._stacks) or self._table is not None
 
-    def begin(self, file: int, name: str, place: Place) -> None:
+    def begin(self, file: int, name: str, place: LogPlace) -> None:
         """Lines of another file follow."""
         self.end()
         self._traces.clear()

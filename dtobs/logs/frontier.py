@@ -30,7 +30,7 @@ UNKNOWN_GROUP = ""
 
 
 @dataclass(slots=True)
-class Standing:
+class LoggedStanding:
     """Where one rank stands in one group."""
 
     rank: int
@@ -70,7 +70,7 @@ class GroupFrontier:
 
     name: str
     label: str
-    standings: dict[int, Standing] = field(default_factory=dict)
+    standings: dict[int, LoggedStanding] = field(default_factory=dict)
 
     @property
     def is_default(self) -> bool:
@@ -137,7 +137,7 @@ def frontiers(signs: list[Sign]) -> list[GroupFrontier]:
     for (owner, seq), work in pending.items():
         if mixed and "pg_name" not in work.fields:  # groups that no line names: only equal numbers belong together
             part = groups.setdefault(f"#{seq}", GroupFrontier(f"#{seq}", ""))
-            _stuck(part.standings.setdefault(owner, Standing(owner)), work, work)
+            _stuck(part.standings.setdefault(owner, LoggedStanding(owner)), work, work)
         else:
             _stuck(_standing_of_unnamed(groups, work, owner), work, work)
     for group in groups.values():
@@ -171,30 +171,30 @@ def default_rank(sign: Sign) -> int | None:
     return int(sign.fields["pg_rank"])
 
 
-def _standing(groups: dict[str, GroupFrontier], sign: Sign, rank: int) -> Standing:
+def _standing(groups: dict[str, GroupFrontier], sign: Sign, rank: int) -> LoggedStanding:
     name = sign.fields.get("pg_name") or sign.fields.get("pg_id") or UNKNOWN_GROUP
     label = sign.fields.get("pg_desc", "")
     label = label if label and label != "undefined" else f"PG {name}" if name else ""
     group = groups.setdefault(name, GroupFrontier(name, label))
-    standing = group.standings.setdefault(rank, Standing(rank))
+    standing = group.standings.setdefault(rank, LoggedStanding(rank))
     if "pg_rank" in sign.fields:
         standing.group_rank = int(sign.fields["pg_rank"])
     return standing
 
 
-def _standing_of_unnamed(groups: dict[str, GroupFrontier], work: Sign, rank: int) -> Standing:
+def _standing_of_unnamed(groups: dict[str, GroupFrontier], work: Sign, rank: int) -> LoggedStanding:
     """Where the line names no group: one in which another rank is stuck in the same call, or the only one there is."""
     if "pg_name" not in work.fields:
         seq = int(work.fields.get("seq", -1))
         for group in groups.values():
             if any(s.stuck == seq and s.op == work.fields.get("op", "") for s in group.standings.values()):
-                return group.standings.setdefault(rank, Standing(rank))
+                return group.standings.setdefault(rank, LoggedStanding(rank))
         if len(groups) == 1:
-            return next(iter(groups.values())).standings.setdefault(rank, Standing(rank))
+            return next(iter(groups.values())).standings.setdefault(rank, LoggedStanding(rank))
     return _standing(groups, work, rank)
 
 
-def _told(standing: Standing, sign: Sign) -> None:
+def _told(standing: LoggedStanding, sign: Sign) -> None:
     issued, completed = int(sign.fields["issued"]), sign.fields.get("completed")
     standing.issued = max(issued, standing.issued) if standing.issued is not None else issued
     if completed is not None:
@@ -202,7 +202,7 @@ def _told(standing: Standing, sign: Sign) -> None:
     standing.where, standing.text = standing.where or sign.where, standing.text or sign.text
 
 
-def _stuck(standing: Standing, sign: Sign, work: Sign | None) -> None:
+def _stuck(standing: LoggedStanding, sign: Sign, work: Sign | None) -> None:
     if "seq" not in sign.fields:
         return
     seq = int(sign.fields["seq"])

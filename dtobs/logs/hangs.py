@@ -15,7 +15,7 @@ from dtobs.calls.frontier import UNKNOWN, Frontier, frontier_of
 from dtobs.calls.waits import Root, roots_of
 from dtobs.calls.words import all_issued_text, circle_text, mismatch_text, not_completed_text, not_issued_text
 from dtobs.findings import Confidence, Finding
-from dtobs.logs.frontier import SAME_NUMEL, GroupFrontier, Standing
+from dtobs.logs.frontier import SAME_NUMEL, GroupFrontier, LoggedStanding
 from dtobs.words import count, ranks_do, ranks_text
 
 _EVIDENCE = 8
@@ -36,7 +36,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Stall:
+class LoggedStall:
     """One group that waits: how far its ranks came, and in what they wait, as `frontier_of` takes it.
 
     `unheard`: members of which there is no log.
@@ -64,7 +64,7 @@ class Stall:
         return frozenset(rank for rank in self.missing if self.issued[rank] != UNKNOWN)
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> LoggedStanding:
         """One of those that wait, the lowest rank."""
         return self.group.standings[self.waiting[0]]
 
@@ -114,7 +114,7 @@ def hangs(groups: Iterable[GroupFrontier], heard: Heard) -> list[Finding]:
     return [_all_in(max(whole or stalls, key=lambda s: len(s.waiting)), heard)]
 
 
-def _in_first(group: GroupFrontier) -> tuple[int, list[Standing], list[Standing]]:
+def _in_first(group: GroupFrontier) -> tuple[int, list[LoggedStanding], list[LoggedStanding]]:
     """The call that most of the group waits in, those in it, and those that are past it."""
     stuck = [s for s in group.standings.values() if s.stuck is not None]
     first = min(s.stuck for s in stuck if s.stuck is not None)
@@ -158,7 +158,7 @@ def _disagreement(group: GroupFrontier) -> Finding | None:
     return None
 
 
-def _device(stall: Stall, root: Root) -> Finding:
+def _device(stall: LoggedStall, root: Root) -> Finding:
     """Ranks that wait in a call that their peers have completed."""
     group, ranks = stall.group, root.rows
     inside = [group.standings[rank] for rank in ranks]
@@ -173,7 +173,7 @@ def _device(stall: Stall, root: Root) -> Finding:
     )
 
 
-def _stall(group: GroupFrontier, heard: Heard) -> Stall:
+def _stall(group: GroupFrontier, heard: Heard) -> LoggedStall:
     """The frontier of a group in which a rank timed out. Of whom nothing tells where it stands, nothing is in it."""
     seq, inside, past = _in_first(group)
     done = [s for s in past if (s.completed or -1) >= seq or (s.stuck or 0) > seq]
@@ -196,10 +196,10 @@ def _stall(group: GroupFrontier, heard: Heard) -> Stall:
         silent += unheard
     issued |= dict.fromkeys(silent, UNKNOWN)
     waits_in = {s.rank: s.stuck for s in group.standings.values() if s.stuck is not None}
-    return Stall(group, seq, issued, waits_in, tuple(unheard))
+    return LoggedStall(group, seq, issued, waits_in, tuple(unheard))
 
 
-def _add_possible_members(stalls: list[Stall]) -> None:
+def _add_possible_members(stalls: list[LoggedStall]) -> None:
     """A group from which nobody is missing may have members that nobody names: those who wait for one of its ranks."""
     for place, second in enumerate(stalls):
         if second.missing or second.standing.of_pairs:
@@ -210,7 +210,7 @@ def _add_possible_members(stalls: list[Stall]) -> None:
         stalls[place] = replace(second, issued=second.issued | new)
 
 
-def _not_joined(stall: Stall, ranks: tuple[int, ...], heard: Heard) -> Finding:
+def _not_joined(stall: LoggedStall, ranks: tuple[int, ...], heard: Heard) -> Finding:
     exact = set(ranks) <= stall.behind
     few = 2 * len(ranks) <= len(stall.waiting) + len(ranks)
     confidence = Confidence.CERTAIN if exact and not stall.unheard else Confidence.LIKELY
@@ -232,7 +232,7 @@ def _not_joined(stall: Stall, ranks: tuple[int, ...], heard: Heard) -> Finding:
     )
 
 
-def _circle(parts: Sequence[Stall]) -> Finding:
+def _circle(parts: Sequence[LoggedStall]) -> Finding:
     """Groups in which those who are missing wait in one another."""
     ranks = tuple(sorted({rank for s in parts for rank in s.missing}))
     exact = all(set(s.missing) == s.behind for s in parts)
@@ -245,7 +245,7 @@ def _circle(parts: Sequence[Stall]) -> Finding:
     )
 
 
-def _idle(stall: Stall, idle: tuple[int, ...], stuck: set[int]) -> Finding:
+def _idle(stall: LoggedStall, idle: tuple[int, ...], stuck: set[int]) -> Finding:
     """Some ranks timed out nowhere while all others wait in groups whose members nobody tells."""
     return Finding(
         "rank-not-joined",
@@ -256,7 +256,7 @@ def _idle(stall: Stall, idle: tuple[int, ...], stuck: set[int]) -> Finding:
     )
 
 
-def _all_in(stall: Stall, heard: Heard) -> Finding:
+def _all_in(stall: LoggedStall, heard: Heard) -> Finding:
     """Everybody that is heard of waits in the call: the network, or somebody whose log is not there."""
     standings = [stall.group.standings[rank] for rank in stall.waiting]
     only_one = heard.world < 2 or (len(stall.group.standings) < 2 and not stall.standing.of_pairs)
@@ -289,7 +289,7 @@ def _of(group: GroupFrontier) -> str:
     return f" of group {group.label}" if group.label else ""
 
 
-def evidence(standings: Iterable[Standing]) -> tuple[dict[str, Any], ...]:
+def evidence(standings: Iterable[LoggedStanding]) -> tuple[dict[str, Any], ...]:
     """The lines that standings rest on."""
     return tuple(
         {

@@ -31,7 +31,7 @@ Call = tuple[str, int]
 
 
 @dataclass
-class Communicator:
+class InspectedCommunicator:
     """What one communicator's ranks have told."""
 
     size: int
@@ -50,7 +50,7 @@ def looks_like_inspector(head: bytes) -> bool:
 
 def read_inspector(paths: Iterable[Path]) -> tuple[list[Finding], list[str], int]:
     """The findings, notes and the size of the job."""
-    found: dict[str, Communicator] = {}
+    found: dict[str, InspectedCommunicator] = {}
     calls = 0
     for path in paths:
         header: dict[str, object] = {}
@@ -88,7 +88,7 @@ def _number(part: Mapping[str, object], name: str, most: float = 1e18) -> float 
 
 
 def _add(
-    found: dict[str, Communicator],
+    found: dict[str, InspectedCommunicator],
     header: Mapping[str, object],
     metadata: Mapping[str, object],
     call: dict[str, object],
@@ -98,7 +98,7 @@ def _add(
     number, microseconds = _number(call, "coll_sn"), _number(call, "coll_exec_time_us")
     if rank is None or size is None or number is None or microseconds is None:
         return 0
-    communicator = found.setdefault(str(header.get("id")), Communicator(int(size)))
+    communicator = found.setdefault(str(header.get("id")), InspectedCommunicator(int(size)))
     key = (str(call.get("coll"))[:40], int(number))
     communicator.seconds[key][int(rank)] = microseconds / 1e6
     if (count := _number(call, "coll_msg_size_bytes")) is not None:
@@ -111,7 +111,7 @@ def _add(
     return 1
 
 
-def judge_calls(found: Mapping[str, Communicator]) -> tuple[list[Finding], list[str], int]:
+def judge_calls(found: Mapping[str, InspectedCommunicator]) -> tuple[list[Finding], list[str], int]:
     """What the communicators' calls say, the largest communicators first. Pure."""
     world = max((one.size for one in found.values()), default=0)
     ranks = _ranks_of_processes(found, world)
@@ -124,7 +124,7 @@ def judge_calls(found: Mapping[str, Communicator]) -> tuple[list[Finding], list[
     return findings, notes, world
 
 
-def _ranks_of_processes(found: Mapping[str, Communicator], world: int) -> dict[tuple[str, int], int]:
+def _ranks_of_processes(found: Mapping[str, InspectedCommunicator], world: int) -> dict[tuple[str, int], int]:
     """The rank of each process in the whole job; none where two largest communicators say it differently."""
     ranks: dict[tuple[str, int], int] = {}
     for one in found.values():
@@ -134,7 +134,9 @@ def _ranks_of_processes(found: Mapping[str, Communicator], world: int) -> dict[t
     return ranks
 
 
-def _named(one: Communicator, ranks: Mapping[tuple[str, int], int], odd: Iterable[int]) -> tuple[tuple[int, ...], str]:
+def _named(
+    one: InspectedCommunicator, ranks: Mapping[tuple[str, int], int], odd: Iterable[int]
+) -> tuple[tuple[int, ...], str]:
     """The ranks of the job, or none of them and the processes in words."""
     odd = list(odd)
     known = [ranks.get(one.processes.get(rank, ("", -1))) for rank in odd]
@@ -145,7 +147,7 @@ def _named(one: Communicator, ranks: Mapping[tuple[str, int], int], odd: Iterabl
     return (), f"{ranks_text(odd)} of a communicator{f' ({hosts})' if hosts else ''}"
 
 
-def _other_sizes(one: Communicator, ranks: Mapping[tuple[str, int], int]) -> list[Finding]:
+def _other_sizes(one: InspectedCommunicator, ranks: Mapping[tuple[str, int], int]) -> list[Finding]:
     """Ranks that gave another number of bytes to one call of an operation that takes the same of all."""
     for (operation, number), sizes in one.sizes.items():
         if operation not in _SYMMETRIC or len(set(sizes.values())) < 2:
@@ -161,7 +163,7 @@ def _other_sizes(one: Communicator, ranks: Mapping[tuple[str, int], int]) -> lis
     return []
 
 
-def _late(one: Communicator, ranks: Mapping[tuple[str, int], int]) -> list[Finding]:
+def _late(one: InspectedCommunicator, ranks: Mapping[tuple[str, int], int]) -> list[Finding]:
     """The rank that nearly always comes last, where that costs time."""
     last: Counter[int] = Counter()
     waits: dict[int, list[float]] = defaultdict(list)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from dtobs.findings import Confidence, Finding
-from dtobs.logs.endings import Ending
+from dtobs.logs.endings import LoggedEnding
 from dtobs.logs.evidence import Sign
 from dtobs.logs.frontier import rank_of
 from dtobs.logs.hangs import Heard
@@ -72,7 +72,7 @@ def _unnamed_in_gloo(live: Sequence[Sign], found: list[Finding]) -> list[Finding
     return [_finding("group-deadlock", text, tuple(sorted(waiting)), Confidence.POSSIBLE, signs)]
 
 
-def others(live: Sequence[Sign], heard: Heard, ended: Sequence[Ending]) -> list[Finding]:
+def others(live: Sequence[Sign], heard: Heard, ended: Sequence[LoggedEnding]) -> list[Finding]:
     """The first of Gloo, HCCL, the store, NCCL's start and links that has something to say."""
     return (
         _timed_out("Gloo", "gloo-timeout", live, heard)

@@ -29,7 +29,7 @@ _NODE_LOST = {"NodeNotReady", "NodeNotSchedulable", "NodeControllerEviction"}
 
 
 @dataclass(frozen=True)
-class Row:
+class OutsideEvent:
     """One line of what was said: `kind` is memory, node or outside."""
 
     kind: str
@@ -62,7 +62,7 @@ def read_outside(paths: Iterable[Path]) -> tuple[list[Finding], list[str]]:
     return [], notes[:1]
 
 
-def rows_of(text: str, where: str) -> list[Row]:
+def rows_of(text: str, where: str) -> list[OutsideEvent]:
     """The rows that mean something."""
     if text.lstrip()[:1] == "{":
         return _of_events(text, where)
@@ -73,7 +73,7 @@ def rows_of(text: str, where: str) -> list[Row]:
     return _of_event_table(lines, where)
 
 
-def _of_sacct(lines: list[str], where: str, first: int) -> list[Row]:
+def _of_sacct(lines: list[str], where: str, first: int) -> list[OutsideEvent]:
     parted = "|" in lines[0]
     names = [name.strip() for name in (lines[0].split("|") if parted else lines[0].split())]
     spans = _spans(lines[1]) if not parted and len(lines) > 1 and set(lines[1].strip()) <= {"-", " "} else []
@@ -91,11 +91,11 @@ def _of_sacct(lines: list[str], where: str, first: int) -> list[Row]:
         told = f"{state} of step {step[:40]}{_nodes(row)}, exit code {row.get('ExitCode', '?')[:12]}"
         place = f"{where}:{number}"
         if state.startswith("OUT_OF_ME"):
-            found.append(Row("memory", f"a task of step {step[:40]}", told, place))
+            found.append(OutsideEvent("memory", f"a task of step {step[:40]}", told, place))
         elif state in ("NODE_FAIL", "BOOT_FAIL"):
-            found.append(Row("node", f"a node of step {step[:40]}", told, place))
+            found.append(OutsideEvent("node", f"a node of step {step[:40]}", told, place))
         elif state in _OUTSIDE:
-            found.append(Row("outside", step[:40], told, place))
+            found.append(OutsideEvent("outside", step[:40], told, place))
     return found
 
 
@@ -108,7 +108,7 @@ def _spans(rule: str) -> list[tuple[int, int]]:
     return [(found.start(), found.end()) for found in re.finditer(r"-{1,200}", rule[:4000])]
 
 
-def _of_event_table(lines: list[str], where: str) -> list[Row]:
+def _of_event_table(lines: list[str], where: str) -> list[OutsideEvent]:
     head = next((n for n, line in enumerate(lines[:3]) if _EVENTS.match(line)), None)
     if head is None:
         return []
@@ -121,7 +121,7 @@ def _of_event_table(lines: list[str], where: str) -> list[Row]:
     return found
 
 
-def _of_events(text: str, where: str) -> list[Row]:
+def _of_events(text: str, where: str) -> list[OutsideEvent]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -137,7 +137,7 @@ def _of_events(text: str, where: str) -> list[Row]:
     return found
 
 
-def _event(reason: str, who: str, message: str, where: str) -> list[Row]:
+def _event(reason: str, who: str, message: str, where: str) -> list[OutsideEvent]:
     kind = (
         "memory" if reason in _POD_MEMORY
         else "node" if reason in _NODE_LOST
@@ -145,7 +145,7 @@ def _event(reason: str, who: str, message: str, where: str) -> list[Row]:
         else ""
     )  # fmt: skip
     told = f"{reason[:40]} of {who[:100]}: {' '.join(message.split())[:_SHOWN]}".rstrip(": ")
-    return [Row(kind, who[:100], told, where)] if kind else []
+    return [OutsideEvent(kind, who[:100], told, where)] if kind else []
 
 
 def _text(path: Path) -> str:

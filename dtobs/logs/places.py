@@ -21,7 +21,7 @@ _STREAMS = ("stdout", "stderr")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LogPlace:
     """The hints of one file's name. `node` tells files of different hosts apart; "" where there is one."""
 
     rank: int | None = None
@@ -31,34 +31,34 @@ class Place:
     attempt: int = 0
 
 
-def places(names: Sequence[str]) -> list[Place]:
+def places(names: Sequence[str]) -> list[LogPlace]:
     """The place of each file, in order."""
     found = [_one(PurePath(name)) for name in names]
-    numbered = _by_differing_number([name for name, place in zip(names, found, strict=True) if place == Place()])
+    numbered = _by_differing_number([name for name, place in zip(names, found, strict=True) if place == LogPlace()])
     return [
-        Place(task=numbered[name]) if place == Place() and name in numbered else place
+        LogPlace(task=numbered[name]) if place == LogPlace() and name in numbered else place
         for name, place in zip(names, found, strict=True)
     ]
 
 
-def _one(path: PurePath) -> Place:
+def _one(path: PurePath) -> LogPlace:
     parts = path.parts
     for index, part in enumerate(parts[:-1]):
         attempt = _ATTEMPT.match(part)
         if attempt and index + 1 < len(parts) - 1 and parts[index + 1].isdigit():
-            return Place(local=int(parts[index + 1]), node="/".join(parts[:index]), attempt=int(attempt[1]))
+            return LogPlace(local=int(parts[index + 1]), node="/".join(parts[:index]), attempt=int(attempt[1]))
     if path.stem in _STREAMS and len(parts) > 1:
         inner = _RANK_NAME.search(parts[-2])
         if inner or parts[-2].isdigit():
-            return Place(rank=int(inner[1]) if inner else int(parts[-2]))
+            return LogPlace(rank=int(inner[1]) if inner else int(parts[-2]))
     if local := _LOCAL_NAME.search(path.name):
-        return Place(local=int(local[1]), node="/".join(parts[:-1]))
+        return LogPlace(local=int(local[1]), node="/".join(parts[:-1]))
     for part in reversed(parts[-2:]):
         if rank := _RANK_NAME.search(part):
-            return Place(rank=int(rank[1]))
+            return LogPlace(rank=int(rank[1]))
     if node := _NODE_NAME.match(path.name.split(".")[0]):
-        return Place(node=f"node{int(node[1])}")
-    return Place()
+        return LogPlace(node=f"node{int(node[1])}")
+    return LogPlace()
 
 
 def _by_differing_number(names: Sequence[str]) -> dict[str, int]:

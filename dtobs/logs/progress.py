@@ -37,7 +37,7 @@ _NOT_TRAINING = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoggedProgress:
     """What a progress line says; None for what it does not."""
 
     step: int | None
@@ -45,7 +45,7 @@ class Progress:
     seconds: float | None
 
 
-def parse(text: str) -> Progress | None:
+def parse(text: str) -> LoggedProgress | None:
     """The progress told by a line, or None where it tells none."""
     if not any(word in text for word in _WORDS):
         return None
@@ -55,14 +55,14 @@ def parse(text: str) -> Progress | None:
     step = int(found[1]) if found else int(bar[1]) if bar else None
     if step is None:
         loss = _LOSS.search(text) if text.lstrip().startswith("{'loss'") else None
-        return None if loss is None else Progress(None, _value(loss[1]), None)
+        return None if loss is None else LoggedProgress(None, _value(loss[1]), None)
     if _NOT_TRAINING.search(text):
-        return Progress(None, None, None) if bar is None and found is None else Progress(step, None, None)
+        return LoggedProgress(None, None, None) if bar is None and found is None else LoggedProgress(step, None, None)
     loss = _LOSS.search(text)
     value = _value(loss[1]) if loss else None
     if loss is None and bar is None and not _SECONDS[0][0].search(text):
         return None
-    return Progress(step, value, _seconds(text))
+    return LoggedProgress(step, value, _seconds(text))
 
 
 def _seconds(text: str) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from dtobs.logs.evidence import OF_TORCH, Evidence, Sign, Writer
+from dtobs.logs.evidence import OF_TORCH, LogEvidence, Sign, Writer
 from dtobs.logs.frontier import default_rank, rank_of
 
 _DIGITS = re.compile(r"(\d+)")
@@ -17,7 +17,7 @@ _SIZED = ("world", "nccl-init", "nccl-ready", "nccl-ended", "store-barrier", "st
 class RankMap:
     """Says which rank a writer is, where that can be known."""
 
-    def __init__(self, evidence: Evidence, several_files: bool) -> None:
+    def __init__(self, evidence: LogEvidence, several_files: bool) -> None:
         self._evidence = evidence
         self._several = several_files
         locals_ = [writer for _, writer in evidence.writers if writer.kind == "local"]
@@ -62,13 +62,13 @@ class RankMap:
         return local if len(self._nodes) < 2 else None
 
 
-def resolve(evidence: Evidence, several_files: bool) -> tuple[list[Sign], RankMap]:
+def resolve(evidence: LogEvidence, several_files: bool) -> tuple[list[Sign], RankMap]:
     """The signs with their ranks."""
     ranks = RankMap(evidence, several_files)
     return [replace(sign, rank=ranks.rank(sign.writer, sign.file)) for sign in evidence.signs], ranks
 
 
-def _ranks_of_launchers(evidence: Evidence) -> dict[int, set[tuple[int, int]]]:
+def _ranks_of_launchers(evidence: LogEvidence) -> dict[int, set[tuple[int, int]]]:
     """By file, the (rank of the launcher, rank of torch) that stand on one line: where they differ, the first is local.
 
     torchtitan has torchrun call its local ranks ``[rank0]:``, just as torch calls global ones.
@@ -81,7 +81,7 @@ def _ranks_of_launchers(evidence: Evidence) -> dict[int, set[tuple[int, int]]]:
     return {file: pairs for file, pairs in found.items() if any(outer != own for outer, own in pairs)}
 
 
-def _ranks_of_tasks(evidence: Evidence) -> frozenset[int] | None:
+def _ranks_of_tasks(evidence: LogEvidence) -> frozenset[int] | None:
     """The tasks of a scheduler that are ranks, as lines with both say; None where a task writes as another rank.
 
     A job of one task a node has the node's ranks in the task's lines. Empty where no line says anything of it.
@@ -105,7 +105,7 @@ def _first_rank(pairs: set[tuple[int, int]]) -> int | None:
     return firsts.pop() if len(firsts) == 1 and min(firsts) > 0 else None
 
 
-def world_size(signs: list[Sign], evidence: Evidence, ranks: RankMap) -> tuple[int, bool]:
+def world_size(signs: list[Sign], evidence: LogEvidence, ranks: RankMap) -> tuple[int, bool]:
     """The largest number of ranks that the logs speak of, and whether a line tells that there are so many."""
     sizes = [rank + 1 for counted in evidence.files.values() for rank in counted if rank < MAX_WORLD]
     sizes += [rank + 1 for sign in signs if (rank := rank_of(sign)) is not None and rank < MAX_WORLD]

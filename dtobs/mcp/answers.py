@@ -13,7 +13,7 @@ from typing import Any
 
 from dtobs.diagnose import Diagnosis, diagnose_target
 from dtobs.errors import DtobsError, TargetError
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.metrics import TABLE
 from dtobs.nodes.remote import is_address
 from dtobs.recording.view import RunView, load_run
@@ -104,7 +104,7 @@ class Answers:
         """The present value of each metric whose name contains the text, for one rank where one is given."""
 
         def make() -> dict[str, Any]:
-            look = Look(self._view())
+            look = MonitorSnapshot(self._view())
             found: dict[str, Any] = {}
             for metric in TABLE:
                 if contains not in metric.exposed or metric.source is None:

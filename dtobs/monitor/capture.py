@@ -210,7 +210,7 @@ def _collect(target: _Target, state: ProcessState, asked: dict[str, Future[Any]]
             continue
         try:
             value = future.result()
-        except worker_server.Unanswered as error:
+        except worker_server.HandlerError as error:
             notes.append(str(error))
             continue
         if name == "fr":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from dtobs.detectors import run_detectors
 from dtobs.detectors.hangs.stall import last_movement_ns, moved_on, stall
 from dtobs.errors import DtobsError, RecordingDisabled
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding, Trait
 from dtobs.host.process import ProcessState, boot_id, cores_used
@@ -311,12 +311,12 @@ class Monitor:
             *(e for n in others for e in read_excused(self.run_dir.excused(n), boot_id())),
         )
 
-    def export(self) -> Look:
+    def export(self) -> MonitorSnapshot:
         """One look for the exporters; may be called from any thread. Raises TargetError."""
         view = self.look()
         self._count_steps(view)
         stalled = self.watchdog.stalled
-        return Look(
+        return MonitorSnapshot(
             view,
             self.node,
             self.leads,
@@ -327,7 +327,7 @@ class Monitor:
             self._simulate,
         )
 
-    def scrape(self) -> Look:
+    def scrape(self) -> MonitorSnapshot:
         """`export` for a reader that comes again and again: the monitor lets it see how the run ends."""
         look = self.export()
         self._scraped = time.monotonic()

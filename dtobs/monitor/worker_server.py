@@ -32,12 +32,12 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class Unanswered(Exception):
+class HandlerError(Exception):
     """The server did not answer in time, or at all, or more than we take; the text says which."""
 
 
 def ask(path: str, handler: str, seconds: float, max_bytes: int = MAX_BYTES) -> bytes:
-    """POST ``/handler/<handler>`` to the socket at `path`; the whole answer. Raises Unanswered."""
+    """POST ``/handler/<handler>`` to the socket at `path`; the whole answer. Raises HandlerError."""
     deadline = time.monotonic() + seconds
     connection = _UnixConnection(path, seconds)
     try:
@@ -48,27 +48,27 @@ def ask(path: str, handler: str, seconds: float, max_bytes: int = MAX_BYTES) -> 
             body += chunk
             left = deadline - time.monotonic()
             if len(body) > max_bytes:
-                raise Unanswered(f"{handler}: more than {max_bytes} bytes")
+                raise HandlerError(f"{handler}: more than {max_bytes} bytes")
             if left <= 0:
-                raise Unanswered(f"{handler}: not finished after {duration_text(seconds)}")
+                raise HandlerError(f"{handler}: not finished after {duration_text(seconds)}")
             if connection.sock is not None:
                 connection.sock.settimeout(left)
     except (OSError, http.client.HTTPException) as error:
         reason = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
-        raise Unanswered(f"{handler}: {reason}") from error
+        raise HandlerError(f"{handler}: {reason}") from error
     finally:
         connection.close()
     if response.status != 200:
-        raise Unanswered(f"{handler}: status {response.status}")
+        raise HandlerError(f"{handler}: status {response.status}")
     return bytes(body)
 
 
 def flight_recorder(path: str, seconds: float) -> dict[str, Any]:
-    """The rank's Flight Recorder dump, of its newest `MAX_ENTRIES` entries. Raises Unanswered."""
+    """The rank's Flight Recorder dump, of its newest `MAX_ENTRIES` entries. Raises HandlerError."""
     try:
         dump = decode(dict[str, Any], parse(ask(path, "fr_trace_json", seconds)))
     except DecodeError as error:
-        raise Unanswered(f"fr_trace_json: {error}") from error
+        raise HandlerError(f"fr_trace_json: {error}") from error
     entries = dump.get("entries")
     if isinstance(entries, list) and len(entries) > MAX_ENTRIES:
         dump["entries"] = entries[-MAX_ENTRIES:]
@@ -92,17 +92,17 @@ def python_lock(path: str, seconds: float) -> PythonLock:
     """
     try:
         ask(path, "ping", min(1.0, seconds))
-    except Unanswered as error:
+    except HandlerError as error:
         return PythonLock("unknown", str(error))
     try:
         body = ask(path, "dump_traceback", seconds)
-    except Unanswered as error:
+    except HandlerError as error:
         if not isinstance(error.__cause__, TimeoutError):
             return PythonLock("unknown", str(error))
     else:
         return PythonLock("free", stacks=body.decode(errors="replace"))
     try:
         ask(path, "ping", 1.0)  # still there, so it is the lock that is missing and not the process
-    except Unanswered as error:
+    except HandlerError as error:
         return PythonLock("unknown", str(error))
     return PythonLock("held", f"native threads answered, Python did not for {duration_text(seconds)}")

@@ -12,8 +12,8 @@ from dtobs.errors import UsageError
 from dtobs.findings import exit_code
 from dtobs.preflight import hosts, launch
 from dtobs.preflight.board import Meeting, join, keep
-from dtobs.preflight.model import Evidence, Report
-from dtobs.preflight.rank import Options, Place, Rank, live
+from dtobs.preflight.model import PreflightEvidence, Report
+from dtobs.preflight.rank import Options, Place, PreflightRank, live
 from dtobs.preflight.reporter import Reporter
 from dtobs.preflight.text import render
 
@@ -75,9 +75,11 @@ def _rank(args: argparse.Namespace, options: Options) -> int:
     def again() -> Meeting:
         return Meeting(join(place.address, place.port, options.join_seconds))
 
-    rank = Rank(place, options, Meeting(store), os.environ)
+    rank = PreflightRank(place, options, Meeting(store), os.environ)
     if place.rank == 0 and not args.follow:
-        evidence = Evidence(place.world, hosts.expected(args.hosts, place.nodes, os.environ), place.local_world)
+        evidence = PreflightEvidence(
+            place.world, hosts.expected(args.hosts, place.nodes, os.environ), place.local_world
+        )
         reporter = Reporter(again(), evidence, options)
         live(rank, again(), reporter.look)
         report = launch.finish(reporter.gather(), options, time.monotonic() - began)

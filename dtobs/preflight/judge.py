@@ -9,7 +9,7 @@ from typing import Any
 from dtobs.findings import Severity
 from dtobs.preflight import network
 from dtobs.preflight.environment import RULES, Setting, differences
-from dtobs.preflight.model import Evidence, Facts, Problem
+from dtobs.preflight.model import Facts, PreflightEvidence, Problem
 from dtobs.words import bytes_text, duration_text, ranks_text
 
 FREE_BYTES = 10 << 30
@@ -31,7 +31,7 @@ _VERSIONS = {
 _RAISE = "raise it with `ulimit` in the job's script, or in /etc/security/limits.conf"
 
 
-def judge(seen: Evidence, backend: str) -> list[Problem]:
+def judge(seen: PreflightEvidence, backend: str) -> list[Problem]:
     """All problems, critical ones first, otherwise in the order a run would meet them."""
     found = [
         *_absent(seen),
@@ -48,7 +48,7 @@ def judge(seen: Evidence, backend: str) -> list[Problem]:
     return sorted(found, key=lambda problem: problem.severity is not Severity.CRITICAL)
 
 
-def _absent(seen: Evidence) -> Iterator[Problem]:
+def _absent(seen: PreflightEvidence) -> Iterator[Problem]:
     """Who never came: whole nodes by the name they were announced under, else ranks of nodes that did come."""
     absent = sorted(set(range(seen.world)) - set(seen.hellos))
     if not absent:
@@ -75,7 +75,7 @@ def _absent(seen: Evidence) -> Iterator[Problem]:
     )
 
 
-def _stopped(seen: Evidence) -> Iterator[Problem]:
+def _stopped(seen: PreflightEvidence) -> Iterator[Problem]:
     """Ranks that came and did not get to the end: silent ones are causes, errors of the others consequences."""
     silent = {r: s for r, s in seen.silent.items() if s > 5.0 and r not in seen.done and r not in seen.errors}
     dead = {rank for rank, text in seen.errors.items() if ": the process " in text and rank in seen.hellos}
@@ -95,7 +95,7 @@ def _stopped(seen: Evidence) -> Iterator[Problem]:
         yield _unfinished(seen, sorted(stuck))
 
 
-def _unfinished(seen: Evidence, ranks: list[int]) -> Problem:
+def _unfinished(seen: PreflightEvidence, ranks: list[int]) -> Problem:
     """Everybody lives and some do not come back: the stage they are in, and what the first error said."""
     errors = {rank: text for rank, text in seen.errors.items() if rank in ranks}
     first = min(errors) if errors else ranks[0]
@@ -105,7 +105,7 @@ def _unfinished(seen: Evidence, ranks: list[int]) -> Problem:
     )
 
 
-def _environment(seen: Evidence, backend: str) -> Iterator[Problem]:
+def _environment(seen: PreflightEvidence, backend: str) -> Iterator[Problem]:
     nodes = len({hello.node for hello in seen.hellos.values()})
     by_rank = {rank: facts.environment for rank, facts in seen.facts.items()}
     for rule in RULES:
@@ -138,7 +138,7 @@ def _environment(seen: Evidence, backend: str) -> Iterator[Problem]:
         )
 
 
-def _versions(seen: Evidence) -> Iterator[Problem]:
+def _versions(seen: PreflightEvidence) -> Iterator[Problem]:
     for name, (severity, why) in _VERSIONS.items():
         values: dict[str, list[int]] = {}
         for rank, facts in sorted(seen.facts.items()):
@@ -162,7 +162,7 @@ def _outside_the_largest(values: Mapping[Any, Sequence[int]]) -> list[int]:
     return sorted(rank for value, ranks in values.items() if value != usual for rank in ranks)
 
 
-def _disks(seen: Evidence) -> Iterator[Problem]:
+def _disks(seen: PreflightEvidence) -> Iterator[Problem]:
     for rank, facts in sorted(seen.facts.items()):
         if facts.disk is None:
             continue
@@ -228,7 +228,7 @@ _LIMITS = (
 )
 
 
-def _limits(seen: Evidence) -> Iterator[Problem]:
+def _limits(seen: PreflightEvidence) -> Iterator[Problem]:
     """What is too small, once for all hosts that have it so."""
     for limit in _LIMITS:
         said: dict[str, list[int]] = {}

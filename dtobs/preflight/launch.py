@@ -25,7 +25,7 @@ from dtobs.findings import exit_code
 from dtobs.preflight import hosts
 from dtobs.preflight.board import GONE, Meeting, join, keep
 from dtobs.preflight.judge import judge
-from dtobs.preflight.model import Evidence, Report
+from dtobs.preflight.model import PreflightEvidence, Report
 from dtobs.preflight.rank import Options, choose_backend
 from dtobs.preflight.reporter import Reporter
 
@@ -128,7 +128,7 @@ def lead(launch: Launch, options: Options, words: Sequence[str]) -> Report:
     )  # port 0 has become a port
     board = Meeting(store)
     board.post("node", 0, hosts.own_name())
-    evidence = Evidence(launch.world, dict(launch.expected), launch.local_world)
+    evidence = PreflightEvidence(launch.world, dict(launch.expected), launch.local_world)
     with Children(launch, words) as children:
         Reporter(board, evidence, options, children.died).wait()
         report = finish(evidence, options, time.monotonic() - began)
@@ -155,7 +155,7 @@ def follow(launch: Launch, options: Options, words: Sequence[str]) -> tuple[int,
     raise ServiceError("node 0 has given no verdict in time; look there")
 
 
-def finish(evidence: Evidence, options: Options, seconds: float) -> Report:
+def finish(evidence: PreflightEvidence, options: Options, seconds: float) -> Report:
     """Judge what is there."""
     backend = choose_backend(options.backend, max(1, evidence.local_world))
     return Report(evidence, judge(evidence, backend), seconds)

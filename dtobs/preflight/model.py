@@ -140,7 +140,7 @@ class Problem(Finding):
 
 
 @dataclass
-class Evidence:
+class PreflightEvidence:
     """Everything that arrived until the judgement. Lists hold what came; ranks that said nothing are not in them."""
 
     world: int
@@ -186,7 +186,7 @@ class Evidence:
 class Report:
     """The outcome."""
 
-    evidence: Evidence
+    evidence: PreflightEvidence
     problems: list[Problem]
     seconds: float
 

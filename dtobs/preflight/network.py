@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dtobs.preflight import blame
-from dtobs.preflight.model import Evidence, Problem
+from dtobs.preflight.model import PreflightEvidence, Problem
 from dtobs.words import bytes_text, duration_text, ranks_text
 
 CLOCK_SECONDS = 0.1
 """Two hosts' logs cannot be brought into one order when their clocks are further apart."""
 
 
-def unreachable(seen: Evidence) -> Iterator[Problem]:
+def unreachable(seen: PreflightEvidence) -> Iterator[Problem]:
     """Connections between hosts that could not be made: the host that all of them share, else the links."""
     several = len({hello.node for hello in seen.hellos.values()}) > 1
     for rank, hello in sorted(seen.hellos.items()):
@@ -42,7 +42,7 @@ def unreachable(seen: Evidence) -> Iterator[Problem]:
     yield seen.problem("unreachable", text, concerned, links=links)
 
 
-def clocks(seen: Evidence) -> Iterator[Problem]:
+def clocks(seen: PreflightEvidence) -> Iterator[Problem]:
     """Hosts whose wall clock is off from the median of all, seen from the one host that reached most."""
     by_source: dict[int, dict[int, tuple[float, float]]] = {}
     for one in seen.reached:
@@ -64,7 +64,7 @@ def clocks(seen: Evidence) -> Iterator[Problem]:
         )
 
 
-def links(seen: Evidence) -> Iterator[Problem]:
+def links(seen: PreflightEvidence) -> Iterator[Problem]:
     """Hosts and links that are far below their peers."""
     node_of = {rank: hello.node for rank, hello in seen.hellos.items()}
     first = {node: min(r for r, n in node_of.items() if n == node) for node in node_of.values()}
@@ -92,7 +92,7 @@ def links(seen: Evidence) -> Iterator[Problem]:
         yield _slow(seen, f"on {seen.label(link.source)}, {pair[0]} → {pair[1]} does {rate}", ranks, pair)
 
 
-def values(seen: Evidence) -> Iterator[Problem]:
+def values(seen: PreflightEvidence) -> Iterator[Problem]:
     """Wrong results of collectives and transfers, and the rank they come from."""
     broken = [link for link in seen.links if link.wrong_bytes]
     if not seen.wrong and not broken:
@@ -114,7 +114,7 @@ def values(seen: Evidence) -> Iterator[Problem]:
     )
 
 
-def _slow(seen: Evidence, text: str, ranks: list[int], link: tuple[str, str]) -> Problem:
+def _slow(seen: PreflightEvidence, text: str, ranks: list[int], link: tuple[str, str]) -> Problem:
     return seen.problem(
         "slow-link",
         text,

@@ -79,7 +79,7 @@ def choose_backend(asked: str, local_world: int) -> str:
     return "nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
-class Rank:
+class PreflightRank:
     """Measures everything, stage by stage; `run` is the body of its thread."""
 
     def __init__(self, place: Place, options: Options, meeting: Meeting, values: Mapping[str, str]) -> None:
@@ -211,7 +211,7 @@ class Rank:
         self.meeting.post("pairs", rank, pairs)
 
 
-def live(rank: Rank, beats: Meeting, until: Callable[[], bool]) -> None:
+def live(rank: PreflightRank, beats: Meeting, until: Callable[[], bool]) -> None:
     """Start `rank` in a thread and say every half second that this process lives, until `until()` is true."""
     threading.Thread(target=rank.run, daemon=True, name="preflight").start()
     count = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from dtobs.codec import decode
 from dtobs.preflight.board import Meeting
-from dtobs.preflight.model import Evidence, Facts, Hello, Link, Reached, Speed, Wrong
+from dtobs.preflight.model import Facts, Hello, Link, PreflightEvidence, Reached, Speed, Wrong
 from dtobs.preflight.rank import Options
 
 _LOOK_SECONDS = 0.25
@@ -21,7 +21,7 @@ class Reporter:
     def __init__(
         self,
         meeting: Meeting,
-        evidence: Evidence,
+        evidence: PreflightEvidence,
         options: Options,
         died: Callable[[], Mapping[int, str]] = dict,
         clock: Callable[[], float] = time.monotonic,
@@ -55,13 +55,13 @@ class Reporter:
         late = self._first is not None and now - self._first > self.options.join_seconds + _GRACE_SECONDS
         return self._over(now) or (late and len(arrived) < seen.world)
 
-    def wait(self) -> Evidence:
+    def wait(self) -> PreflightEvidence:
         """Look until there is nothing more to wait for, then gather everything."""
         while not self.look():
             time.sleep(_LOOK_SECONDS)
         return self.gather()
 
-    def gather(self) -> Evidence:
+    def gather(self) -> PreflightEvidence:
         """Everything on the board."""
         seen, read = self.evidence, self.meeting.read_all
         seen.nodes |= read("node", len(seen.expected))

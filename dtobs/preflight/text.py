@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dtobs.preflight.model import Evidence, Report
+from dtobs.preflight.model import PreflightEvidence, Report
 from dtobs.words import bytes_text, count, duration_text
 
 _MOST_LINKS = 24
@@ -34,7 +34,7 @@ def _problems(report: Report) -> Iterator[str]:
         yield f"  next  {problem.next_step}"
 
 
-def _hosts(seen: Evidence) -> Iterator[str]:
+def _hosts(seen: PreflightEvidence) -> Iterator[str]:
     rows = []
     for rank, facts in sorted(seen.facts.items()):
         if facts.disk is None:
@@ -55,7 +55,7 @@ def _hosts(seen: Evidence) -> Iterator[str]:
     yield from _table(["host", "ranks", "cores", "devices", "torch", "/dev/shm", "run folder"], rows)
 
 
-def _links(seen: Evidence) -> Iterator[str]:
+def _links(seen: PreflightEvidence) -> Iterator[str]:
     clocks = {(one.source, one.target): one for one in seen.reached if not one.error}
     ordered = sorted(seen.links, key=lambda link: link.bytes_per_second)
     rows = []
@@ -74,7 +74,7 @@ def _links(seen: Evidence) -> Iterator[str]:
         yield f"… and {len(ordered) - _MOST_LINKS} faster ones (--json has all)"
 
 
-def _speed(seen: Evidence) -> Iterator[str]:
+def _speed(seen: PreflightEvidence) -> Iterator[str]:
     rows = [
         [
             s.operation,

@@ -27,11 +27,11 @@ from torch._C._distributed_c10d import Work
 from dtobs.probes.base import Probe
 from dtobs.probes.c10d_ops import REDUCE_NAMES, Operator
 from dtobs.probes.digests import device_digest, host_digest
-from dtobs.probes.message_parts import Part, Seat, cut
+from dtobs.probes.message_parts import MessagePart, Seat, cut
 from dtobs.probes.process_groups import GroupState
 from dtobs.probes.rotation import SHARE, place
 from dtobs.probes.sketches import ELEMENTS, signs
-from dtobs.recording.laws import CONSERVATION, SKETCHES, End, Message, Rule
+from dtobs.recording.laws import CONSERVATION, SKETCHES, Message, MessageEnd, ReductionRule
 
 BACKENDS = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl"})
 """Backends that are known to send what they are given; others may quantise, or only pretend."""
@@ -91,19 +91,19 @@ class Chooser:
 
 
 @dataclass
-class Look:
+class CallLook:
     """One call that is looked at, from its issue until it has been waited for."""
 
     group: int
     seq: int
     op: int
-    rule: Rule
+    rule: ReductionRule
     flags: int
     step: int
     issuer: str  #: as `_issuer` has it
     thread: int
-    came_out: list[Part]
-    put_in: list[tuple[Part, torch.Tensor]] = field(default_factory=list)  # and what was read of it
+    came_out: list[MessagePart]
+    put_in: list[tuple[MessagePart, torch.Tensor]] = field(default_factory=list)  # and what was read of it
     work: Any = None
     memory: Ranges = ()
     shared: bool = False  #: another call had the same memory before this one was waited for
@@ -117,7 +117,7 @@ class ConservationProbe(Probe):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: dict[int, Look] = {}  #: calls under way that are looked at, by the id of their Work
+        self.waiting: dict[int, CallLook] = {}  #: calls under way that are looked at, by the id of their Work
         self.under_way: dict[int, tuple[Any, Ranges, int]] = {}  #: the others: their Work, its memory and the step
         self._tagged: set[tuple[int, int, str]] = set()
         self._known: dict[tuple[int, str], bool] = {}
@@ -196,14 +196,16 @@ class ConservationProbe(Probe):
                 return functools.partial(self._left, memory)
             flags = Message.PEER_TO_PEER if operator.peer_to_peer else 0
             thread = threading.get_ident()
-            look = Look(group.number, seq, op, parts.rule, flags, self.context.step, _issuer(), thread, parts.came_out)
+            look = CallLook(
+                group.number, seq, op, parts.rule, flags, self.context.step, _issuer(), thread, parts.came_out
+            )
             look.memory = memory
             look.put_in = [(part, self._read(part, look)) for part in parts.put_in]
         now = time.perf_counter_ns()
         self._chooser.spent(now - begin, now)
         return functools.partial(self._begun, look)
 
-    def _issued(self, look: Look, result: Any) -> None:
+    def _issued(self, look: CallLook, result: Any) -> None:
         """The call is under way; `result` is what the operator returned."""
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
         look.work = Work.unbox(boxed)
@@ -255,7 +257,7 @@ class ConservationProbe(Probe):
                 short="results not waited for",
             )
 
-    def _backend_known(self, group: GroupState, parts: list[Part]) -> bool:
+    def _backend_known(self, group: GroupState, parts: list[MessagePart]) -> bool:
         if not parts:
             return False
         device = parts[0].memory.device
@@ -269,7 +271,7 @@ class ConservationProbe(Probe):
             self._known[group.number, device.type] = known
         return known
 
-    def _finish(self, done: Callable[[Look], bool]) -> None:
+    def _finish(self, done: Callable[[CallLook], bool]) -> None:
         with self._lock:
             found = [self.waiting.pop(key) for key, look in list(self.waiting.items()) if done(look)]
         if sys.exc_info()[0] is not None:
@@ -283,13 +285,13 @@ class ConservationProbe(Probe):
             now = time.perf_counter_ns()
             self._chooser.spent(now - begin, now)
 
-    def _read(self, part: Part, look: Look) -> torch.Tensor:
+    def _read(self, part: MessagePart, look: CallLook) -> torch.Tensor:
         """int64[2 + SKETCHES]: the digest, then scale and values as the bits of float64."""
         memory = part.memory
         if not self._chooser.everything and memory.numel() > ELEMENTS:
             memory = memory.narrow(0, place(look.seq, memory.numel() - ELEMENTS + 1), ELEMENTS)
         numbers = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=memory.device)
-        if look.rule in (Rule.SUM, Rule.AVG, Rule.MAX, Rule.MIN):
+        if look.rule in (ReductionRule.SUM, ReductionRule.AVG, ReductionRule.MAX, ReductionRule.MIN):
             _condense(memory, look.rule, numbers)
         else:
             numbers[0] = memory.count_nonzero()
@@ -299,18 +301,18 @@ class ConservationProbe(Probe):
             digest = device_digest(memory).view(1)
         return torch.cat([digest, numbers.view(torch.int64)])
 
-    def _write(self, look: Look) -> None:
+    def _write(self, look: CallLook) -> None:
         places = {part.memory.untyped_storage().data_ptr() for part in look.came_out}
-        rows: list[tuple[End, Part]] = []
+        rows: list[tuple[MessageEnd, MessagePart]] = []
         read: list[torch.Tensor] = []
         for part, was in look.put_in:
             in_place = part.memory.untyped_storage().data_ptr() in places
             is_now = was if in_place else self._read(part, look)
-            rows.append((End.IN, part))
+            rows.append((MessageEnd.IN, part))
             read += [was, is_now]
         for part in look.came_out:
             values = self._read(part, look)
-            rows.append((End.OUT, part))
+            rows.append((MessageEnd.OUT, part))
             read += [values, values]
         if not rows:
             return
@@ -342,18 +344,18 @@ class ConservationProbe(Probe):
             self.late.put(together, arrived)
 
 
-def _condense(memory: torch.Tensor, rule: Rule, numbers: torch.Tensor) -> None:
+def _condense(memory: torch.Tensor, rule: ReductionRule, numbers: torch.Tensor) -> None:
     """Into float64[1 + SKETCHES]: the root of the sum of squares, and sums with random signs, or extrema, by piece."""
     for n, some in enumerate(torch.split(memory, ELEMENTS)):
         exact = some.double()
         numbers[0] = torch.hypot(numbers[0], torch.linalg.vector_norm(exact))
         short = -len(exact) % SKETCHES
-        if rule in (Rule.SUM, Rule.AVG):
+        if rule in (ReductionRule.SUM, ReductionRule.AVG):
             signed = exact * signs(memory.device, len(exact))
             pieces = torch.cat([signed, signed.new_zeros(short)]).view(SKETCHES, -1).sum(1)
             numbers[1:] += pieces if n % 2 else -pieces
             continue
-        if rule == Rule.MIN:
+        if rule == ReductionRule.MIN:
             exact = -exact  # the largest of these stands for the smallest of those
         last = exact[-1:].expand(short)
         pieces = torch.cat([exact, last]).view(SKETCHES, -1).amax(1)
@@ -384,7 +386,7 @@ def _overlap(some: Ranges, others: Ranges) -> bool:
     return any(begin < last and first < end for begin, end in some for first, last in others)
 
 
-def _at(look: Look, memory: int) -> bool:
+def _at(look: CallLook, memory: int) -> bool:
     return any(part.memory.untyped_storage().data_ptr() == memory for part in look.came_out)
 
 

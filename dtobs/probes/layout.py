@@ -34,7 +34,7 @@ _STAGE = frozenset({"pipeline", "pp", "stage"})
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """One rank's place. `data_ranks` are the ranks (this one included) that do the same work on different samples;
     empty when that is not known. `stage` is the pipeline stage. `dropout` counts active dropout modules. `along` is
     what the world's own group is for: the only dimension there is, as the mesh calls it; "" when that is not known.
@@ -143,7 +143,7 @@ def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
 
 
-def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Layout:
+def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> ParameterLayout:
     """What can be known of this rank's place from the mesh, the DDP wrappers and the DTensors of `model`."""
     modules = list(model.modules()) if model is not None else []
     dropout = sum(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in modules)
@@ -166,7 +166,7 @@ def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Layo
     if known is not None and known.mesh_dim_names:
         wide = [name for name, size in zip(known.mesh_dim_names, known.shape, strict=True) if size > 1]
         along = wide[0] if len(wide) == 1 else along
-    return Layout(kind, data, stage, coordinates, dropout, along)
+    return ParameterLayout(kind, data, stage, coordinates, dropout, along)
 
 
 def data_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ COLUMNS = 16
 
 
 @dataclass
-class Row:
+class LedgerRow:
     """One parameter of the ledger. `ranks` are those whose gradients the optimizer should be given together."""
 
     name: str
@@ -74,7 +74,7 @@ class LedgerProbe(Probe):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows: list[Row] = []
+        self._rows: list[LedgerRow] = []
         self._rotation = Rotation(0)
         self._now: dict[int, _Look] = {}
         self._handles: list[Any] = []
@@ -215,7 +215,7 @@ class LedgerProbe(Probe):
 
         return read
 
-    def _final(self, row: Row, look: _Look) -> torch.Tensor | None:
+    def _final(self, row: LedgerRow, look: _Look) -> torch.Tensor | None:
         parameter = row.parameter()
         gradient = parameter.grad if parameter is not None else None
         if gradient is None or is_partial(gradient) or gradient.is_sparse or not gradient.is_floating_point():
@@ -226,10 +226,10 @@ class LedgerProbe(Probe):
         with torch.no_grad():
             return sketch_shard(values, look.at) if row.gathered is not None else sketch(values, look.at)
 
-    def _part(self, row: Row) -> int:
+    def _part(self, row: LedgerRow) -> int:
         return row.gathered.part if row.gathered is not None else 0
 
-    def _flags(self, row: Row, look: _Look) -> int:
+    def _flags(self, row: LedgerRow, look: _Look) -> int:
         ddp = row.ddp() if row.ddp is not None else None
         flags = (Ledger.HELD_BACK if look.held_back else 0) | (Ledger.SEARCHES if self._searches else 0)
         return flags | (Ledger.CUSTOM_HOOK if getattr(ddp, "_comm_hooks", None) else 0)
@@ -263,13 +263,13 @@ class LedgerProbe(Probe):
         self.context.recorder.meta.add("probe", name=self.name, state="off", reason=reason, short=short)
 
 
-def find_rows(context: Context) -> tuple[list[Row], list[str]]:
+def find_rows(context: Context) -> tuple[list[LedgerRow], list[str]]:
     """The rows of a ledger, and the names of trained parameters of which nothing says who shares their gradient."""
     model, trained = context.model, context.trained_by()
     assert model is not None
     shards = fsdp_shards(model)
     inside = {id(p): ddp for ddp in reversed(wrappers(model)) for p in ddp.parameters()}
-    rows: list[Row] = []
+    rows: list[LedgerRow] = []
     unknown: list[str] = []
     for named in model_tensors(model, context.replicas):
         tensor = named.tensor
@@ -288,23 +288,23 @@ def _row(
     shards: dict[int, Gathered | None],
     inside: dict[int, DistributedDataParallel],
     context: Context,
-) -> Row | None:
+) -> LedgerRow | None:
     tensor, kept = named.tensor, weakref.ref(named.tensor)
     if id(tensor) in shards:
         gathered = shards[id(tensor)]
         if gathered is None:
             return None
-        return Row(named.name, kept, gathered.ranks, gathered, shape=gathered.shape)
+        return LedgerRow(named.name, kept, gathered.ranks, gathered, shape=gathered.shape)
     shape = tuple(local_tensor(tensor).shape)
     if id(tensor) in inside:
         ddp = inside[id(tensor)]
         ranks = tuple(dist.get_process_group_ranks(ddp.process_group))
         ignored = named.name in {n.removeprefix("module.") for n in getattr(ddp, "parameters_to_ignore", ())}
-        return Row(named.name, kept, ranks, None, weakref.ref(ddp), ignored, shape)
+        return LedgerRow(named.name, kept, ranks, None, weakref.ref(ddp), ignored, shape)
     if context.world_size == 1:
-        return Row(named.name, kept, (0,), shape=shape)
+        return LedgerRow(named.name, kept, (0,), shape=shape)
     if isinstance(context.replicas, dist.ProcessGroup):
-        return Row(named.name, kept, tuple(dist.get_process_group_ranks(context.replicas)), shape=shape)
+        return LedgerRow(named.name, kept, tuple(dist.get_process_group_ranks(context.replicas)), shape=shape)
     if isinstance(tensor, DTensor):
-        return Row(named.name, kept, (context.rank,), shape=shape)
+        return LedgerRow(named.name, kept, (context.rank,), shape=shape)
     return None

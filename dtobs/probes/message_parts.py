@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtobs.recording.laws import Rule
+from dtobs.recording.laws import ReductionRule
 
 PARTS = 8
 """Parts of one call that a rank looks at, at most."""
 _EVERYONE = -1
-_RULES = {"sum": Rule.SUM, "avg": Rule.AVG, "max": Rule.MAX, "min": Rule.MIN}
+_RULES = {"sum": ReductionRule.SUM, "avg": ReductionRule.AVG, "max": ReductionRule.MAX, "min": ReductionRule.MIN}
 _SUMMED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32})
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """`memory` is one-dimensional; `item` counts the tensors of a coalesced call."""
 
     source: int
@@ -38,9 +38,9 @@ class Part:
 class Parts:
     """Both ends of one call, as this rank holds them; `rule` says what is conserved."""
 
-    rule: Rule
-    put_in: list[Part]
-    came_out: list[Part]
+    rule: ReductionRule
+    put_in: list[MessagePart]
+    came_out: list[MessagePart]
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,25 @@ def cut(operator: str, reduction: str, root: int, args: Sequence[Any], seat: Sea
     """
     if operator in _REDUCTIONS:
         put_in, came_out = _REDUCTIONS[operator](args, root, seat)
-        rule = _RULES.get(reduction, Rule.SAME)
+        rule = _RULES.get(reduction, ReductionRule.SAME)
         if any(t is not None and t.dtype not in _SUMMED for *_, t in put_in):
-            rule = Rule.SAME
-        if rule == Rule.SAME and not operator.startswith("allreduce"):
+            rule = ReductionRule.SAME
+        if rule == ReductionRule.SAME and not operator.startswith("allreduce"):
             return None  # each rank gets something else, and what it should be is not known
     elif operator in _COPIES:
         put_in, came_out = _COPIES[operator](args, root, seat)
-        rule = Rule.COPY
+        rule = ReductionRule.COPY
     else:
         return None
-    sides: list[list[Part]] = []
+    sides: list[list[MessagePart]] = []
     for side in (put_in, came_out):
-        parts: list[Part] = []
+        parts: list[MessagePart] = []
         for source, target, item, tensor in side:
             memory = dense(tensor)
             if memory is None:
                 return None
             if memory.numel():
-                parts.append(Part(source, target, item, memory))
+                parts.append(MessagePart(source, target, item, memory))
         sides.append(parts)
     return Parts(rule, *sides)
 

@@ -12,7 +12,7 @@ DISTRIBUTED = "distributed"  # torch with torch.distributed
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProbeEntry:
     """`factory` is a module of this folder and its class; the first of `levels` is the one where nobody asks."""
 
     name: str
@@ -28,38 +28,38 @@ class Entry:
 
 
 PROBES = (
-    Entry("exceptions", "exceptions:Exceptions"),
-    Entry("signals", "exceptions:Signals"),
-    Entry("stacks", "stacks:Stacks"),
-    Entry("rendezvous", "rendezvous:Rendezvous", needs=(DISTRIBUTED,)),
-    Entry("constructions", "constructions:Constructions", needs=(DISTRIBUTED,)),
-    Entry("pipeline", "pipeline:PipelineProbe", needs=(DISTRIBUTED,)),
-    Entry("worker_server", "worker_server:WorkerServer", needs=(DISTRIBUTED,)),
-    Entry("collectives", "collectives:Collectives", ("full", "cheap", OFF), (DISTRIBUTED,)),
-    Entry("waits", "waits:Waits", needs=(DISTRIBUTED,)),
-    Entry("device times", "device_parts:DevicePartsProbe"),
-    Entry("profiler", "profiler:Profiler"),
-    Entry("backward", "backward:Backward"),
-    Entry("loader", "loader:Loader"),
-    Entry("saves", "saves:Saves"),
-    Entry("loads", "loads:Loads"),
-    Entry("memory", "memory:Memory"),
-    Entry("gradients", "gradients:GradientProbe"),
-    Entry("reduced gradients", "reduced:ReducedGradientProbe"),
-    Entry("parameters", "parameters:ParameterProbe"),
-    Entry("generators", "generators:GeneratorProbe"),
-    Entry("inputs", "inputs:InputProbe"),
-    Entry("samples", "samples:SampleProbe", ("rotating", "all", OFF)),
-    Entry("ledger", "ledger:LedgerProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
-    Entry("updates", "updates:UpdateProbe", ("rotating", "all", OFF)),
-    Entry("conservation", "conservation:ConservationProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
-    Entry("settings", "settings:Settings"),
-    Entry("scaler", "scaler:Scaler"),
-    Entry("kept gradients", "kept_gradients:KeptGradients"),
-    Entry("loss weights", "loss_weights:LossWeightProbe"),
-    Entry("following", "following:Following"),
-    Entry("forward", "modules:Forward"),
-    Entry("optimizer", "modules:OptimizerSteps"),
+    ProbeEntry("exceptions", "exceptions:Exceptions"),
+    ProbeEntry("signals", "exceptions:Signals"),
+    ProbeEntry("stacks", "stacks:Stacks"),
+    ProbeEntry("rendezvous", "rendezvous:Rendezvous", needs=(DISTRIBUTED,)),
+    ProbeEntry("constructions", "constructions:Constructions", needs=(DISTRIBUTED,)),
+    ProbeEntry("pipeline", "pipeline:PipelineProbe", needs=(DISTRIBUTED,)),
+    ProbeEntry("worker_server", "worker_server:WorkerServer", needs=(DISTRIBUTED,)),
+    ProbeEntry("collectives", "collectives:Collectives", ("full", "cheap", OFF), (DISTRIBUTED,)),
+    ProbeEntry("waits", "waits:Waits", needs=(DISTRIBUTED,)),
+    ProbeEntry("device times", "device_parts:DevicePartsProbe"),
+    ProbeEntry("profiler", "profiler:Profiler"),
+    ProbeEntry("backward", "backward:Backward"),
+    ProbeEntry("loader", "loader:Loader"),
+    ProbeEntry("saves", "saves:Saves"),
+    ProbeEntry("loads", "loads:Loads"),
+    ProbeEntry("memory", "memory:Memory"),
+    ProbeEntry("gradients", "gradients:GradientProbe"),
+    ProbeEntry("reduced gradients", "reduced:ReducedGradientProbe"),
+    ProbeEntry("parameters", "parameters:ParameterProbe"),
+    ProbeEntry("generators", "generators:GeneratorProbe"),
+    ProbeEntry("inputs", "inputs:InputProbe"),
+    ProbeEntry("samples", "samples:SampleProbe", ("rotating", "all", OFF)),
+    ProbeEntry("ledger", "ledger:LedgerProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
+    ProbeEntry("updates", "updates:UpdateProbe", ("rotating", "all", OFF)),
+    ProbeEntry("conservation", "conservation:ConservationProbe", ("rotating", "all", OFF), (DISTRIBUTED,)),
+    ProbeEntry("settings", "settings:Settings"),
+    ProbeEntry("scaler", "scaler:Scaler"),
+    ProbeEntry("kept gradients", "kept_gradients:KeptGradients"),
+    ProbeEntry("loss weights", "loss_weights:LossWeightProbe"),
+    ProbeEntry("following", "following:Following"),
+    ProbeEntry("forward", "modules:Forward"),
+    ProbeEntry("optimizer", "modules:OptimizerSteps"),
 )
 
 

@@ -53,7 +53,7 @@ class Update(IntEnum):
     AMSGRAD = 8
 
 
-class Rule(IntEnum):
+class ReductionRule(IntEnum):
     """What a collective conserves, as a record of CONSERVATION says it."""
 
     COPY = 1  #: what came out is what was put in, bit for bit
@@ -64,7 +64,7 @@ class Rule(IntEnum):
     SAME = 6  #: all ranks get the same; what it should be is not known
 
 
-class End(IntEnum):
+class MessageEnd(IntEnum):
     """Which end of a collective a record of CONSERVATION is."""
 
     IN = 1  #: read before the call was issued

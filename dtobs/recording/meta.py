@@ -176,7 +176,7 @@ class Meta:
     exceptions: list[dict[str, Any]] = field(default_factory=list)
     probes: dict[str, dict[str, Any]] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
-    layout: dict[str, Any] = field(default_factory=dict)  #: `probes.layout.Layout` as JSON
+    layout: dict[str, Any] = field(default_factory=dict)  #: `probes.layout.ParameterLayout` as JSON
     pipeline: dict[str, Any] = field(default_factory=dict)  #: `plan.Plan` as JSON; the last one watched
     laws: dict[str, dict[str, Any]] = field(default_factory=dict)  #: by name: what the rows of its ring stand for
     settings: list[tuple[int, dict[str, str]]] = field(default_factory=list)  #: (step, fields that changed), in order

@@ -66,7 +66,7 @@ ENDED = frozenset(
 
 
 @dataclass(frozen=True)
-class Call:
+class LastCall:
     """A collective, a send or a receive that a rank issued. `peer` is -1 for a collective."""
 
     op: Op
@@ -211,7 +211,7 @@ class Rank:
         return max(0, self.view.now_ns - then) / 1e9 if then else None
 
     @property
-    def call(self) -> Call | None:
+    def call(self) -> LastCall | None:
         """The last collective it issued."""
         seq, op = self.get("collective_seq"), self.get("collective_op")
         if not seq:
@@ -219,7 +219,7 @@ class Rank:
         return self._call(op, seq, self.get("collective_group"), self.get("collective_site"))
 
     @property
-    def waits_in(self) -> Call | None:
+    def waits_in(self) -> LastCall | None:
         """The collective or the message it is blocked in; None when it is not blocked."""
         if not self.waited_seconds:
             return None
@@ -233,10 +233,10 @@ class Rank:
             return last
         return self._call(int(wait["op"]), seq, int(wait["group"]), int(wait["site"]))
 
-    def _call(self, op: int, seq: int, group: int, site: int, peer: int = -1) -> Call:
+    def _call(self, op: int, seq: int, group: int, site: int, peer: int = -1) -> LastCall:
         meta = self.meta
         what = meta.ops.get(op) or Op("collective" if peer < 0 else "message")
-        return Call(what, seq, meta.groups.get(group), meta.sites.get(site), peer)
+        return LastCall(what, seq, meta.groups.get(group), meta.sites.get(site), peer)
 
     @property
     def exception(self) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from html import escape
 from dtobs.reports.clean import printable
 from dtobs.reports.style import STYLE
 from dtobs.reports.trace_text import time_text
-from dtobs.timeline.kineto.analyse import Trace
+from dtobs.timeline.kineto.analyse import JobTrace
 from dtobs.timeline.kineto.figures import Figures
 from dtobs.timeline.kineto.names import bus_factor
 
@@ -15,7 +15,7 @@ _COLOURS = (("compute", "k2"), ("exposed communication", "k-waits"), ("memory", 
 _MOST = 1024
 
 
-def render(trace: Trace, target: str) -> str:
+def render(trace: JobTrace, target: str) -> str:
     """The whole document."""
     found = trace.findings
     head = f'<h1 class="warning">{escape(found[0].summary)}</h1>' if found else '<h1 class="good">Nothing found</h1>'
@@ -49,7 +49,7 @@ def _legend() -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _ranks(trace: Trace) -> str:
+def _ranks(trace: JobTrace) -> str:
     accused = trace.straggler.rank if trace.straggler else None
     rows = []
     for figure in list(trace.figures.values())[:_MOST]:
@@ -76,7 +76,7 @@ def _bar(figure: Figures) -> str:
     return f'<svg width="300" height="12" viewBox="0 0 300 12">{boxes}</svg>'
 
 
-def _collectives(trace: Trace) -> str:
+def _collectives(trace: JobTrace) -> str:
     rows = []
     for call in trace.collectives[:_MOST]:
         speed = call.algbw
@@ -96,7 +96,7 @@ def _collectives(trace: Trace) -> str:
     return _table(("operation", "group", "ranks", "calls", "time", "exposed", "waited for the last", "bus"), rows)
 
 
-def _kernels(trace: Trace) -> str:
+def _kernels(trace: JobTrace) -> str:
     rows = [
         f'<tr><td>{f.rank}</td><td><code>{escape(name[:200])}</code></td><td>{kind}</td><td class="number">{count}</td>'
         f'<td class="number">{time_text(time)}</td></tr>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtobs.timeline.kineto.analyse import Collective, Trace
+from dtobs.timeline.kineto.analyse import Collective, JobTrace
 from dtobs.timeline.kineto.figures import Figures
 from dtobs.timeline.kineto.names import bus_factor
 from dtobs.words import duration_text
@@ -14,7 +14,7 @@ _PARTS = (("compute", "█"), ("communication", "▒"), ("memory", "m"), ("idle"
 _MOST_RANKS, _MOST_CALLS, _MOST_KERNELS = 64, 12, 8
 
 
-def render(trace: Trace) -> str:
+def render(trace: JobTrace) -> str:
     """The whole text."""
     lines = [*_verdict(trace), "", *_ranks(trace)]
     if trace.collectives:
@@ -43,14 +43,14 @@ def time_text(value: float | None) -> str:
     return duration_text(None if value is None else value / 1e6)
 
 
-def _verdict(trace: Trace) -> list[str]:
+def _verdict(trace: JobTrace) -> list[str]:
     lines = []
     for finding in trace.findings:
         lines += [f"{finding.severity}, {finding.confidence}: {finding.summary}", f"  next: {finding.next_step}"]
     return lines or ["Nothing found: no rank makes the others wait."]
 
 
-def _ranks(trace: Trace) -> list[str]:
+def _ranks(trace: JobTrace) -> list[str]:
     shown = list(trace.figures.values())[:_MOST_RANKS]
     lines = ["rank  " + " " * _BAR + "        span     compute        comm     exposed  overlap        idle  mostly"]
     for figure in shown:
@@ -80,7 +80,7 @@ def _bar(figure: Figures) -> str:
     return text
 
 
-def _collectives(trace: Trace) -> list[str]:
+def _collectives(trace: JobTrace) -> list[str]:
     lines = ["collective      group                       ranks   calls        time     exposed     bus GB/s"]
     for call in trace.collectives[:_MOST_CALLS]:
         entry = _collective(call)
@@ -100,7 +100,7 @@ def _collective(call: Collective) -> str:
     )
 
 
-def _kernels(trace: Trace) -> list[str]:
+def _kernels(trace: JobTrace) -> list[str]:
     first = next(iter(trace.figures.values()), None)
     if first is None or not first.kernels:
         return []

@@ -11,7 +11,7 @@ _HIDDEN = (2048, 1024)
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One call of a step. `peer_offset`: for a send or a receive, the other side's distance in the group."""
 
     axis: str
@@ -26,11 +26,11 @@ class Call:
 class Step:
     """The calls of one step on one pipeline stage, in order."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModelCall, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """Ranks = dp × pp × tp, tensor parallel innermost, as most trainers lay them out."""
 
     dp: int = 2
@@ -99,31 +99,31 @@ class Layout:
 
 
 @lru_cache(maxsize=256)
-def step_of(layout: Layout, stage: int) -> Step:
+def step_of(layout: JobLayout, stage: int) -> Step:
     """One step: forwards of all microbatches, backwards, gradient buckets, and the norm over all ranks."""
-    calls: list[Call] = []
+    calls: list[ModelCall] = []
     first, last = stage == 0, stage == layout.pp - 1
     for _ in range(layout.micro_batches):
         if not first:
-            calls.append(Call(PIPE, "recv", _HIDDEN, "pipeline.py:40:recv_forward", peer_offset=-1))
+            calls.append(ModelCall(PIPE, "recv", _HIDDEN, "pipeline.py:40:recv_forward", peer_offset=-1))
         if layout.tp > 1:
             for _ in range(layout.layers):
-                calls.append(Call(TENSOR, "all_reduce", _HIDDEN, "attention.py:88:forward"))
-                calls.append(Call(TENSOR, "all_reduce", _HIDDEN, "mlp.py:51:forward"))
+                calls.append(ModelCall(TENSOR, "all_reduce", _HIDDEN, "attention.py:88:forward"))
+                calls.append(ModelCall(TENSOR, "all_reduce", _HIDDEN, "mlp.py:51:forward"))
         if not last:
-            calls.append(Call(PIPE, "send", _HIDDEN, "pipeline.py:55:send_forward", peer_offset=1))
+            calls.append(ModelCall(PIPE, "send", _HIDDEN, "pipeline.py:55:send_forward", peer_offset=1))
     for _ in range(layout.micro_batches):
         if not last:
-            calls.append(Call(PIPE, "recv", _HIDDEN, "pipeline.py:70:recv_backward", peer_offset=1))
+            calls.append(ModelCall(PIPE, "recv", _HIDDEN, "pipeline.py:70:recv_backward", peer_offset=1))
         if layout.tp > 1:
             for _ in range(layout.layers):
-                calls.append(Call(TENSOR, "all_reduce", _HIDDEN, "mlp.py:77:backward"))
-                calls.append(Call(TENSOR, "all_reduce", _HIDDEN, "attention.py:120:backward"))
+                calls.append(ModelCall(TENSOR, "all_reduce", _HIDDEN, "mlp.py:77:backward"))
+                calls.append(ModelCall(TENSOR, "all_reduce", _HIDDEN, "attention.py:120:backward"))
         if not first:
-            calls.append(Call(PIPE, "send", _HIDDEN, "pipeline.py:85:send_backward", peer_offset=-1))
+            calls.append(ModelCall(PIPE, "send", _HIDDEN, "pipeline.py:85:send_backward", peer_offset=-1))
     if layout.dp > 1:
         for number, size in enumerate(_BUCKETS):
-            calls.append(Call(DATA, "all_reduce", size, f"buckets.py:{30 + number}:reduce", dtype="Float"))
+            calls.append(ModelCall(DATA, "all_reduce", size, f"buckets.py:{30 + number}:reduce", dtype="Float"))
     if layout.world_size > 1:
-        calls.append(Call(WORLD, "all_reduce", (1,), "clip.py:19:global_norm", dtype="Float"))
+        calls.append(ModelCall(WORLD, "all_reduce", (1,), "clip.py:19:global_norm", dtype="Float"))
     return Step(tuple(calls))

@@ -8,15 +8,15 @@ from dtobs.events import Kind, identify
 from dtobs.recording.meta import Op, Site
 from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRank, FakeRun
-from dtobs.testing.layout import Layout, step_of
+from dtobs.testing.layout import JobLayout, step_of
 from dtobs.testing.simulate import Issued, simulate
-from dtobs.testing.synthetic_dumps import Job
+from dtobs.testing.synthetic_dumps import SimulatedJob
 
 CALL_SECONDS = 0.001
 _DTYPES = {"BFloat16": "bfloat16", "Float": "float32"}
 
 
-def recording_of(job: Job, root: Path, *, backend: str = "gloo", later: float = 600) -> RunView:
+def recording_of(job: SimulatedJob, root: Path, *, backend: str = "gloo", later: float = 600) -> RunView:
     """The run directory that the ranks of `job` would have left, looked at `later` seconds after its last call."""
     layout = job.layout
     outcome = simulate(layout, job.faults, job.simulated_steps, job.run_ahead)
@@ -35,7 +35,7 @@ def recording_of(job: Job, root: Path, *, backend: str = "gloo", later: float = 
 class _Writer:
     """Writes one rank's calls: collectives into their groups, messages counted for each peer and direction."""
 
-    def __init__(self, run: FakeRun, layout: Layout, rank: int, backend: str) -> None:
+    def __init__(self, run: FakeRun, layout: JobLayout, rank: int, backend: str) -> None:
         self.run, self.layout, self.backend = run, layout, backend
         self.rank: FakeRank = run.rank(rank)
         self.messages: dict[tuple[int, str, int], int] = {}

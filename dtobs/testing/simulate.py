@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from dtobs.testing.layout import DATA, PIPE, TENSOR, WORLD, Call, Layout, step_of
+from dtobs.testing.layout import DATA, PIPE, TENSOR, WORLD, JobLayout, ModelCall, step_of
 
 GroupFault = Literal[
     "rank-not-joined",
@@ -30,7 +30,7 @@ State = Literal["scheduled", "started", "completed"]
 
 
 @dataclass(frozen=True)
-class Fault:
+class SimulatedFault:
     """One fault of one rank. `axis`: the group in which it shows, where there is a choice.
 
     Of a rank with "dumps-missing" there is no dump: its process died before it could write one.
@@ -40,7 +40,7 @@ class Fault:
     rank: int
     axis: str = WORLD
 
-    def expected(self, layout: Layout) -> tuple[str, tuple[int, ...]]:
+    def expected(self, layout: JobLayout) -> tuple[str, tuple[int, ...]]:
         """The right verdict: code and ranks."""
         if self.name in ("network-stalled", "dumps-missing"):
             return self.name, ()
@@ -49,7 +49,7 @@ class Fault:
             return self.name, (self.rank, peer)
         return self.name, (self.rank,)
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: JobLayout) -> None:
         """Raises ValueError when the layout has no room for the fault."""
         if not 0 <= self.rank < layout.world_size:
             raise ValueError(f"there is no rank {self.rank} among {layout.world_size}")
@@ -65,19 +65,19 @@ class Fault:
 class Issued:
     """A call that a rank issued. `step` counts from the first simulated one."""
 
-    call: Call
+    call: ModelCall
     state: State
     step: int = 0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedRun:
     """What every rank issued in the simulated steps, in order."""
 
     issued: list[list[Issued]]
 
 
-def simulate(layout: Layout, faults: Sequence[Fault], steps: int, run_ahead: int = 0) -> Outcome:
+def simulate(layout: JobLayout, faults: Sequence[SimulatedFault], steps: int, run_ahead: int = 0) -> SimulatedRun:
     """Run `steps` steps. Raises ValueError for a fault that the layout has no room for."""
     for fault in faults:
         fault.check(layout)
@@ -92,7 +92,7 @@ class _Meeting:
 
 
 class _Simulation:
-    def __init__(self, layout: Layout, faults: Sequence[Fault], steps: int, run_ahead: int) -> None:
+    def __init__(self, layout: JobLayout, faults: Sequence[SimulatedFault], steps: int, run_ahead: int) -> None:
         self.layout, self.faults, self.run_ahead = layout, faults, run_ahead
         self.programs = [_program(layout, faults, rank, steps) for rank in range(layout.world_size)]
         self.issued: list[list[Issued]] = [[] for _ in range(layout.world_size)]
@@ -102,7 +102,7 @@ class _Simulation:
         self.meetings: dict[tuple[str, int], _Meeting] = {}
         self.halves: dict[tuple[int, int, str], deque[tuple[int, Issued]]] = {}
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         ready = deque(range(self.layout.world_size))
         while ready:
             rank = ready.popleft()
@@ -112,7 +112,7 @@ class _Simulation:
                 for other in self._arrive(rank, issued[self.reached[rank] - 1]):
                     self.done[other] += 1
                     ready.append(other)
-        return Outcome(self.issued)
+        return SimulatedRun(self.issued)
 
     def _arrive(self, rank: int, made: Issued) -> list[int]:
         """The ranks whose call completes because this rank's device has come to it."""
@@ -171,7 +171,7 @@ class _Simulation:
         )
 
 
-def _program(layout: Layout, faults: Sequence[Fault], rank: int, steps: int) -> list[Issued]:
+def _program(layout: JobLayout, faults: Sequence[SimulatedFault], rank: int, steps: int) -> list[Issued]:
     """The calls that a rank would make if none of them had to wait."""
     calls = step_of(layout, layout.stage(rank)).calls
     program = [Issued(call, "scheduled", step) for step in range(steps) for call in calls]
@@ -181,7 +181,7 @@ def _program(layout: Layout, faults: Sequence[Fault], rank: int, steps: int) -> 
     return program
 
 
-def _spoil(program: list[Issued], fault: Fault, per_step: int) -> None:
+def _spoil(program: list[Issued], fault: SimulatedFault, per_step: int) -> None:
     """Change one rank's program in the second simulated step."""
     later = range(per_step, len(program))
     at = next((i for i in later if program[i].call.axis == fault.axis and not program[i].call.peer_offset), None)
@@ -208,4 +208,4 @@ def _spoil(program: list[Issued], fault: Fault, per_step: int) -> None:
         del program[send]
 
 
-__all__ = ["DATA", "PIPE", "TENSOR", "WORLD", "Fault", "FaultName", "Issued", "Outcome", "simulate"]
+__all__ = ["DATA", "PIPE", "TENSOR", "WORLD", "FaultName", "Issued", "SimulatedFault", "SimulatedRun", "simulate"]

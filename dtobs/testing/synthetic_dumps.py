@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtobs.testing.layout import WORLD, Layout, Step, step_of
-from dtobs.testing.simulate import Fault, Issued, Outcome, simulate
+from dtobs.testing.layout import WORLD, JobLayout, Step, step_of
+from dtobs.testing.simulate import Issued, SimulatedFault, SimulatedRun, simulate
 
 VERSION = "2.10"
 START_NS = 1_790_000_000_000_000_000
@@ -23,16 +23,16 @@ TIMEOUT_MS = 600_000
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """What to make dumps of. `entries`: the ring's size; `steps`: how many the job did before the dump.
 
     `timing`: whether the devices note when they start a call, which in real jobs TORCH_NCCL_ENABLE_TIMING turns on;
     `run_ahead`: how many calls a host issues beyond the one that its device is in.
     """
 
-    layout: Layout
-    fault: Fault | None = None
-    second: Fault | None = None
+    layout: JobLayout
+    fault: SimulatedFault | None = None
+    second: SimulatedFault | None = None
     entries: int = 2000
     steps: int = 40
     simulated_steps: int = 3
@@ -42,7 +42,7 @@ class Job:
     run_ahead: int = 0
 
     @property
-    def faults(self) -> tuple[Fault, ...]:
+    def faults(self) -> tuple[SimulatedFault, ...]:
         """All that is wrong with it."""
         return tuple(fault for fault in (self.fault, self.second) if fault is not None)
 
@@ -56,7 +56,7 @@ class Job:
         return self.fault.expected(self.layout)
 
 
-def dumps_of(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
+def dumps_of(job: SimulatedJob) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (rank, dump) of every rank that left one, one at a time."""
     if job.steps < job.simulated_steps:
         raise ValueError(f"a job of {job.steps} steps cannot have {job.simulated_steps} simulated ones")
@@ -68,7 +68,7 @@ def dumps_of(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
         yield rank, writers[layout.stage(rank)].dump(rank, outcome)
 
 
-def write_dumps(job: Job, folder: Path, prefix: str = "nccl_trace_rank_") -> None:
+def write_dumps(job: SimulatedJob, folder: Path, prefix: str = "nccl_trace_rank_") -> None:
     """Write every rank's dump as a pickle, as PyTorch names them."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, dump in dumps_of(job):
@@ -78,7 +78,7 @@ def write_dumps(job: Job, folder: Path, prefix: str = "nccl_trace_rank_") -> Non
 class _Writer:
     """Writes the dumps of one pipeline stage's ranks; what they share is built once."""
 
-    def __init__(self, job: Job, step: Step) -> None:
+    def __init__(self, job: SimulatedJob, step: Step) -> None:
         self.job = job
         self.step = step
         self.frames: dict[str, list[dict[str, Any]]] = {}
@@ -93,7 +93,7 @@ class _Writer:
             key = (call.axis, call.peer_offset != 0)
             self.per_step[key] = self.per_step.get(key, 0) + 1
 
-    def dump(self, rank: int, outcome: Outcome) -> dict[str, Any]:
+    def dump(self, rank: int, outcome: SimulatedRun) -> dict[str, Any]:
         """The dump of one rank."""
         layout, job = self.job.layout, self.job
         issued = outcome.issued[rank]

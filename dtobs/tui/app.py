@@ -26,7 +26,7 @@ from dtobs.tui.curves import Curves
 from dtobs.tui.detail import RankDetail
 from dtobs.tui.findings_panel import FindingsPanel
 from dtobs.tui.header import Header
-from dtobs.tui.model import Frame
+from dtobs.tui.model import ScreenFrame
 from dtobs.tui.order import MAX_ROWS, Order
 from dtobs.tui.screens import RankScreen, evidence_screen, help_screen, history_screen
 from dtobs.tui.table import RankTable
@@ -34,10 +34,10 @@ from dtobs.tui.table import RankTable
 PROFILED_STEPS = 3
 
 
-class Source(Protocol):
+class FrameSource(Protocol):
     """What the screen looks at."""
 
-    def look(self) -> Frame:
+    def look(self) -> ScreenFrame:
         """The run as it is now."""
 
     def detail(self, rank: int) -> RankDetail | None:
@@ -66,7 +66,7 @@ class TopApp(App[None]):
 
     def __init__(
         self,
-        source: Source,
+        source: FrameSource,
         *,
         interval: float = 1.0,
         order: Order | None = None,
@@ -76,7 +76,7 @@ class TopApp(App[None]):
         self.theme = "textual-light" if palette.on_light else "textual-dark"
         self.source, self.interval, self.exit_with_run = source, interval, exit_with_run
         self.order = order or Order()
-        self.frame: Frame | None = None
+        self.frame: ScreenFrame | None = None
         self.paused = False
         self._looking = False
 
@@ -118,7 +118,7 @@ class TopApp(App[None]):
     def _fail(self, error: DtobsError) -> None:
         self.exit(return_code=error.exit_code, message=f"dtobs: {error}")
 
-    def take(self, frame: Frame, detail: RankDetail | None = None) -> None:
+    def take(self, frame: ScreenFrame, detail: RankDetail | None = None) -> None:
         """Show a new frame."""
         self._looking = False
         self.frame = frame

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtobs.tui import words
-from dtobs.tui.model import Frame
+from dtobs.tui.model import ScreenFrame
 from dtobs.tui.rows import Level, RankRow
 from dtobs.words import NONE, bytes_text, duration_text, significant
 
@@ -137,7 +137,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def fitting(frame: Frame, width: int, gap: int = 2) -> tuple[Column, ...]:
+def fitting(frame: ScreenFrame, width: int, gap: int = 2) -> tuple[Column, ...]:
     """The columns that fit `width` characters with `gap` between them; a host column only with several hosts."""
     absent = {"host"} if frame.hosts < 2 else set()
     for key, said in (("late", "late_seconds"), ("loss", "loss"), ("place", "place")):

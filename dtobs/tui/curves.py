@@ -11,7 +11,7 @@ from rich.text import Text
 from textual.widgets import Static
 
 from dtobs.tui import palette, words
-from dtobs.tui.model import Curve, Frame
+from dtobs.tui.model import Curve, ScreenFrame
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _AROUND = 12
@@ -24,7 +24,7 @@ _LINE = Style(color=palette.TEAL)
 class Curves(Static):
     """As many curves side by side as fit; hidden where there is no room below the ranks."""
 
-    def show(self, frame: Frame, beside: int) -> None:
+    def show(self, frame: ScreenFrame, beside: int) -> None:
         """Draw the curves of `frame` below a table of `beside` ranks."""
         findings = 3 * len(frame.findings) + 2 if frame.findings else 0
         height = min(_MAX_HEIGHT, self.app.size.height - _AROUND - beside - findings)

@@ -13,7 +13,7 @@ from textual.widgets.option_list import Option
 
 from dtobs.findings import Severity
 from dtobs.tui import palette, words
-from dtobs.tui.model import FindingRow, Frame
+from dtobs.tui.model import FindingRow, ScreenFrame
 
 _DIM = Style(color=palette.GREY)
 _SOFT = Style(color=palette.SOFT)
@@ -28,7 +28,7 @@ class FindingsPanel(OptionList):
         super().__init__(id="findings")
         self._shown: tuple[FindingRow, ...] = ()
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: ScreenFrame) -> None:
         """Draw the findings of `frame`; what is highlighted stays so."""
         keys = [f.key for f in frame.findings]
         if [f.key for f in self._shown] != keys:

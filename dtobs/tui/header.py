@@ -9,7 +9,7 @@ from textual.widgets import Static
 
 from dtobs.findings import Severity
 from dtobs.tui import palette, words
-from dtobs.tui.model import Frame
+from dtobs.tui.model import ScreenFrame
 from dtobs.tui.plain import facts, origin, place
 from dtobs.words import count
 
@@ -21,7 +21,7 @@ _SPARK = Style(color=palette.TEAL)
 class Header(Static):
     """Four lines: identity and state; where it is; labels; figures. What does not fit is left out from the right."""
 
-    def show(self, frame: Frame, *, paused: bool) -> None:
+    def show(self, frame: ScreenFrame, *, paused: bool) -> None:
         """Draw `frame`."""
         width = max(20, self.app.size.width - 4)
         grid = Table.grid(expand=True)
@@ -36,7 +36,7 @@ class Header(Static):
         self.update(block)
 
 
-def identity(frame: Frame, paused: bool) -> Text:
+def identity(frame: ScreenFrame, paused: bool) -> Text:
     """``● running  name  8 ranks on 1 host · replicate 4 × shard 2  00:12:31``."""
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append("● ", Style(color=palette.STATUS[frame.status]))
@@ -52,7 +52,7 @@ def identity(frame: Frame, paused: bool) -> Text:
     return line
 
 
-def chips(frame: Frame) -> Text:
+def chips(frame: ScreenFrame) -> Text:
     """The findings as coloured chips; a quiet word without any."""
     line = Text(no_wrap=True)
     for severity, word in ((Severity.CRITICAL, "critical"), (Severity.WARNING, "warning")):
@@ -68,7 +68,7 @@ def chips(frame: Frame) -> Text:
     return line
 
 
-def figures(frame: Frame, width: int) -> tuple[Text, Text]:
+def figures(frame: ScreenFrame, width: int) -> tuple[Text, Text]:
     """Labels above values, as many as fit; the loss carries its recent course."""
     labels, values = Text(no_wrap=True), Text(no_wrap=True)
     room = width

@@ -65,7 +65,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Frame:
+class ScreenFrame:
     """Everything on the screen at one moment. None is "not known"; durations in seconds."""
 
     target: str
@@ -133,7 +133,7 @@ def build_frame(
     entries: Iterable[Entry] = (),
     cleared: Iterable[Entry] = (),
     simulate: Callable[[RunView], WhatIf | None] = recent,
-) -> Frame:
+) -> ScreenFrame:
     """The frame of one look. `entries` are the open findings of the run, `cleared` the past ones, oldest first.
 
     `simulate` gives the what-if of the last steps; who looks again and again keeps a `RecentWhatIf`.
@@ -148,7 +148,7 @@ def build_frame(
     end = _last_seen_ns(view) if status in ("ended", "broken") else view.now_ns
     total, step = _setting(view.info, "run", "steps"), max((row.step for row in rows), default=None)
     left = max(0, total - step - 1) if total and step is not None and status == "running" else None
-    return Frame(
+    return ScreenFrame(
         target=str(view.root),
         name=str(view.info.get("name") or view.root.name),
         status=status,
@@ -184,9 +184,9 @@ def build_frame(
     )
 
 
-def empty_frame(target: str, status: Status, text: str) -> Frame:
+def empty_frame(target: str, status: Status, text: str) -> ScreenFrame:
     """A frame without a recording: not there yet, or there no more."""
-    return Frame(target, target.rstrip("/").rpartition("/")[2], status, text)
+    return ScreenFrame(target, target.rstrip("/").rpartition("/")[2], status, text)
 
 
 @dataclass(frozen=True)

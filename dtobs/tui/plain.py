@@ -7,12 +7,12 @@ from pathlib import Path
 
 from dtobs.tui import words
 from dtobs.tui.columns import Scale, fitting
-from dtobs.tui.model import FindingRow, Frame
+from dtobs.tui.model import FindingRow, ScreenFrame
 from dtobs.tui.order import Order, arrange
 from dtobs.words import NONE, count, duration_text, ranks_text
 
 
-def render(frame: Frame, width: int = 100, order: Order | None = None, limit: int = 64) -> str:
+def render(frame: ScreenFrame, width: int = 100, order: Order | None = None, limit: int = 64) -> str:
     """The whole frame, at most `limit` ranks, lines of at most `width` characters."""
     lines = [_title(frame), origin(frame), *_figures(frame, width)]
     if frame.rows:
@@ -26,7 +26,7 @@ def render(frame: Frame, width: int = 100, order: Order | None = None, limit: in
     return "\n".join(words.shorten(line.rstrip(), width) for line in lines) + "\n"
 
 
-def facts(frame: Frame) -> list[tuple[str, str]]:
+def facts(frame: ScreenFrame) -> list[tuple[str, str]]:
     """The figures of the whole run as (label, value), the most important first; unknown ones are left out."""
     step = NONE if frame.step is None else f"{frame.step:,}"
     if frame.total_steps:
@@ -47,7 +47,7 @@ def facts(frame: Frame) -> list[tuple[str, str]]:
     return [pair for pair in pairs if pair[1] != NONE]
 
 
-def _bubble(frame: Frame) -> str:
+def _bubble(frame: ScreenFrame) -> str:
     """``31% (schedule 27%)``: measured, and what the schedule cannot avoid."""
     if frame.bubble is None:
         return NONE
@@ -55,7 +55,7 @@ def _bubble(frame: Frame) -> str:
     return f"{frame.bubble:.0%}{bound}"
 
 
-def place(frame: Frame) -> str:
+def place(frame: ScreenFrame) -> str:
     """``8 ranks on 2 hosts · replicate 4 × shard 2 · attempt 1``."""
     ranks = count(frame.world_size, "rank")
     hosts = count(frame.hosts, "host")
@@ -63,7 +63,7 @@ def place(frame: Frame) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def origin(frame: Frame) -> str:
+def origin(frame: ScreenFrame) -> str:
     """``runs/20261120T120000Z-train · since 2026-11-20 12:00 UTC · 00:12:31 to go · 1 × loading, 7 × waits in …``."""
     started = f"since {frame.started[:16].replace('T', ' ')} UTC" if frame.started.endswith("+00:00") else ""
     left = f"{words.clock(frame.remaining_seconds)} to go" if frame.remaining_seconds is not None else ""
@@ -72,13 +72,13 @@ def origin(frame: Frame) -> str:
     return " · ".join(part for part in (target, left, started, frame.counts, past) if part)
 
 
-def _title(frame: Frame) -> str:
+def _title(frame: ScreenFrame) -> str:
     if not frame.world_size:
         return f"{frame.name}: {frame.status_text}"
     return f"{frame.name}: {frame.status_text} · {place(frame)} · {words.clock(frame.elapsed_seconds)}"
 
 
-def _figures(frame: Frame, width: int) -> list[str]:
+def _figures(frame: ScreenFrame, width: int) -> list[str]:
     text = ""
     for label, value in facts(frame):
         longer = f"{text}   {label} {value}" if text else f"{label} {value}"
@@ -88,7 +88,7 @@ def _figures(frame: Frame, width: int) -> list[str]:
     return [text, f"loss {spark}"] if text and drawn else [text] if text else []
 
 
-def _table(frame: Frame, width: int, order: Order, limit: int) -> list[str]:
+def _table(frame: ScreenFrame, width: int, order: Order, limit: int) -> list[str]:
     rows = arrange(frame.rows, order, limit)
     columns, scale = fitting(frame, width), Scale.of(rows)
     lines = ["  ".join(_fit(c.title, c.width, c.right) for c in columns)]
@@ -105,7 +105,7 @@ def _fit(text: str, width: int, right: bool) -> str:
     return text.rjust(width) if right else text.ljust(width)
 
 
-def _findings(frame: Frame, width: int) -> list[str]:
+def _findings(frame: ScreenFrame, width: int) -> list[str]:
     if not frame.findings:
         return ["no findings"]
     lines: list[str] = []

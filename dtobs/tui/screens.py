@@ -59,7 +59,7 @@ GLOSSARY = (
 )
 
 
-class Panel(ModalScreen[None]):
+class ScreenPanel(ModalScreen[None]):
     """A scrolling sheet with a title."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape,q,enter", "dismiss", "Close")]
@@ -80,7 +80,7 @@ class Panel(ModalScreen[None]):
         self.query_one("#content", Static).update(content)
 
 
-class RankScreen(Panel):
+class RankScreen(ScreenPanel):
     """One rank in full; the app feeds it a new detail at each look."""
 
     def __init__(self, rank: int) -> None:
@@ -92,15 +92,15 @@ class RankScreen(Panel):
         self.write(Text("this rank has no recording") if detail is None else _rank(detail))
 
 
-def help_screen() -> Panel:
+def help_screen() -> ScreenPanel:
     """Keys and words."""
-    return Panel("help", Group(_pairs(HELP), Text(""), Text("columns", _HEAD), _pairs(GLOSSARY)))
+    return ScreenPanel("help", Group(_pairs(HELP), Text(""), Text("columns", _HEAD), _pairs(GLOSSARY)))
 
 
-def history_screen(past: tuple[FindingRow, ...]) -> Panel:
+def history_screen(past: tuple[FindingRow, ...]) -> ScreenPanel:
     """What was found and cleared again, the newest first."""
     if not past:
-        return Panel("history", Text("nothing was found and cleared again in this run", _LABEL))
+        return ScreenPanel("history", Text("nothing was found and cleared again in this run", _LABEL))
     parts: list[RenderableType] = []
     for finding in reversed(past):
         lasted = f", lasted {words.age(finding.age_seconds)}" if finding.age_seconds is not None else ""
@@ -108,10 +108,10 @@ def history_screen(past: tuple[FindingRow, ...]) -> Panel:
             Text(f"{finding.code}  cleared {finding.found_utc}{lasted}", _HEAD),
             Text(finding.summary + "\n", Style(color=palette.BRIGHT)),
         ]
-    return Panel(f"history ({len(past)})", Group(*parts))
+    return ScreenPanel(f"history ({len(past)})", Group(*parts))
 
 
-def evidence_screen(finding: FindingRow) -> Panel:
+def evidence_screen(finding: FindingRow) -> ScreenPanel:
     """What a finding rests on."""
     parts: list[RenderableType] = [
         Text(finding.summary, Style(color=palette.BRIGHT, bold=True)),
@@ -131,7 +131,7 @@ def evidence_screen(finding: FindingRow) -> Panel:
         parts += [Text(f"\nevidence {number}  {record.get('what', '')}", _HEAD), _pairs(rest)]
     if not finding.evidence:
         parts.append(Text("\nno records were kept with it", _LABEL))
-    return Panel(finding.code, Group(*parts))
+    return ScreenPanel(finding.code, Group(*parts))
 
 
 def _value(value: object) -> str:

@@ -16,20 +16,20 @@ from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 from dtobs.timeline.whatif import RecentWhatIf
 from dtobs.tui.detail import RankDetail, rank_detail
-from dtobs.tui.model import Frame, build_frame, empty_frame
+from dtobs.tui.model import ScreenFrame, build_frame, empty_frame
 
 
 class Source(ABC):
     """What is looked at again and again: `look` gives the present frame."""
 
     _view: RunView | None = None
-    _frame: Frame | None = None
+    _frame: ScreenFrame | None = None
 
     def __init__(self) -> None:
         self._simulate = RecentWhatIf()
 
     @abstractmethod
-    def look(self) -> Frame:
+    def look(self) -> ScreenFrame:
         """The run as it is now. Raises DtobsError."""
 
     def detail(self, rank: int) -> RankDetail | None:
@@ -42,7 +42,7 @@ class Source(ABC):
         """Ask the ranks for a profile; returns what to tell. Raises UsageError where nobody can be asked."""
         raise UsageError("a monitor cannot be asked for a profile: name the run directory, on its host")
 
-    def _show(self, view: RunView, entries: list[Entry]) -> Frame:
+    def _show(self, view: RunView, entries: list[Entry]) -> ScreenFrame:
         self._view = view
         still = open_entries(entries, view.attempt if len(view.pages) else None)
         current = [replace(entry, finding=as_it_ended(view, entry.finding)) for entry in still]
@@ -58,7 +58,7 @@ class DirectorySource(Source):
         super().__init__()
         self.root, self._newest_below = root, newest_below
 
-    def look(self) -> Frame:
+    def look(self) -> ScreenFrame:
         """The run as it is now; with `newest_below`, of a newer one there once this has ended.
 
         Raises TargetError when the path is something else than a run directory.
@@ -93,7 +93,7 @@ class MonitorSource(Source):
         super().__init__()
         self.address, self._copy = address, RunCopy([address])
 
-    def look(self) -> Frame:
+    def look(self) -> ScreenFrame:
         """The run as the monitor sees it. Raises ServiceError when it never answered."""
         try:
             view, (entries,) = self._copy.look()

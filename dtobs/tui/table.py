@@ -11,7 +11,7 @@ from textual.widgets import DataTable
 
 from dtobs.tui import palette
 from dtobs.tui.columns import Column, Piece, Scale, fitting
-from dtobs.tui.model import Frame
+from dtobs.tui.model import ScreenFrame
 from dtobs.tui.order import Order, arrange
 from dtobs.tui.rows import RankRow
 
@@ -36,7 +36,7 @@ class RankTable(DataTable[Text]):
         """The rank under the cursor."""
         return self.shown[self.cursor_row] if 0 <= self.cursor_row < len(self.shown) else None
 
-    def show(self, frame: Frame, order: Order) -> None:
+    def show(self, frame: ScreenFrame, order: Order) -> None:
         """Draw the ranks of `frame`."""
         rows = arrange(frame.rows, order)
         scale = Scale.of(rows)

@@ -29,9 +29,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dtobs.testing.layout import Layout, step_of
-from dtobs.testing.simulate import Fault
-from dtobs.testing.synthetic_dumps import Job, write_dumps
+from dtobs.testing.layout import JobLayout, step_of
+from dtobs.testing.simulate import SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, write_dumps
 
 _OURS = """
 import sys
@@ -74,11 +74,11 @@ class Cost:
     output: str
 
 
-def layout_of(ranks: int, *, pipeline: bool) -> Layout:
+def layout_of(ranks: int, *, pipeline: bool) -> JobLayout:
     """Tensor parallel 8 where it fits, pipeline parallel 4 if asked for, the rest data parallel."""
     tp = 8 if ranks % 32 == 0 else 2
     pp = 4 if pipeline else 1
-    return Layout(dp=ranks // (tp * pp), tp=tp, pp=pp, layers=4, micro_batches=4)
+    return JobLayout(dp=ranks // (tp * pp), tp=tp, pp=pp, layers=4, micro_batches=4)
 
 
 def measure(code: str, folder: Path, checkout: Path | None = None) -> Cost:
@@ -103,7 +103,7 @@ def compare(
     layout = layout_of(ranks, pipeline=pipeline)
     # As many steps as the ring holds: on rings that have wrapped the peer stops at differences that are none.
     steps = entries // max(len(step_of(layout, stage).calls) for stage in range(layout.pp))
-    job = Job(layout, Fault("rank-not-joined", ranks // 3, "dp"), entries=entries, steps=steps)
+    job = SimulatedJob(layout, SimulatedFault("rank-not-joined", ranks // 3, "dp"), entries=entries, steps=steps)
     with ProcessPoolExecutor(1) as pool:  # the generator's memory is not ours
         pool.submit(write_dumps, job, target).result()
     tools: dict[str, tuple[str, Path | None]] = {"dtobs": (_OURS, None), "unpickler": (_BARE, None)}

@@ -27,12 +27,12 @@ from typing import TypeVar
 import numpy as np
 
 from dtobs.detectors import KNOWN, run_detectors
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.prometheus import exposition
 from dtobs.exporters.totals import StepTotals
 from dtobs.host.process import read_process
 from dtobs.monitor.address import addresses
-from dtobs.recording.laws import CONSERVATION, LEDGER, SKETCHES, UPDATES, WINDOW, End, Rule, Side
+from dtobs.recording.laws import CONSERVATION, LEDGER, SKETCHES, UPDATES, WINDOW, MessageEnd, ReductionRule, Side
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
 from dtobs.testing.fake_run import FakeRun
@@ -94,12 +94,12 @@ def write_laws(run: FakeRun, looks: int) -> None:
                 record["step"], record["row"], record["count"], record["before"] = step, row, WINDOW, window
                 record["after"] = record["rest"] = window[: 3 * WINDOW]
                 updates.append(record)
-                for end, value in ((End.IN, shares[look, place]), (End.OUT, sums[look])):
+                for end, value in ((MessageEnd.IN, shares[look, place]), (MessageEnd.OUT, sums[look])):
                     record = np.zeros((), CONSERVATION.dtype)
                     record["step"], record["group"], record["call"], record["end"] = step, number, look + 1, end
-                    record["rule"], record["source"], record["target"] = Rule.SUM, -1, -1
+                    record["rule"], record["source"], record["target"] = ReductionRule.SUM, -1, -1
                     record["value"], record["scale"], record["epsilon"], record["count"] = value, 3.0, 2.0**-23, 1024
-                    record["digest"] = look + 1 if end == End.OUT else look * 4096 + rank + 10_000
+                    record["digest"] = look + 1 if end == MessageEnd.OUT else look * 4096 + rank + 10_000
                     calls.append(record)
 
 
@@ -128,7 +128,7 @@ def measure_parts(ranks: int, laws: int = 0) -> dict[str, float]:
                 best.clear()  # what only a first look reads
             view = timed("look_ms", functools.partial(look, view))
             timed("count_steps_ms", functools.partial(totals.update, view, view.ranks))
-            timed("scrape_ms", functools.partial(exposition, Look(view, totals=totals)))
+            timed("scrape_ms", functools.partial(exposition, MonitorSnapshot(view, totals=totals)))
             view.memo.pop(KNOWN, None)  # none rests
             found = timed("detectors_ms", functools.partial(run_detectors, view))
             if found:

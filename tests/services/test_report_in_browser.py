@@ -11,16 +11,18 @@ import pytest
 from dtobs.diagnose.dumps import diagnosis_of
 from dtobs.flight_recorder import dumps_from_objects
 from dtobs.reports import html
-from dtobs.testing.layout import Layout
-from dtobs.testing.simulate import Fault
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.simulate import SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(32, 8, 4, layers=1, micro_batches=1)], ids=["2", "1024"])
-def test_it_opens(require_program: Callable[[str], str], tmp_path: Path, layout: Layout):
+@pytest.mark.parametrize(
+    "layout", [JobLayout(2, 1, 1), JobLayout(32, 8, 4, layers=1, micro_batches=1)], ids=["2", "1024"]
+)
+def test_it_opens(require_program: Callable[[str], str], tmp_path: Path, layout: JobLayout):
     browser = require_program("chromium")
-    job = Job(layout, Fault("rank-not-joined", 1, "dp"), entries=40, steps=5)
+    job = SimulatedJob(layout, SimulatedFault("rank-not-joined", 1, "dp"), entries=40, steps=5)
     page = tmp_path / "report.html"
     page.write_text(html.render(diagnosis_of("dumps", dumps_from_objects(dict(dumps_of(job))))), encoding="utf-8")
     command = [

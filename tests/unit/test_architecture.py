@@ -186,6 +186,16 @@ def test_importing_is_light(module: str):
     assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
+def test_a_public_class_name_stands_for_one_class():
+    """A reader who meets a name knows what it is; a name that begins with an underscore is its file's own."""
+    found: dict[str, list[str]] = {}
+    for path in python_files("dtobs"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(f"{path.relative_to(REPOSITORY)}:{node.lineno}")
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 def test_files_are_short():
     lengths = {p: len(p.read_text().splitlines()) for p in python_files("dtobs", "runtime", "tests", "examples")}
     assert {str(p.relative_to(REPOSITORY)): n for p, n in lengths.items() if n > MAX_LINES} == {}

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.findings import Confidence, Finding
-from dtobs.recording.laws import CONSERVATION, End, Message, Rule
+from dtobs.recording.laws import CONSERVATION, Message, MessageEnd, ReductionRule
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
 
@@ -94,7 +94,7 @@ def _calls(view: RunView) -> _Calls | None:
 def _judge(view: RunView, calls: _Calls) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Which equations hold, and which do not; neither where a side is missing or holds what is not finite."""
     records, starts = calls.records, calls.first[:-1]
-    put_in = records["end"] == End.IN
+    put_in = records["end"] == MessageEnd.IN
     given = np.add.reduceat(put_in.astype(np.int64), starts)
     got = np.add.reduceat((~put_in).astype(np.int64), starts)
     rule, group = records["rule"][starts], records["group"][starts]
@@ -102,32 +102,32 @@ def _judge(view: RunView, calls: _Calls) -> tuple[npt.NDArray[np.bool_], npt.NDA
     size = np.array([sizes.get(int(number), 0) for number in group])
     one_call = _of_one_call(calls)
     alike = np.maximum.reduceat(records["digest"], starts) == np.minimum.reduceat(records["digest"], starts)
-    copies = (rule == Rule.COPY) & (given == 1) & (got > 0) & one_call & (size > 0)
+    copies = (rule == ReductionRule.COPY) & (given == 1) & (got > 0) & one_call & (size > 0)
     whole, broken = copies & alike, copies & ~alike
 
-    complete = (given == size) & (got > 0) & (rule != Rule.COPY) & one_call
+    complete = (given == size) & (got > 0) & (rule != ReductionRule.COPY) & one_call
     finite = np.isfinite(records["scale"]) & np.isfinite(records["value"]).all(1)
     complete &= np.logical_and.reduceat(finite, starts)
     values = np.where(put_in[:, None], records["value"], 0.0)
     norms = np.add.reduceat(np.where(put_in, records["scale"], 0.0), starts)
-    divided = np.where(rule == Rule.AVG, np.maximum(size, 1), 1)
+    divided = np.where(rule == ReductionRule.AVG, np.maximum(size, 1), 1)
     sums = np.add.reduceat(values, starts) / divided[:, None]
     largest = np.maximum.reduceat(np.where(put_in[:, None], records["value"], -np.inf), starts)
-    wanted = np.where(np.isin(rule, (Rule.MAX, Rule.MIN))[:, None], largest, sums)
+    wanted = np.where(np.isin(rule, (ReductionRule.MAX, ReductionRule.MIN))[:, None], largest, sums)
     with np.errstate(invalid="ignore"):  # where nothing went in, or what did is not finite, nothing is judged
         apart = np.where(put_in, 0.0, np.abs(records["value"] - wanted[calls.equation]).max(1))
     furthest = np.maximum.reduceat(np.nan_to_num(apart, nan=np.inf), starts)
     rounding = records["epsilon"][starts]
     # Roundings of a sum in a row add up like a walk, ten deviations of it; of a few elements, in one direction.
     limit = np.where(
-        np.isin(rule, (Rule.MAX, Rule.MIN)),
+        np.isin(rule, (ReductionRule.MAX, ReductionRule.MIN)),
         0.0,
         norms / divided * np.maximum(_FLOOR, rounding * np.maximum(2 * np.sqrt(size), size / 2))
         + _smallest(rounding) * np.sqrt(records["count"][starts].astype(np.float64)) * size,
     )
     # A whole number may wrap around.
     complete &= (rounding > 0) | (norms < 2.0**30)
-    known = complete & (rule != Rule.SAME)
+    known = complete & (rule != ReductionRule.SAME)
     with np.errstate(all="ignore"):
         calls.off = np.where(known, np.where(furthest > 0, furthest / limit, 0.0), np.where(copies, ~alike, np.nan))
     whole |= known & (furthest <= limit)
@@ -153,7 +153,7 @@ def _results_alike(
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """An all-reduce gives all ranks the same bits where it always has; one whose results differ is broken there."""
     records, starts = calls.records, calls.first[:-1]
-    out = records["end"] == End.OUT
+    out = records["end"] == MessageEnd.OUT
     top = np.maximum.reduceat(np.where(out, records["digest"], 0), starts)
     least = np.minimum.reduceat(np.where(out, records["digest"], np.uint64(2**64 - 1)), starts)
     same, differ = reduced & (top == least), reduced & (top != least)
@@ -162,7 +162,7 @@ def _results_alike(
         here = group == number
         if (same & here).sum() >= LEAST_ALIKE * max(1, (differ & here).sum()):
             broken |= differ & here
-    return (whole | (same & (rule == Rule.SAME))) & ~broken, broken
+    return (whole | (same & (rule == ReductionRule.SAME))) & ~broken, broken
 
 
 def _smallest(rounding: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -210,10 +210,10 @@ def _who(
     records: npt.NDArray[np.void], ranks: npt.NDArray[np.int64], members: tuple[int, ...]
 ) -> tuple[list[int], str, Confidence]:
     """The ranks to name, the begin of the sentence, and how sure that is."""
-    given, out = records["end"] == End.IN, records["end"] == End.OUT
+    given, out = records["end"] == MessageEnd.IN, records["end"] == MessageEnd.OUT
     changed = sorted({int(rank) for rank in ranks[given & (records["flags"] & Message.CHANGED > 0)]})
     wrote = f"{ranks_text(changed)} changed while it was under way what is sent in" if changed else ""
-    if records["rule"][0] == Rule.COPY:
+    if records["rule"][0] == ReductionRule.COPY:
         source = int(ranks[given][0])
         odd = sorted({int(rank) for rank in ranks[out & (records["digest"] != records["digest"][given][0])]})
         if changed:
@@ -247,12 +247,16 @@ def _who(
 
 def _off(records: npt.NDArray[np.void], size: int) -> list[int]:
     """Which of the results, in their order, are far from what went in, where others are not; [] where that is open."""
-    given, out = records[records["end"] == End.IN], records[records["end"] == End.OUT]
+    given, out = records[records["end"] == MessageEnd.IN], records[records["end"] == MessageEnd.OUT]
     rule = int(records["rule"][0])
-    if rule == Rule.SAME:
+    if rule == ReductionRule.SAME:
         return []
     inputs = given["value"]
-    wanted = inputs.max(0) if rule in (Rule.MAX, Rule.MIN) else inputs.sum(0) / (size if rule == Rule.AVG else 1)
+    wanted = (
+        inputs.max(0)
+        if rule in (ReductionRule.MAX, ReductionRule.MIN)
+        else inputs.sum(0) / (size if rule == ReductionRule.AVG else 1)
+    )
     apart = np.abs(out["value"] - wanted).max(1)
     clear = max(_FLOOR * float(given["scale"].sum()), 10 * float(apart.min()))
     return [int(n) for n in np.flatnonzero(apart > clear)]

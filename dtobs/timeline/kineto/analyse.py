@@ -14,9 +14,9 @@ from dtobs.findings import Finding
 from dtobs.timeline.kineto.figures import Figures, cut, figures
 from dtobs.timeline.kineto.files import read
 from dtobs.timeline.kineto.intervals import length, shared, union
-from dtobs.timeline.kineto.load import Rank, Spans
-from dtobs.timeline.kineto.matching import Matched, match
-from dtobs.timeline.kineto.names import Kind, bus_factor
+from dtobs.timeline.kineto.load import Spans, TracedRank
+from dtobs.timeline.kineto.matching import MatchedTraces, match
+from dtobs.timeline.kineto.names import KernelKind, bus_factor
 from dtobs.timeline.kineto.straggler import Straggler, straggler
 from dtobs.words import runs_text
 
@@ -54,7 +54,7 @@ class Collective:
 
 
 @dataclass
-class Trace:
+class JobTrace:
     """What the traces of one job say."""
 
     figures: dict[int, Figures]
@@ -62,8 +62,8 @@ class Trace:
     straggler: Straggler | None
     findings: list[Finding]
     notes: list[str]
-    ranks: dict[int, Rank] = field(repr=False)
-    matched: Matched = field(repr=False)
+    ranks: dict[int, TracedRank] = field(repr=False)
+    matched: MatchedTraces = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """``dtobs.trace/1``."""
@@ -84,7 +84,7 @@ class Trace:
         }
 
 
-def analyse(targets: Sequence[Path], window: str = "whole") -> Trace:
+def analyse(targets: Sequence[Path], window: str = "whole") -> JobTrace:
     """Read and analyse. Raises TargetError when there is nothing to read."""
     found = read(targets)
     ranks = {number: cut(rank, window) for number, rank in found.ranks.items()}
@@ -103,7 +103,7 @@ def analyse(targets: Sequence[Path], window: str = "whole") -> Trace:
     if len(ranks) == 1 and (size := max((c.size for r in ranks.values() for c in r.calls), default=0)) > 1:
         notes.append(f"one rank of {size}: who waits for whom needs the traces of the others")
     findings = [] if accused is None else [_finding(accused, len(ranks))]
-    return Trace(measured, _collectives(ranks, matched), accused, findings, notes, ranks, matched)
+    return JobTrace(measured, _collectives(ranks, matched), accused, findings, notes, ranks, matched)
 
 
 def _finding(accused: Straggler, ranks: int) -> Finding:
@@ -126,15 +126,15 @@ def _finding(accused: Straggler, ranks: int) -> Finding:
     )
 
 
-def _collectives(ranks: dict[int, Rank], matched: Matched) -> list[Collective]:
+def _collectives(ranks: dict[int, TracedRank], matched: MatchedTraces) -> list[Collective]:
     found: dict[tuple[str, str, tuple[int, ...]], Collective] = {}
     for number, rank in ranks.items():
-        compute = union(rank.of(Kind.COMPUTE))
+        compute = union(rank.of(KernelKind.COMPUTE))
         together: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
         for index, call in enumerate(rank.calls):
             together[call.op, call.group, call.ranks].append(index)
         for key, indices in together.items():
-            rows = np.flatnonzero((rank.kind == Kind.COMMUNICATION) & np.isin(rank.call, indices))
+            rows = np.flatnonzero((rank.kind == KernelKind.COMMUNICATION) & np.isin(rank.call, indices))
             if not len(rows):
                 continue
             spans = union(Spans(rank.device.begin[rows], rank.device.end[rows]))

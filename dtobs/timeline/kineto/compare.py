@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dtobs.timeline.kineto.analyse import Trace
+from dtobs.timeline.kineto.analyse import JobTrace
 from dtobs.timeline.kineto.figures import Figures
 from dtobs.words import ranks_text
 
@@ -17,7 +17,7 @@ NOISE = 0.03
 TOP = 10
 
 
-def compare(before: Trace, after: Trace) -> dict[str, Any]:
+def compare(before: JobTrace, after: JobTrace) -> dict[str, Any]:
     """What changed, as JSON; `a` is before, `b` after."""
     common = sorted(set(before.figures) & set(after.figures))
     notes = []
@@ -42,12 +42,12 @@ def compare(before: Trace, after: Trace) -> dict[str, Any]:
     }
 
 
-def _pace(trace: Trace, ranks: list[int], stepped: bool) -> float:
+def _pace(trace: JobTrace, ranks: list[int], stepped: bool) -> float:
     """What a step takes, else the whole window."""
     return float(np.mean([f.span / (f.steps if stepped else 1) for f in _of(trace, ranks)])) if ranks else 0.0
 
 
-def _of(trace: Trace, ranks: list[int]) -> list[Figures]:
+def _of(trace: JobTrace, ranks: list[int]) -> list[Figures]:
     return [trace.figures[r] for r in ranks]
 
 
@@ -66,7 +66,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def _kernels(trace: Trace, ranks: list[int], stepped: bool) -> dict[str, float]:
+def _kernels(trace: JobTrace, ranks: list[int], stepped: bool) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for figure in _of(trace, ranks):
         for name, _, _, time in figure.kernels:
@@ -74,7 +74,7 @@ def _kernels(trace: Trace, ranks: list[int], stepped: bool) -> dict[str, float]:
     return found
 
 
-def _collectives(trace: Trace, ranks: list[int], stepped: bool) -> dict[str, float]:
+def _collectives(trace: JobTrace, ranks: list[int], stepped: bool) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for call in trace.collectives:
         for rank, (_, _, time, _) in call.by_rank.items():

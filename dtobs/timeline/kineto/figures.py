@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.timeline.kineto.intervals import clipped, gaps, length, shared, union, within
-from dtobs.timeline.kineto.load import Rank, Spans
-from dtobs.timeline.kineto.names import Kind
+from dtobs.timeline.kineto.load import Spans, TracedRank
+from dtobs.timeline.kineto.names import KernelKind
 
 IDLE = ("host-bound", "launch", "synchronisation", "allocation", "other")
 IN_A_ROW_US = 10.0
@@ -51,7 +51,7 @@ class Figures:
         return 100.0 * (self.communication - self.exposed) / self.communication
 
 
-def cut(rank: Rank, window: str) -> Rank:
+def cut(rank: TracedRank, window: str) -> TracedRank:
     """The rank in one window: everything, or what was launched before the last ProfilerStep began."""
     if window == "whole":
         return rank
@@ -68,17 +68,17 @@ def cut(rank: Rank, window: str) -> Rank:
         return rows(rank, rank.launch < last)
 
 
-def rows(rank: Rank, keep: npt.NDArray[np.bool_]) -> Rank:
+def rows(rank: TracedRank, keep: npt.NDArray[np.bool_]) -> TracedRank:
     """The rank with some of its device's rows."""
     columns = {c: getattr(rank, c)[keep] for c in ("kind", "name", "stream", "call", "launch", "launched")}
     device = Spans(rank.device.begin[keep], rank.device.end[keep])
-    return Rank(**{**rank.__dict__, **columns, "device": device})
+    return TracedRank(**{**rank.__dict__, **columns, "device": device})
 
 
-def figures(rank: Rank, number: int, window: str) -> Figures:
+def figures(rank: TracedRank, number: int, window: str) -> Figures:
     """Measure the rank as it is; `window` only names what it was cut to."""
-    compute, communication = union(rank.of(Kind.COMPUTE)), union(rank.of(Kind.COMMUNICATION))
-    memory = union(rank.of(Kind.MEMORY))
+    compute, communication = union(rank.of(KernelKind.COMPUTE)), union(rank.of(KernelKind.COMMUNICATION))
+    memory = union(rank.of(KernelKind.MEMORY))
     busy = union(rank.device)
     span = float(busy.end[-1] - busy.begin[0]) if len(busy) else 0.0
     split, loading = _idle(rank, busy)
@@ -101,7 +101,7 @@ def figures(rank: Rank, number: int, window: str) -> Figures:
     )
 
 
-def _kernels(rank: Rank) -> list[tuple[str, str, int, float]]:
+def _kernels(rank: TracedRank) -> list[tuple[str, str, int, float]]:
     if not len(rank.name):
         return []
     times = np.bincount(rank.name, rank.device.end - rank.device.begin, len(rank.names))
@@ -110,11 +110,11 @@ def _kernels(rank: Rank) -> list[tuple[str, str, int, float]]:
     found = []
     for row in np.argsort(-times, kind="stable").tolist():
         if counts[row]:
-            found.append((rank.names[row], Kind(kinds[row]).name.lower(), int(counts[row]), float(times[row])))
+            found.append((rank.names[row], KernelKind(kinds[row]).name.lower(), int(counts[row]), float(times[row])))
     return found
 
 
-def _idle(rank: Rank, busy: Spans) -> tuple[dict[str, float], float]:
+def _idle(rank: TracedRank, busy: Spans) -> tuple[dict[str, float], float]:
     """The idle time by class, and how much of it passes while the host fetches data."""
     split = dict.fromkeys(IDLE, 0.0)
     holes = gaps(busy) if len(busy) else busy
@@ -144,7 +144,7 @@ def _idle(rank: Rank, busy: Spans) -> tuple[dict[str, float], float]:
     return split, data
 
 
-def _launch_that_ends(rank: Rank, holes: Spans) -> npt.NDArray[np.float64]:
+def _launch_that_ends(rank: TracedRank, holes: Spans) -> npt.NDArray[np.float64]:
     """For each gap, when the host launched what ends it; nan where the trace does not say."""
     order = np.argsort(rank.device.begin, kind="stable")
     at = np.searchsorted(rank.device.begin[order], holes.end, side="left")

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from dtobs.errors import DtobsError, TargetError, opening, refusal
-from dtobs.timeline.kineto.load import Rank, load
+from dtobs.timeline.kineto.load import TracedRank, load
 
 WORTH_A_PROCESS = 24 << 20
 MOST_FILES = 16384
@@ -24,14 +24,14 @@ _NUMBER = re.compile(r"(?<!\d)(\d{1,5})(?!\d)")
 class Read:
     """The ranks that could be read, and a line about everything that could not."""
 
-    ranks: dict[int, Rank]
+    ranks: dict[int, TracedRank]
     notes: list[str] = field(default_factory=list)
 
 
 def read(targets: Sequence[Path]) -> Read:
     """Read folders and files. Raises TargetError when there is no trace in them."""
     files, asked = _files(targets)
-    found: list[Rank] = []
+    found: list[TracedRank] = []
     notes: list[str] = []
     for path, rank in zip(files, _load_all(files), strict=True):
         if isinstance(rank, str):
@@ -84,7 +84,7 @@ def _may_be(path: Path) -> bool:
     return head.startswith(b"\x1f\x8b") or head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
 
 
-def _load_all(files: list[Path]) -> list[Rank | str]:
+def _load_all(files: list[Path]) -> list[TracedRank | str]:
     workers = min(len(files), os.cpu_count() or 1)
     if workers < 2 or sum(_size(path) for path in files) < WORTH_A_PROCESS:
         return [_try(path) for path in files]
@@ -102,7 +102,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _try(path: Path) -> Rank | str:
+def _try(path: Path) -> TracedRank | str:
     try:
         return load(path)
     except OSError as error:
@@ -111,10 +111,10 @@ def _try(path: Path) -> Rank | str:
         return str(error)
 
 
-def _numbered(found: list[Rank], notes: list[str]) -> dict[int, Rank]:
+def _numbered(found: list[TracedRank], notes: list[str]) -> dict[int, TracedRank]:
     """Each file's rank: as it says itself, else as its name says, else in the order of the names."""
-    ranks: dict[int, Rank] = {}
-    silent: list[Rank] = []
+    ranks: dict[int, TracedRank] = {}
+    silent: list[TracedRank] = []
     for rank in sorted(found, key=lambda r: (r.base_us + float(r.device.begin.min()), str(r.path))):
         number = rank.rank
         if number is None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.timeline.kineto.names import Call, Kind, call_of, kernel_kind, operation, ranks_of, whole
-from dtobs.timeline.kineto.stream import Event, Stream
+from dtobs.timeline.kineto.names import KernelKind, TracedCall, call_of, kernel_kind, operation, ranks_of, whole
+from dtobs.timeline.kineto.stream import Event, EventStream
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -47,7 +47,7 @@ class Spans:
 
 
 @dataclass
-class Rank:
+class TracedRank:
     """What one file says of one rank. Times are microseconds as the file has them."""
 
     path: Path
@@ -62,7 +62,7 @@ class Rank:
     call: Ints  #: index into `calls`, -1 for what is no collective or says nothing of it
     launch: Floats  #: when the host began the launch; nan where the file does not say
     launched: Floats  #: when that launch returned
-    calls: list[Call]
+    calls: list[TracedCall]
     synchronising: Spans
     allocating: Spans
     loading: Spans  #: the host fetches data
@@ -71,7 +71,7 @@ class Rank:
     host_only: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def of(self, kind: Kind) -> Spans:
+    def of(self, kind: KernelKind) -> Spans:
         """The device's intervals of one kind."""
         chosen = self.kind == kind
         return Spans(self.device.begin[chosen], self.device.end[chosen])
@@ -83,7 +83,7 @@ class _Columns:
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
         self.streams: dict[tuple[Any, Any], int] = {}
-        self.calls: dict[Call, int] = {}
+        self.calls: dict[TracedCall, int] = {}
         self.device, self.rows = array("d"), array("q")  # name, stream, kind, correlation, external id, call
         self.runtime, self.runtime_rows = array("d"), array("q")  # correlation, external id, thread
         self.records, self.record_rows = array("d"), array("q")  # call, external id, thread
@@ -154,13 +154,13 @@ class _Columns:
 
     def _kernel(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
         call = self.call(args)
-        self._device(event, name, begin, end, args, Kind.COMMUNICATION if call >= 0 else kernel_kind(name), call)
+        self._device(event, name, begin, end, args, KernelKind.COMMUNICATION if call >= 0 else kernel_kind(name), call)
 
     def _memory(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
-        self._device(event, name, begin, end, args, Kind.MEMORY, -1)
+        self._device(event, name, begin, end, args, KernelKind.MEMORY, -1)
 
     def _device(
-        self, event: Event, name: str, begin: float, end: float, args: dict[str, Any], kind: Kind, call: int
+        self, event: Event, name: str, begin: float, end: float, args: dict[str, Any], kind: KernelKind, call: int
     ) -> None:
         where = (event.get("pid"), args.get("stream", event.get("tid")))
         try:
@@ -203,9 +203,9 @@ class _Columns:
             self.spans["data"].extend((begin, end))
 
 
-def load(path: Path) -> Rank:
+def load(path: Path) -> TracedRank:
     """Read one file. Raises TargetError when it is no trace."""
-    stream, columns = Stream(path), _Columns()
+    stream, columns = EventStream(path), _Columns()
     collecting = gc.isenabled()
     gc.disable()  # millions of events, none of them in a cycle
     try:
@@ -217,7 +217,7 @@ def load(path: Path) -> Rank:
     return _rank(stream, columns)
 
 
-def _rank(stream: Stream, columns: _Columns) -> Rank:
+def _rank(stream: EventStream, columns: _Columns) -> TracedRank:
     meta = stream.meta
     distributed = meta.get("distributedInfo")
     info = distributed if isinstance(distributed, dict) else {}
@@ -226,7 +226,7 @@ def _rank(stream: Stream, columns: _Columns) -> Rank:
     name, streams, kind, correlation, external, call = _ints(columns.rows, 6)
     device = _spans(columns.device)
     launch, launched, launched_by, threads = _launches(columns, correlation)
-    found = Rank(
+    found = TracedRank(
         path=stream.path,
         rank=rank if 0 <= rank < 1 << 24 else None,
         base_us=whole(meta.get("baseTimeNanoseconds")) / 1e3,
@@ -248,7 +248,7 @@ def _rank(stream: Stream, columns: _Columns) -> Rank:
     )
     if not len(found.device):
         _as_host(found, columns)
-    elif (devices := _devices(columns, streams[kind != Kind.MEMORY])) > 1:
+    elif (devices := _devices(columns, streams[kind != KernelKind.MEMORY])) > 1:
         found.notes.append(
             f"the file has kernels of {devices} devices: its figures are of all of them together, and what overlaps may"
             " do so on two of them; profile one process a device, or give each rank's file by itself"
@@ -263,7 +263,7 @@ def _devices(columns: _Columns, streams: Ints) -> int:
     return len({device[number] for number in np.unique(streams).tolist()})
 
 
-def _as_host(rank: Rank, columns: _Columns) -> None:
+def _as_host(rank: TracedRank, columns: _Columns) -> None:
     """Without a device, communication is what its backend's threads do, and compute the operators of the host."""
     rank.host_only = True
     names, threads, calls = _ints(columns.host_rows, 3)
@@ -272,7 +272,7 @@ def _as_host(rank: Rank, columns: _Columns) -> None:
     ops = rank.operators
     count, more = len(begin), len(ops)
     rank.device = Spans(np.concatenate([begin, ops.begin]), np.concatenate([end, ops.end]))
-    kinds = [np.full(count, Kind.COMMUNICATION, np.int8), np.full(more, Kind.COMPUTE, np.int8)]
+    kinds = [np.full(count, KernelKind.COMMUNICATION, np.int8), np.full(more, KernelKind.COMPUTE, np.int8)]
     rank.kind = np.concatenate(kinds)
     operator = np.full(more, len(rank.names))
     rank.names.append("aten operators")
@@ -282,13 +282,13 @@ def _as_host(rank: Rank, columns: _Columns) -> None:
     rank.launch = rank.launched = np.full(count + more, np.nan)
 
 
-def _named_by_kernel(rank: Rank, everyone: tuple[int, ...]) -> None:
+def _named_by_kernel(rank: TracedRank, everyone: tuple[int, ...]) -> None:
     """Give the communication that no record tells of the operation in its kernel's name."""
     known = {call: number for number, call in enumerate(rank.calls)}
-    silent = np.flatnonzero((rank.kind == Kind.COMMUNICATION) & (rank.call < 0))
+    silent = np.flatnonzero((rank.kind == KernelKind.COMMUNICATION) & (rank.call < 0))
     for row in silent.tolist():
         op = operation(rank.names[rank.name[row]]) or "unknown"
-        call = Call(op, "", everyone, len(everyone))
+        call = TracedCall(op, "", everyone, len(everyone))
         if call not in known:
             known[call] = len(rank.calls)
             rank.calls.append(call)
@@ -321,7 +321,7 @@ def _joined(
     """Each communication's call: its own arguments', else those of the record that launched it."""
     records = _spans(columns.records)
     calls, ids, record_threads = _ints(columns.record_rows, 3)
-    missing = np.flatnonzero((kind == Kind.COMMUNICATION) & (call < 0))
+    missing = np.flatnonzero((kind == KernelKind.COMMUNICATION) & (call < 0))
     if not len(records) or not len(missing):
         return call
     by_id: dict[int, int] = dict(zip(ids.tolist(), calls.tolist(), strict=True))
@@ -365,9 +365,9 @@ def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {str(row.get("pg_name")): ranks for row in rows if (ranks := ranks_of(row.get("ranks")))}
 
 
-def _with_ranks(call: Call, groups: dict[str, tuple[int, ...]]) -> Call:
+def _with_ranks(call: TracedCall, groups: dict[str, tuple[int, ...]]) -> TracedCall:
     ranks = call.ranks or groups.get(call.group, ())
-    return Call(call.op, call.group, ranks, call.size or len(ranks), call.nbytes, call.peers)
+    return TracedCall(call.op, call.group, ranks, call.size or len(ranks), call.nbytes, call.peers)
 
 
 def _number(value: Any) -> float:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dtobs.timeline.kineto.load import Floats, Ints, Rank
-from dtobs.timeline.kineto.names import Call, Kind
+from dtobs.timeline.kineto.load import Floats, Ints, TracedRank
+from dtobs.timeline.kineto.names import KernelKind, TracedCall
 
 Key = tuple[str, tuple[int, ...], tuple[int, int] | None]
 _ALIKE = 0.9
@@ -23,7 +23,7 @@ _COMMON_END = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barr
 
 
 @dataclass
-class Group:
+class TracedGroup:
     """The calls of one group that all its present ranks have: a row a rank, a column a call, on one clock."""
 
     key: Key
@@ -31,7 +31,7 @@ class Group:
     members: tuple[int, ...]  #: all of the group as far as the traces say, present or not
     begin: Floats
     end: Floats
-    calls: list[Call]
+    calls: list[TracedCall]
 
     @property
     def last(self) -> Floats:
@@ -41,10 +41,10 @@ class Group:
 
 
 @dataclass
-class Matched:
+class MatchedTraces:
     """Everything that could be brought together."""
 
-    groups: list[Group]
+    groups: list[TracedGroup]
     offsets: dict[int, float]  #: what to take from a rank's times to have the first rank's
     notes: list[str] = field(default_factory=list)
 
@@ -56,11 +56,11 @@ class _Side:
     begin: Floats
     end: Floats
     sign: Ints
-    calls: list[Call]
+    calls: list[TracedCall]
     damaged: bool
 
 
-def match(ranks: dict[int, Rank]) -> Matched:
+def match(ranks: dict[int, TracedRank]) -> MatchedTraces:
     """Match the calls of all ranks."""
     sides: dict[Key, dict[int, _Side]] = defaultdict(dict)
     members: dict[Key, tuple[int, ...]] = {}
@@ -85,11 +85,11 @@ def match(ranks: dict[int, Rank]) -> Matched:
         group = _group(key, members[key] or tuple(sorted(by_rank)), by_rank, columns, offsets)
         if group is not None:
             groups.append(group)
-    return Matched(groups, offsets, notes)
+    return MatchedTraces(groups, offsets, notes)
 
 
-def _sides(rank: Rank, signs: dict[tuple[str, int], int]) -> dict[Key, _Side]:
-    chosen = np.flatnonzero((rank.kind == Kind.COMMUNICATION) & (rank.call >= 0))
+def _sides(rank: TracedRank, signs: dict[tuple[str, int], int]) -> dict[Key, _Side]:
+    chosen = np.flatnonzero((rank.kind == KernelKind.COMMUNICATION) & (rank.call >= 0))
     keys = [_key(call) for call in rank.calls]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     group_of = np.array([numbers[key] for key in keys], dtype=np.int64)[rank.call[chosen]] if len(chosen) else chosen
@@ -106,7 +106,7 @@ def _sides(rank: Rank, signs: dict[tuple[str, int], int]) -> dict[Key, _Side]:
     return found
 
 
-def _key(call: Call) -> Key:
+def _key(call: TracedCall) -> Key:
     return (call.group, call.ranks, call.peers if call.op == "send_recv" else None)
 
 
@@ -146,7 +146,7 @@ def _shift(first: _Side, other: _Side) -> int | None:
     return best if clear else nearest
 
 
-def _clocks(ranks: dict[int, Rank], paired: list[tuple[dict[int, _Side], dict[int, Ints]]]) -> dict[int, float]:
+def _clocks(ranks: dict[int, TracedRank], paired: list[tuple[dict[int, _Side], dict[int, Ints]]]) -> dict[int, float]:
     """Each rank's clock against the lowest rank's, by way of whoever shares calls with whom."""
     links: dict[int, dict[int, list[tuple[bool, int, float]]]] = defaultdict(lambda: defaultdict(list))
     for by_rank, columns in paired:
@@ -182,7 +182,7 @@ def _group(
     by_rank: dict[int, _Side],
     columns: dict[int, Ints],
     offsets: dict[int, float],
-) -> Group | None:
+) -> TracedGroup | None:
     ranks = [r for r in by_rank if (columns[r] >= 0).any()]
     if len(ranks) < 2:
         return None
@@ -193,4 +193,4 @@ def _group(
         return None
     first = by_rank[ranks[0]]
     calls = [first.calls[i] for i in columns[ranks[0]][keep].tolist()]
-    return Group(key, tuple(ranks), members, begin, end, calls)
+    return TracedGroup(key, tuple(ranks), members, begin, end, calls)

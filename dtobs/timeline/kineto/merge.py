@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 from dtobs.errors import UsageError
-from dtobs.timeline.kineto.analyse import Trace
-from dtobs.timeline.kineto.load import Rank
-from dtobs.timeline.kineto.names import Kind
+from dtobs.timeline.kineto.analyse import JobTrace
+from dtobs.timeline.kineto.load import TracedRank
+from dtobs.timeline.kineto.names import KernelKind
 
 Lane = list[tuple[float, float, str, dict[str, Any]]]
 Tracks = dict[str, Lane]
 _ORDER = ("steps", "compute", "memory", "wait", "communication")
 
 
-def write(trace: Trace, path: Path) -> None:
+def write(trace: JobTrace, path: Path) -> None:
     """Write the merged trace, compressed where the name ends in .gz. Raises UsageError when it cannot be written."""
     opened = gzip.open if path.name.endswith(".gz") else open
     try:
@@ -40,7 +40,7 @@ def write(trace: Trace, path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
-def events(trace: Trace) -> Iterator[dict[str, Any]]:
+def events(trace: JobTrace) -> Iterator[dict[str, Any]]:
     """All events of the merged trace; times begin at 0."""
     offsets = trace.matched.offsets
     begins = [float(r.device.begin.min()) - offsets.get(n, 0.0) for n, r in trace.ranks.items() if len(r.device)]
@@ -58,12 +58,12 @@ def events(trace: Trace) -> Iterator[dict[str, Any]]:
         yield from _process(number, {t: s for t, s in tracks.items() if s}, shift)
 
 
-def _device(rank: Rank, tracks: Tracks) -> None:
-    computing = {int(s) for s in np.unique(rank.stream[rank.kind != Kind.COMMUNICATION])}
+def _device(rank: TracedRank, tracks: Tracks) -> None:
+    computing = {int(s) for s in np.unique(rank.stream[rank.kind != KernelKind.COMMUNICATION])}
     for row in np.argsort(rank.device.begin, kind="stable").tolist():
-        kind, stream = Kind(int(rank.kind[row])), int(rank.stream[row])
+        kind, stream = KernelKind(int(rank.kind[row])), int(rank.stream[row])
         args: dict[str, Any] = {}
-        if kind == Kind.COMMUNICATION:
+        if kind == KernelKind.COMMUNICATION:
             call = rank.calls[rank.call[row]]
             args = {"op": call.op, "group": call.group, "bytes": call.nbytes}
             track = f"communication {stream}" if stream not in computing else f"communication of stream {stream}"
@@ -74,7 +74,7 @@ def _device(rank: Rank, tracks: Tracks) -> None:
         )
 
 
-def _waits(trace: Trace) -> dict[int, Lane]:
+def _waits(trace: JobTrace) -> dict[int, Lane]:
     """Each rank's waits for the last to arrive, on its own clock."""
     found: dict[int, Lane] = defaultdict(list)
     for group in trace.matched.groups:

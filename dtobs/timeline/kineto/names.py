@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 
-class Kind(IntEnum):
+class KernelKind(IntEnum):
     """What a device is busy with."""
 
     COMPUTE = 0
@@ -69,7 +69,7 @@ _BYTES = {
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """What a trace says of one call of a collective; "" and 0 where it says nothing."""
 
     op: str
@@ -81,14 +81,14 @@ class Call:
 
 
 @lru_cache(65536)
-def kernel_kind(name: str) -> Kind:
+def kernel_kind(name: str) -> KernelKind:
     """What a kernel of this name does."""
     bare = _function(name)
     if bare.startswith(_MEMORY):
-        return Kind.MEMORY
+        return KernelKind.MEMORY
     parts = bare.split("::")
     talks = any("::".join(parts[i:]).startswith(_COMMUNICATION) for i in range(len(parts)))
-    return Kind.COMMUNICATION if talks and not any(word in bare for word in _LOCAL) else Kind.COMPUTE
+    return KernelKind.COMMUNICATION if talks and not any(word in bare for word in _LOCAL) else KernelKind.COMPUTE
 
 
 def _function(name: str) -> str:
@@ -104,7 +104,7 @@ def operation(name: str) -> str:
     return next((op for part, op in _OPS if part in bare), "")
 
 
-def call_of(args: dict[str, Any]) -> Call | None:
+def call_of(args: dict[str, Any]) -> TracedCall | None:
     """The call that the arguments of a kernel or of a `record_param_comms` tell of, or None."""
     name = args.get("Collective name")
     if not isinstance(name, str) or name.strip('"').lower().replace("_", "") in _NO_TRANSFER:
@@ -118,7 +118,7 @@ def call_of(args: dict[str, Any]) -> Call | None:
     peers = (min(source, target), max(source, target)) if source >= 0 and target >= 0 and source != target else None
     ranks = ranks_of(args.get("Process Group Ranks"))
     group = str(args.get("Process Group Name", "")).strip('"')[:200]
-    return Call(op, group, ranks, whole(args.get("Group size")) or len(ranks), elements * width, peers)
+    return TracedCall(op, group, ranks, whole(args.get("Group size")) or len(ranks), elements * width, peers)
 
 
 def ranks_of(value: Any) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from dtobs.findings import Confidence
 from dtobs.timeline.kineto.figures import Figures
-from dtobs.timeline.kineto.load import Floats, Ints, Rank
-from dtobs.timeline.kineto.matching import Group, Matched
+from dtobs.timeline.kineto.load import Floats, Ints, TracedRank
+from dtobs.timeline.kineto.matching import MatchedTraces, TracedGroup
 
 KINDS = ("host-bound", "device", "input", "network")
 CHANCE, CERTAINTY = 1e-3, 1e-6
@@ -49,7 +49,7 @@ class _Lateness:
     signed: dict[int, dict[int, float]]  #: rank → step → lateness against the median of its peers
 
 
-def straggler(matched: Matched, ranks: dict[int, Rank], figures: dict[int, Figures]) -> Straggler | None:
+def straggler(matched: MatchedTraces, ranks: dict[int, TracedRank], figures: dict[int, Figures]) -> Straggler | None:
     """The rank to accuse, or None."""
     groups = [g for g in matched.groups if g.begin.shape[1] > 1]
     if len(ranks) < 2 or not groups:
@@ -78,19 +78,19 @@ def straggler(matched: Matched, ranks: dict[int, Rank], figures: dict[int, Figur
     return Straggler(rank, costs[rank], kind, confidence, costs[rank] / total, float(np.median(by_step)), extra)
 
 
-def _world(matched: Matched, ranks: dict[int, Rank]) -> int:
+def _world(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> int:
     members = {m for g in matched.groups for m in g.members} | set(ranks)
     largest = max((call.size for rank in ranks.values() for call in rank.calls), default=0)
     return max(len(members), largest)
 
 
-def _complete(matched: Matched, ranks: dict[int, Rank], rank: int) -> bool:
+def _complete(matched: MatchedTraces, ranks: dict[int, TracedRank], rank: int) -> bool:
     """Whether the files of all ranks are there, whole, and the groups that they speak of known."""
     known = all(g.key[1] or g.key[2] or (g.calls[0].size == len(g.ranks)) for g in matched.groups if rank in g.ranks)
     return known and _world(matched, ranks) == len(ranks) and not any(r.damage for r in ranks.values())
 
 
-def _steps(groups: list[Group], ranks: dict[int, Rank], offsets: dict[int, float]) -> list[Ints]:
+def _steps(groups: list[TracedGroup], ranks: dict[int, TracedRank], offsets: dict[int, float]) -> list[Ints]:
     """The number of the step of each call: by ProfilerSteps, else by how the calls repeat, else each on its own."""
     number = next((r for r in sorted(offsets) if len({n for n, _, _ in ranks[r].steps}) > 1), None)
     if number is not None:
@@ -111,7 +111,7 @@ def _period(signs: list[tuple[str, int]]) -> int:
     return 1
 
 
-def _lateness(groups: list[Group], steps: list[Ints]) -> _Lateness:
+def _lateness(groups: list[TracedGroup], steps: list[Ints]) -> _Lateness:
     waits = _waits(groups)
     where, who, cost = [], [], []
     signed: dict[int, dict[int, float]] = {}
@@ -139,7 +139,7 @@ def _lateness(groups: list[Group], steps: list[Ints]) -> _Lateness:
     return _Lateness(np.concatenate(where), np.concatenate(who), np.concatenate(cost), signed)
 
 
-def _waits(groups: list[Group]) -> dict[int, list[tuple[int, Floats, Floats]]]:
+def _waits(groups: list[TracedGroup]) -> dict[int, list[tuple[int, Floats, Floats]]]:
     """For each rank, by group: when it arrived, and the sum of what it had waited there until then and with it."""
     found: dict[int, list[tuple[int, Floats, Floats]]] = {}
     for number, group in enumerate(groups):
@@ -205,7 +205,7 @@ def _student(values: Floats) -> float:
     return float(scale * np.trapezoid(density, at))
 
 
-def _kind(rank: int, matched: Matched, figures: dict[int, Figures]) -> tuple[str, dict[str, float]]:
+def _kind(rank: int, matched: MatchedTraces, figures: dict[int, Figures]) -> tuple[str, dict[str, float]]:
     """What the rank has more of than its peers."""
     waited = dict.fromkeys(figures, 0.0)
     for group in matched.groups:

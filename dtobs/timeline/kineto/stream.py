@@ -39,7 +39,7 @@ def _parser() -> Callable[[bytes], Any]:
     return orjson.loads
 
 
-class Stream:
+class EventStream:
     """One file. `batches` gives its events; `meta` is what stands beside them, complete once they are read."""
 
     def __init__(self, path: Path) -> None:

@@ -10,16 +10,16 @@ from dtobs.errors import DumpError
 from dtobs.flight_recorder import dumps_from_objects
 from dtobs.flight_recorder.decode import decode
 from dtobs.reports import html, json, text
-from dtobs.testing.layout import Layout
-from dtobs.testing.simulate import Fault
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.simulate import SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 from tests.fuzz.expect import one_line
 from tests.fuzz.mutate import mutate_bytes, mutate_value
 
 JOBS = [
-    Job(Layout(dp=2, tp=1, pp=1), None, entries=8, steps=4),
-    Job(Layout(dp=2, tp=1, pp=1), Fault("rank-not-joined", 1, "dp"), entries=8, steps=4),
-    Job(Layout(dp=1, tp=1, pp=2, micro_batches=1), Fault("p2p-unmatched", 0), entries=6, steps=4),
+    SimulatedJob(JobLayout(dp=2, tp=1, pp=1), None, entries=8, steps=4),
+    SimulatedJob(JobLayout(dp=2, tp=1, pp=1), SimulatedFault("rank-not-joined", 1, "dp"), entries=8, steps=4),
+    SimulatedJob(JobLayout(dp=1, tp=1, pp=2, micro_batches=1), SimulatedFault("p2p-unmatched", 0), entries=6, steps=4),
 ]
 DUMPS = [dict(dumps_of(job)) for job in JOBS]
 SEEDS = [pickle.dumps(dumps[0], protocol=protocol) for dumps in DUMPS for protocol in (2, 5)]

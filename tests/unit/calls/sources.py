@@ -18,7 +18,7 @@ from dtobs.stacks import RankStack
 from dtobs.stacks import judge as judge_stacks
 from dtobs.testing.layout import PIPE, step_of
 from dtobs.testing.simulate import Issued, simulate
-from dtobs.testing.synthetic_dumps import Job
+from dtobs.testing.synthetic_dumps import SimulatedJob
 from tests.unit.logs.generator import dump_signal, status, steps, work, write
 
 VERSION = "2.5"
@@ -26,7 +26,7 @@ _IN_LOGS = {"all_reduce": "ALLREDUCE", "broadcast": "BROADCAST", "all_gather": "
 _IN_RAS = {"all_reduce": "AllReduce", "broadcast": "Broadcast", "all_gather": "AllGather"}
 
 
-def collectives(job: Job) -> list[dict[str, list[Issued]]]:
+def collectives(job: SimulatedJob) -> list[dict[str, list[Issued]]]:
     """Of every rank, by axis, all collectives of the job in order."""
     layout, before = job.layout, job.steps - job.simulated_steps
     found: list[dict[str, list[Issued]]] = []
@@ -40,7 +40,7 @@ def collectives(job: Job) -> list[dict[str, list[Issued]]]:
     return found
 
 
-def from_console(job: Job, folder: Path) -> Finding | None:
+def from_console(job: SimulatedJob, folder: Path) -> Finding | None:
     """What watchdogs print: of ranks that wait for too long the call, of the others how far they came in the world."""
     layout, made = job.layout, collectives(job)
     lines = {rank: steps(rank) for rank in range(layout.world_size)}
@@ -64,7 +64,7 @@ def from_console(job: Job, folder: Path) -> Finding | None:
     return diagnose_logs(write(folder, "files", lines, [], Random(1))).verdict
 
 
-def from_ras(job: Job, folder: Path, samples: int = 2) -> Finding | None:
+def from_ras(job: SimulatedJob, folder: Path, samples: int = 2) -> Finding | None:
     """What RAS counts: launches of each operation by each rank of a communicator. A job with a fault stands still."""
     folder.mkdir(parents=True)
     for number in range(samples):
@@ -74,7 +74,7 @@ def from_ras(job: Job, folder: Path, samples: int = 2) -> Finding | None:
     return next(iter(findings), None)
 
 
-def _ras_answer(job: Job) -> dict[str, Any]:
+def _ras_answer(job: SimulatedJob) -> dict[str, Any]:
     layout = job.layout
     counts: dict[str, dict[int, Counter[str]]] = {}
     pids: dict[str, dict[int, int]] = {}
@@ -112,7 +112,7 @@ def _ras_answer(job: Job) -> dict[str, Any]:
     }
 
 
-def from_stacks(job: Job, folder: Path, *, still: bool | None = True) -> Finding | None:
+def from_stacks(job: SimulatedJob, folder: Path, *, still: bool | None = True) -> Finding | None:
     """What the Python stacks of all ranks show: the line each is at, and nothing of groups, sizes or numbers."""
     library = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
     stacks = []
@@ -131,6 +131,6 @@ def from_stacks(job: Job, folder: Path, *, still: bool | None = True) -> Finding
     return next(iter(findings), None)
 
 
-def _program(job: Job, rank: int) -> list[Issued]:
+def _program(job: SimulatedJob, rank: int) -> list[Issued]:
     """What a rank would issue if nothing were wrong."""
     return simulate(job.layout, (), job.simulated_steps, job.run_ahead).issued[rank]

@@ -16,30 +16,30 @@ from dtobs.detectors.hangs import detect
 from dtobs.diagnose.analyse import rank_causes
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
-from dtobs.testing.layout import Layout
+from dtobs.testing.layout import JobLayout
 from dtobs.testing.recorded import recording_of
-from dtobs.testing.simulate import Fault
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.simulate import SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 from tests.unit.calls.sources import from_console, from_ras, from_stacks
 
 README = Path(__file__).resolve().parents[3] / "dtobs/logs/README.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
-FOUR, EIGHT = Layout(dp=4, tp=1, pp=1), Layout(dp=2, tp=2, pp=2)
-JOBS: tuple[tuple[Layout, Fault | None], ...] = (
+FOUR, EIGHT = JobLayout(dp=4, tp=1, pp=1), JobLayout(dp=2, tp=2, pp=2)
+JOBS: tuple[tuple[JobLayout, SimulatedFault | None], ...] = (
     (FOUR, None),
-    (FOUR, Fault("rank-not-joined", 2)),
-    (FOUR, Fault("collective-mismatch", 2, "dp")),
-    (FOUR, Fault("shape-mismatch", 2, "dp")),
-    (FOUR, Fault("dtype-mismatch", 2, "dp")),
-    (FOUR, Fault("call-site-mismatch", 2, "dp")),
-    (FOUR, Fault("network-stalled", 2, "dp")),
+    (FOUR, SimulatedFault("rank-not-joined", 2)),
+    (FOUR, SimulatedFault("collective-mismatch", 2, "dp")),
+    (FOUR, SimulatedFault("shape-mismatch", 2, "dp")),
+    (FOUR, SimulatedFault("dtype-mismatch", 2, "dp")),
+    (FOUR, SimulatedFault("call-site-mismatch", 2, "dp")),
+    (FOUR, SimulatedFault("network-stalled", 2, "dp")),
     (EIGHT, None),
-    (EIGHT, Fault("rank-not-joined", 5, "tp")),
-    (EIGHT, Fault("group-deadlock", 1)),
-    (EIGHT, Fault("p2p-unmatched", 1)),
-    (EIGHT, Fault("network-stalled", 3, "dp")),
+    (EIGHT, SimulatedFault("rank-not-joined", 5, "tp")),
+    (EIGHT, SimulatedFault("group-deadlock", 1)),
+    (EIGHT, SimulatedFault("p2p-unmatched", 1)),
+    (EIGHT, SimulatedFault("network-stalled", 3, "dp")),
 )
-SOURCES: dict[str, Callable[[Job, Path], Finding | None]] = {
+SOURCES: dict[str, Callable[[SimulatedJob, Path], Finding | None]] = {
     "recording": lambda job, folder: next(iter(rank_causes(detect(recording_of(job, folder)))), None),
     "dumps": lambda job, _: next(iter(analyse_dumps(dumps_from_objects(dict(dumps_of(job)))).findings), None),
     "logs": from_console,
@@ -52,7 +52,7 @@ _MUTUAL = {"group-deadlock", "p2p-unmatched"}
 """Of these, every rank in the circle may be named."""
 
 
-def cell(fault: Fault | None, layout: Layout, found: Finding | None) -> str:
+def cell(fault: SimulatedFault | None, layout: JobLayout, found: Finding | None) -> str:
     """What a source made of a job."""
     if fault is None:
         return "quiet" if found is None else "WRONG"
@@ -84,7 +84,7 @@ def table() -> str:
         for number, (layout, fault) in enumerate(JOBS):
             cells = []
             for place, read in enumerate(SOURCES.values()):
-                job = Job(layout, fault, steps=12, simulated_steps=6)
+                job = SimulatedJob(layout, fault, steps=12, simulated_steps=6)
                 cells.append(cell(fault, layout, read(job, Path(root, f"{number}-{place}"))))
             name = f"`{fault.name}`, rank {fault.rank}" if fault else "healthy"
             size = f"{layout.world_size} ranks"

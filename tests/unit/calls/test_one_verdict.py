@@ -18,10 +18,10 @@ from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
 from dtobs.recording.meta import Op
 from dtobs.testing import recorded, synthetic_dumps
 from dtobs.testing.fake_run import FakeRun
-from dtobs.testing.layout import Layout
+from dtobs.testing.layout import JobLayout
 from dtobs.testing.recorded import recording_of
-from dtobs.testing.simulate import Fault, Outcome, simulate
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.simulate import SimulatedFault, SimulatedRun, simulate
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 from tests.unit.calls.sources import from_console, from_ras
 
 LESS = {
@@ -29,35 +29,43 @@ LESS = {
     "RAS": (from_ras, {"collective-mismatch", "rank-not-joined", "network-stalled"}),
 }
 """What tells less, and the codes that it can tell."""
-FOUR = Layout(dp=4, tp=1, pp=1)
-SMALL = Layout(dp=2, tp=2, pp=2)
-TENSORS = Layout(dp=2, tp=2, pp=1)
+FOUR = JobLayout(dp=4, tp=1, pp=1)
+SMALL = JobLayout(dp=2, tp=2, pp=2)
+TENSORS = JobLayout(dp=2, tp=2, pp=1)
 ABSENT = {
-    "from a tensor-parallel group": (TENSORS, Fault("rank-not-joined", 2, "tp"), None),
-    "from a data-parallel group": (TENSORS, Fault("rank-not-joined", 3, "dp"), None),
-    "two, from different calls": (TENSORS, Fault("rank-not-joined", 1, "tp"), Fault("rank-not-joined", 2, "dp")),
-    "two, one waited for by the other": (FOUR, Fault("rank-not-joined", 1, "dp"), Fault("rank-not-joined", 2)),
+    "from a tensor-parallel group": (TENSORS, SimulatedFault("rank-not-joined", 2, "tp"), None),
+    "from a data-parallel group": (TENSORS, SimulatedFault("rank-not-joined", 3, "dp"), None),
+    "two, from different calls": (
+        TENSORS,
+        SimulatedFault("rank-not-joined", 1, "tp"),
+        SimulatedFault("rank-not-joined", 2, "dp"),
+    ),
+    "two, one waited for by the other": (
+        FOUR,
+        SimulatedFault("rank-not-joined", 1, "dp"),
+        SimulatedFault("rank-not-joined", 2),
+    ),
 }
 FAULTS = [
     None,
-    Fault("collective-mismatch", 2, "dp"),
-    Fault("shape-mismatch", 2, "dp"),
-    Fault("dtype-mismatch", 2, "dp"),
-    Fault("call-site-mismatch", 2, "dp"),
-    Fault("rank-not-joined", 2, "dp"),
-    Fault("rank-not-joined", 2),
-    Fault("network-stalled", 2, "dp"),
+    SimulatedFault("collective-mismatch", 2, "dp"),
+    SimulatedFault("shape-mismatch", 2, "dp"),
+    SimulatedFault("dtype-mismatch", 2, "dp"),
+    SimulatedFault("call-site-mismatch", 2, "dp"),
+    SimulatedFault("rank-not-joined", 2, "dp"),
+    SimulatedFault("rank-not-joined", 2),
+    SimulatedFault("network-stalled", 2, "dp"),
 ]
 ON_PIPELINES = [
     None,
-    Fault("group-deadlock", 1),
-    Fault("p2p-unmatched", 1),
-    Fault("rank-not-joined", 5, "tp"),
-    Fault("network-stalled", 3, "dp"),
+    SimulatedFault("group-deadlock", 1),
+    SimulatedFault("p2p-unmatched", 1),
+    SimulatedFault("rank-not-joined", 5, "tp"),
+    SimulatedFault("network-stalled", 3, "dp"),
 ]
 
 
-def verdicts(job: Job, folder: Path) -> tuple[Finding | None, Finding | None]:
+def verdicts(job: SimulatedJob, folder: Path) -> tuple[Finding | None, Finding | None]:
     """The first finding from the recordings, and from the dumps."""
     from_dumps = analyse_dumps(dumps_from_objects(dict(dumps_of(job)))).findings
     from_recording = rank_causes(detect(recording_of(job, folder)))
@@ -69,7 +77,7 @@ def number(finding: Finding) -> str:
     return finding.summary.partition("#")[2].split()[0]
 
 
-def agree(job: Job, folder: Path) -> Finding | None:
+def agree(job: SimulatedJob, folder: Path) -> Finding | None:
     recording, dumps = verdicts(job, folder)
     if recording is None or dumps is None:
         assert recording is None and dumps is None, (recording, dumps)
@@ -81,8 +89,8 @@ def agree(job: Job, folder: Path) -> Finding | None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.name}-{f.axis}" if f else "healthy")
-def test_four_replicas(fault: Fault | None, tmp_path: Path) -> None:
-    job = Job(FOUR, fault, steps=12, simulated_steps=6)
+def test_four_replicas(fault: SimulatedFault | None, tmp_path: Path) -> None:
+    job = SimulatedJob(FOUR, fault, steps=12, simulated_steps=6)
     found = agree(job, tmp_path)
     assert (found.code if found else None) == (fault.name if fault else None)
     if fault and fault.name != "network-stalled":
@@ -91,9 +99,9 @@ def test_four_replicas(fault: Fault | None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", LESS)
 @pytest.mark.parametrize("fault", FAULTS[1:], ids=lambda f: f"{f.name}-{f.axis}")
-def test_less_evidence_tells_the_same_or_less(fault: Fault, source: str, tmp_path: Path) -> None:
+def test_less_evidence_tells_the_same_or_less(fault: SimulatedFault, source: str, tmp_path: Path) -> None:
     read, codes = LESS[source]
-    job = Job(FOUR, fault, steps=12, simulated_steps=6)
+    job = SimulatedJob(FOUR, fault, steps=12, simulated_steps=6)
     _, more = verdicts(job, tmp_path / "recording")
     less = read(job, tmp_path / source)
     assert more is not None and less is not None
@@ -110,7 +118,7 @@ def test_less_evidence_tells_the_same_or_less(fault: Fault, source: str, tmp_pat
 def test_the_call_that_a_rank_is_absent_from_is_one(case: str, tmp_path: Path) -> None:
     """Recordings and dumps name the same rank and the same call; the console and RAS accuse nobody else."""
     layout, fault, second = ABSENT[case]
-    job = Job(layout, fault, second, steps=12, simulated_steps=6)
+    job = SimulatedJob(layout, fault, second, steps=12, simulated_steps=6)
     found = agree(job, tmp_path)
     assert found is not None
     assert (found.code, found.ranks) == ("rank-not-joined", (fault.rank,))
@@ -124,17 +132,17 @@ def test_the_call_that_a_rank_is_absent_from_is_one(case: str, tmp_path: Path) -
 
 def test_one_sample_of_ras_is_a_guess(tmp_path: Path) -> None:
     for number, fault in enumerate(FAULTS[1:]):
-        found = from_ras(Job(FOUR, fault, steps=12, simulated_steps=6), tmp_path / str(number), samples=1)
+        found = from_ras(SimulatedJob(FOUR, fault, steps=12, simulated_steps=6), tmp_path / str(number), samples=1)
         assert found is None or found.confidence is Confidence.POSSIBLE, found.summary
 
 
 def test_a_healthy_job_is_healthy_on_its_console(tmp_path: Path) -> None:
-    assert from_console(Job(FOUR, steps=12, simulated_steps=6), tmp_path / "console") is None
+    assert from_console(SimulatedJob(FOUR, steps=12, simulated_steps=6), tmp_path / "console") is None
 
 
 @pytest.mark.parametrize("fault", ON_PIPELINES, ids=lambda f: f"{f.name}-{f.axis}" if f else "healthy")
-def test_a_pipeline(fault: Fault | None, tmp_path: Path) -> None:
-    found = agree(Job(SMALL, fault, steps=6), tmp_path)
+def test_a_pipeline(fault: SimulatedFault | None, tmp_path: Path) -> None:
+    found = agree(SimulatedJob(SMALL, fault, steps=6), tmp_path)
     assert (found.code if found else None) == (fault.name if fault else None)
 
 
@@ -151,7 +159,7 @@ def test_a_majority_is_more_than_half(
 ) -> None:
     """The fourth call of four ranks is not the same: only what more than half of them call is taken for meant."""
 
-    def simulated(layout: Layout, faults: object, steps: int, run_ahead: int = 0) -> Outcome:
+    def simulated(layout: JobLayout, faults: object, steps: int, run_ahead: int = 0) -> SimulatedRun:
         outcome = simulate(layout, (), steps, run_ahead)
         for rank, issued in enumerate(outcome.issued):
             last = issued[3]
@@ -160,7 +168,7 @@ def test_a_majority_is_more_than_half(
         return outcome
 
     with mock.patch.object(recorded, "simulate", simulated), mock.patch.object(synthetic_dumps, "simulate", simulated):
-        found = agree(Job(FOUR, steps=3, simulated_steps=3), tmp_path)
+        found = agree(SimulatedJob(FOUR, steps=3, simulated_steps=3), tmp_path)
     assert found is not None
     assert (found.code, found.ranks, found.confidence) == ("collective-mismatch", ranks, confidence)
 
@@ -169,8 +177,8 @@ def test_a_majority_is_more_than_half(
 @pytest.mark.parametrize("simulated_steps", [2, 3, 6])
 def test_a_call_too_many(world: int, simulated_steps: int, tmp_path: Path) -> None:
     """It is proved by the calls after it, or, of many ranks, by the mismatch soon after it; of two there are none."""
-    layout = Layout(dp=world, tp=1, pp=1)
-    job = Job(layout, Fault("call-site-mismatch", 1, "dp"), steps=12, simulated_steps=simulated_steps)
+    layout = JobLayout(dp=world, tp=1, pp=1)
+    job = SimulatedJob(layout, SimulatedFault("call-site-mismatch", 1, "dp"), steps=12, simulated_steps=simulated_steps)
     found = agree(job, tmp_path)
     assert found is not None
     proved = world > 2
@@ -182,7 +190,7 @@ def test_a_call_too_many(world: int, simulated_steps: int, tmp_path: Path) -> No
 def test_a_call_too_many_that_stops_nothing(world: int, extra: bool, tmp_path: Path) -> None:
     """All of the calls are alike, so that none of them fails; and the healthy twin has a line of a rank's own."""
 
-    def simulated(layout: Layout, faults: object, steps: int, run_ahead: int = 0) -> Outcome:
+    def simulated(layout: JobLayout, faults: object, steps: int, run_ahead: int = 0) -> SimulatedRun:
         outcome = simulate(layout, (), steps, run_ahead)
         for rank, issued in enumerate(outcome.issued):
             for place, made in enumerate(issued):
@@ -194,7 +202,7 @@ def test_a_call_too_many_that_stops_nothing(world: int, extra: bool, tmp_path: P
         return outcome
 
     with mock.patch.object(recorded, "simulate", simulated), mock.patch.object(synthetic_dumps, "simulate", simulated):
-        found = agree(Job(Layout(dp=world, tp=1, pp=1), steps=8, simulated_steps=8), tmp_path)
+        found = agree(SimulatedJob(JobLayout(dp=world, tp=1, pp=1), steps=8, simulated_steps=8), tmp_path)
     assert ((found.code, found.ranks) if found else None) == (("call-site-mismatch", (1,)) if extra else None)
 
 
@@ -206,10 +214,12 @@ def test_a_reduction_of_another_kind_is_seen_in_recordings_alone(kind: str, tmp_
         rank.collective(Op("all_reduce", kind if rank.number else "sum", ((4,),), ("float32",))).step()
     codes = [f.code for f in detect(run.view())]
     assert codes == (["reduce-op-mismatch"] if kind == "max" else [])
-    assert not analyse_dumps(dumps_from_objects(dict(dumps_of(Job(FOUR, steps=12))))).findings
+    assert not analyse_dumps(dumps_from_objects(dict(dumps_of(SimulatedJob(FOUR, steps=12))))).findings
 
 
 def test_devices_stopped_in_two_groups_are_one_verdict() -> None:
-    job = Job(SMALL, Fault("device-stopped", 1, "tp"), second=Fault("device-stopped", 6, "tp"), steps=6)
+    job = SimulatedJob(
+        SMALL, SimulatedFault("device-stopped", 1, "tp"), second=SimulatedFault("device-stopped", 6, "tp"), steps=6
+    )
     (finding,) = analyse_dumps(dumps_from_objects(dict(dumps_of(job)))).findings
     assert (finding.code, finding.ranks) == ("device-stopped", (1, 6))

@@ -9,7 +9,7 @@ import pytest
 from dtobs.cli import Exit, main
 from dtobs.diagnose import Diagnosis
 from dtobs.diagnose.model import RankStatus
-from dtobs.drills.endings import WAYS, Judged, MatrixCell, cells, counted, judge, some
+from dtobs.drills.endings import WAYS, JudgedCell, MatrixCell, cells, counted, judge, some
 from dtobs.findings import Confidence, Finding
 
 STOPPED = MatrixCell("ddp", "stopped", "kill-all", "after", 2.0)
@@ -74,8 +74,13 @@ def test_every_kind_of_hang_is_ended_in_every_way_and_a_few_cells_have_all_of_it
 
 
 def test_cells_are_counted_by_way():
-    lost = Judged(STOPPED, None, "could not be played: there is no run")
-    played = [Judged(STOPPED, answer(), ""), Judged(STOPPED, answer(), "no"), lost, Judged(ABSENT, answer(), "")]
+    lost = JudgedCell(STOPPED, None, "could not be played: there is no run")
+    played = [
+        JudgedCell(STOPPED, answer(), ""),
+        JudgedCell(STOPPED, answer(), "no"),
+        lost,
+        JudgedCell(ABSENT, answer(), ""),
+    ]
     assert counted(played) == [("ctrl-c", "before", 1, 1, 1), ("kill-all", "after", 1, 2, 3)]
 
 

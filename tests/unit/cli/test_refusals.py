@@ -19,8 +19,8 @@ from dtobs.cli import main
 from dtobs.diagnose import gather, holds_logs
 from dtobs.errors import TargetError
 from dtobs.testing.fake_run import FakeRun
-from dtobs.testing.layout import Layout
-from dtobs.testing.synthetic_dumps import Job, write_dumps
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.synthetic_dumps import SimulatedJob, write_dumps
 
 LONG = "x" * 5000
 LOOKS = (["diagnose"], ["top", "--once"], ["timeline"])
@@ -147,7 +147,7 @@ def test_a_log_is_taken_for_no_dump(log: bytes, tmp_path: Path):
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
 @pytest.mark.parametrize("write", [bytes, as_json, newest_pickle], ids=["pickle", "json", "newest-pickle"])
 def test_one_dump_is_answered_with_its_folder(write: Any, pack: Any, tmp_path: Path, refused: Any):
-    write_dumps(Job(Layout(dp=2, tp=1, pp=1), None, entries=12, steps=4), tmp_path)
+    write_dumps(SimulatedJob(JobLayout(dp=2, tp=1, pp=1), None, entries=12, steps=4), tmp_path)
     dump = tmp_path / "nccl_trace_rank_0"
     dump.write_bytes(pack(write(dump.read_bytes())))
     said = refused(1, "diagnose", dump)
@@ -162,7 +162,7 @@ def test_gather_raises_a_target_error(tmp_path: Path):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("what", [["--json-schema"], ["--json"]])
 def test_a_full_disk(what: list[str], unbuffered: str, tmp_path: Path):
-    write_dumps(Job(Layout(dp=2, tp=1, pp=1), None, entries=12, steps=4), tmp_path)
+    write_dumps(SimulatedJob(JobLayout(dp=2, tp=1, pp=1), None, entries=12, steps=4), tmp_path)
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "dtobs", "diagnose", str(tmp_path), *what],
@@ -177,7 +177,7 @@ def test_a_full_disk(what: list[str], unbuffered: str, tmp_path: Path):
 
 
 def test_an_output_that_is_closed(tmp_path: Path):
-    write_dumps(Job(Layout(dp=2, tp=1, pp=1), None, entries=12, steps=4), tmp_path)
+    write_dumps(SimulatedJob(JobLayout(dp=2, tp=1, pp=1), None, entries=12, steps=4), tmp_path)
     script = f"exec '{sys.executable}' -m dtobs diagnose '{tmp_path}' >&-"
     done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")

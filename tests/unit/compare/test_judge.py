@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.compare.job import Job, read_job
+from dtobs.compare.job import ComparedJob, read_job
 from dtobs.compare.judge import Comparison, compare
 from dtobs.compare.picture import svg, text
 from dtobs.errors import TargetError
@@ -17,7 +17,7 @@ from dtobs.testing.fake_run import FakeRun
 STEPS = 40
 
 
-def job(path: Path, losses: list[float], world: int = 1, first: int = 1, **fields: float) -> Job:
+def job(path: Path, losses: list[float], world: int = 1, first: int = 1, **fields: float) -> ComparedJob:
     run = FakeRun(path, world)
     for rank in run.ranks:
         for n, loss in enumerate(losses):

@@ -10,7 +10,7 @@ import pytest
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.diagnose.analyse import diagnose
 from dtobs.diagnose.gather import Evidence
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.prometheus import exposition
 from dtobs.exporters.totals import StepTotals
 from dtobs.recording.meta import Parameter
@@ -98,7 +98,7 @@ def test_it_is_told_wherever_people_look(tmp_path: Path):
     assert any("no mesh" in off.reason for off in comparisons_off(view))
     assert any("give attach(mesh=…)" in note for note in diagnose(Evidence("x", view)).notes)
     assert "note: inputs, seeds, settings and gradient norms are not compared" in render(build_frame(view))
-    text = exposition(Look(view, totals=StepTotals())).decode()
+    text = exposition(MonitorSnapshot(view, totals=StepTotals())).decode()
     assert 'dtobs_comparison_off{check="data peers",reason="no mesh",run="run"} 1.0' in text
 
 

@@ -16,7 +16,7 @@ from dtobs.events import identify
 from dtobs.findings import Confidence
 from dtobs.probes.conservation import _condense
 from dtobs.probes.digests import host_digest
-from dtobs.recording.laws import CONSERVATION, SKETCHES, End, Message, Rule
+from dtobs.recording.laws import CONSERVATION, SKETCHES, Message, MessageEnd, ReductionRule
 from dtobs.recording.meta import Op
 from dtobs.testing.fake_run import FakeRun
 
@@ -34,20 +34,20 @@ class Ends:
     changed: tuple[int, ...] = ()
 
 
-def reduced(inputs: list[torch.Tensor], rule: Rule) -> torch.Tensor:
+def reduced(inputs: list[torch.Tensor], rule: ReductionRule) -> torch.Tensor:
     """What a healthy group makes of `inputs`, one addition after the other in their format."""
     result = inputs[0].clone()
     for each in inputs[1:]:
-        if rule in (Rule.MAX, Rule.MIN):
-            result = torch.maximum(result, each) if rule == Rule.MAX else torch.minimum(result, each)
+        if rule in (ReductionRule.MAX, ReductionRule.MIN):
+            result = torch.maximum(result, each) if rule == ReductionRule.MAX else torch.minimum(result, each)
         else:
             result = result + each
-    return result / WORLD if rule == Rule.AVG else result
+    return result / WORLD if rule == ReductionRule.AVG else result
 
 
 def job(
     root: Path,
-    rule: Rule,
+    rule: ReductionRule,
     spoil: Callable[[Ends], None] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
@@ -60,7 +60,7 @@ def job(
     for call in range(1, CALLS + 1):
         run.steps(1)
         tensors = [torch.randn(ELEMENTS, generator=generator).to(dtype) for _ in range(WORLD)]
-        if rule == Rule.COPY:
+        if rule == ReductionRule.COPY:
             ends = Ends([None, tensors[1], None, None], [None if n == 1 else tensors[1].clone() for n in range(WORLD)])
         else:
             ends = Ends([*tensors], [reduced(tensors, rule) for _ in range(WORLD)])
@@ -68,23 +68,26 @@ def job(
             spoil(ends)
         for rank in run.ranks:
             rank.collective(OP, group=group)
-            for end, tensor in ((End.IN, ends.put_in[rank.number]), (End.OUT, ends.came_out[rank.number])):
+            for end, tensor in (
+                (MessageEnd.IN, ends.put_in[rank.number]),
+                (MessageEnd.OUT, ends.came_out[rank.number]),
+            ):
                 if tensor is not None:
-                    flags = Message.CHANGED if end == End.IN and rank.number in ends.changed else 0
+                    flags = Message.CHANGED if end == MessageEnd.IN and rank.number in ends.changed else 0
                     write(rank, group, call, end, rule, flags, tensor)
     return run
 
 
-def write(rank, group: int, call: int, end: End, rule: Rule, flags: int, tensor: torch.Tensor) -> None:
+def write(rank, group: int, call: int, end: MessageEnd, rule: ReductionRule, flags: int, tensor: torch.Tensor) -> None:
     numbers = torch.zeros(1 + SKETCHES, dtype=torch.float64)
-    if rule in (Rule.SUM, Rule.AVG, Rule.MAX, Rule.MIN):
+    if rule in (ReductionRule.SUM, ReductionRule.AVG, ReductionRule.MAX, ReductionRule.MIN):
         _condense(tensor, rule, numbers)
     else:
         numbers[0] = tensor.count_nonzero()
     record = np.zeros((), CONSERVATION.dtype)
     record["op"] = identify(str(OP))
     record["step"], record["group"], record["call"], record["end"], record["rule"] = call, group, call, end, rule
-    record["source"], record["target"] = 1 if rule == Rule.COPY else -1, -1
+    record["source"], record["target"] = 1 if rule == ReductionRule.COPY else -1, -1
     record["flags"], record["count"], record["epsilon"] = flags, len(tensor), torch.finfo(tensor.dtype).eps
     record["digest"], record["scale"], record["value"] = host_digest(tensor), numbers[0], numbers[1:]
     rank.recorder.law(CONSERVATION).append(record)
@@ -110,9 +113,19 @@ def input_of_source(ends: Ends) -> None:
     ends.changed = (1,)
 
 
-@pytest.mark.parametrize("rule", [Rule.COPY, Rule.SUM, Rule.AVG, Rule.MAX, Rule.MIN, Rule.SAME])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ReductionRule.COPY,
+        ReductionRule.SUM,
+        ReductionRule.AVG,
+        ReductionRule.MAX,
+        ReductionRule.MIN,
+        ReductionRule.SAME,
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_a_format_rounds_is_not_named(tmp_path: Path, rule: Rule, dtype: torch.dtype):
+def test_what_a_format_rounds_is_not_named(tmp_path: Path, rule: ReductionRule, dtype: torch.dtype):
     view = job(tmp_path, rule, dtype=dtype).view()
     assert corrupted_communication(view) == []
     calls = _calls(view)
@@ -121,29 +134,41 @@ def test_what_a_format_rounds_is_not_named(tmp_path: Path, rule: Rule, dtype: to
     assert (int(whole.sum()), int(broken.sum())) == (CALLS, 0)
 
 
-@pytest.mark.parametrize("rule", [Rule.COPY, Rule.SUM, Rule.AVG, Rule.MAX, Rule.MIN, Rule.SAME])
-def test_one_flipped_bit_names_the_rank_that_received_it(tmp_path: Path, rule: Rule):
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ReductionRule.COPY,
+        ReductionRule.SUM,
+        ReductionRule.AVG,
+        ReductionRule.MAX,
+        ReductionRule.MIN,
+        ReductionRule.SAME,
+    ],
+)
+def test_one_flipped_bit_names_the_rank_that_received_it(tmp_path: Path, rule: ReductionRule):
     (finding,) = corrupted_communication(job(tmp_path, rule, result_of_two).view())
     assert (finding.ranks, finding.step, finding.confidence) == ((2,), BROKEN, Confidence.CERTAIN)
-    said = "something else than rank 1 gave to" if rule == Rule.COPY else "another result than its peers out of"
+    said = (
+        "something else than rank 1 gave to" if rule == ReductionRule.COPY else "another result than its peers out of"
+    )
     assert finding.summary == f"rank 2 got {said} all_reduce #13 of the group default in step 13"
     assert (finding.evidence[0]["broken"], finding.evidence[0]["of"]) == (1, CALLS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_sum_that_all_ranks_share_names_all_of_them_as_likely(tmp_path: Path, dtype: torch.dtype):
-    (finding,) = corrupted_communication(job(tmp_path, Rule.SUM, result_of_all, dtype=dtype).view())
+    (finding,) = corrupted_communication(job(tmp_path, ReductionRule.SUM, result_of_all, dtype=dtype).view())
     assert (finding.ranks, finding.confidence) == ((0, 1, 2, 3), Confidence.LIKELY)
     assert finding.summary.startswith("what came out is not the reduction of what went into")
 
 
 def test_the_sender_is_named_where_all_received_the_same(tmp_path: Path):
-    (finding,) = corrupted_communication(job(tmp_path, Rule.COPY, result_of_all).view())
+    (finding,) = corrupted_communication(job(tmp_path, ReductionRule.COPY, result_of_all).view())
     assert (finding.ranks, finding.confidence) == ((1,), Confidence.LIKELY)
 
 
-@pytest.mark.parametrize("rule", [Rule.COPY, Rule.SUM])
-def test_a_rank_that_wrote_into_its_input_is_named_with_certainty(tmp_path: Path, rule: Rule):
+@pytest.mark.parametrize("rule", [ReductionRule.COPY, ReductionRule.SUM])
+def test_a_rank_that_wrote_into_its_input_is_named_with_certainty(tmp_path: Path, rule: ReductionRule):
     (finding,) = corrupted_communication(job(tmp_path, rule, input_of_source).view())
     assert (finding.ranks, finding.confidence) == ((1,), Confidence.CERTAIN)
     assert "rank 1 changed while it was under way what is sent in" in finding.summary
@@ -154,24 +179,24 @@ def test_two_results_that_differ_are_told_apart_by_what_went_in(tmp_path: Path):
         for rank in (0, 2):
             flip(ends.came_out[rank])
 
-    (finding,) = corrupted_communication(job(tmp_path, Rule.SUM, two_and_two).view())
+    (finding,) = corrupted_communication(job(tmp_path, ReductionRule.SUM, two_and_two).view())
     assert (finding.ranks, finding.confidence) == ((0, 2), Confidence.CERTAIN)
 
 
 def test_what_all_ranks_get_alike_is_not_judged_where_the_operation_is_not_known(tmp_path: Path):
-    assert corrupted_communication(job(tmp_path, Rule.SAME, result_of_all).view()) == []
+    assert corrupted_communication(job(tmp_path, ReductionRule.SAME, result_of_all).view()) == []
 
 
 def test_results_that_always_differ_by_a_little_are_how_this_backend_reduces(tmp_path: Path):
     def by_rounding(ends: Ends) -> None:
         flip(ends.came_out[2], bit=0)
 
-    assert corrupted_communication(job(tmp_path, Rule.SUM, by_rounding, always=True).view()) == []
+    assert corrupted_communication(job(tmp_path, ReductionRule.SUM, by_rounding, always=True).view()) == []
 
 
 def test_nothing_is_said_where_no_call_ever_arrived_whole(tmp_path: Path):
     """Ranks that count calls differently compare one call with another."""
-    assert corrupted_communication(job(tmp_path, Rule.COPY, result_of_all, always=True).view()) == []
+    assert corrupted_communication(job(tmp_path, ReductionRule.COPY, result_of_all, always=True).view()) == []
 
 
 def test_infinities_are_not_compared(tmp_path: Path):
@@ -180,11 +205,11 @@ def test_infinities_are_not_compared(tmp_path: Path):
             assert tensor is not None
             tensor[7] = float("inf")
 
-    assert corrupted_communication(job(tmp_path, Rule.SUM, overflow).view()) == []
+    assert corrupted_communication(job(tmp_path, ReductionRule.SUM, overflow).view()) == []
 
 
 def test_a_rank_without_records_leaves_the_others_unjudged(tmp_path: Path):
-    run = job(tmp_path, Rule.SUM, result_of_all)
+    run = job(tmp_path, ReductionRule.SUM, result_of_all)
     run.ranks[3].recorder.law(CONSERVATION).close()
     (tmp_path / "ranks" / "00003" / "conservation-0.ring").unlink()
     assert any(len(run.view().law(CONSERVATION, rank)) == 0 for rank in range(WORLD))

@@ -13,9 +13,9 @@ from dtobs.host.kernel_log import XID_NOTE
 from dtobs.recording.meta import Op
 from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRank, FakeRun
-from dtobs.testing.layout import Layout
-from dtobs.testing.simulate import Fault
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.simulate import SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 from tests.unit.detectors_hangs.trouble import captured, found
 
 
@@ -113,7 +113,7 @@ def test_the_flight_recorder_of_the_capture_says_whose_device_is_behind(tmp_path
         rank.meta("group", id=run.group(), name="default", ranks=[0, 1, 2, 3], backend=backend)
     view = captured(run.view(later=61), rank_0="", rank_1="", rank_2="", rank_3="")
     assert view.capture is not None
-    job = Job(Layout(dp=4, tp=1, pp=1), Fault("device-stopped", 2), entries=200, steps=6)
+    job = SimulatedJob(JobLayout(dp=4, tp=1, pp=1), SimulatedFault("device-stopped", 2), entries=200, steps=6)
     for rank, dump in dumps_of(job):
         view.capture.ranks[rank] = replace(view.capture.ranks[rank], flight_recorder=dump)
     findings = found(view)

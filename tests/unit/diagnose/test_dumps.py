@@ -14,19 +14,19 @@ import dtobs.reports
 from dtobs.cli import main
 from dtobs.diagnose import holds_dumps
 from dtobs.flight_recorder.snapshot import BY_FILE_TIMES
-from dtobs.testing.layout import Layout
-from dtobs.testing.simulate import Fault
-from dtobs.testing.synthetic_dumps import Job, write_dumps
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.simulate import SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, write_dumps
 from tests.unit.flight_recorder.builders import BASE_NS, call, dump
 
 SCHEMA = json.loads((Path(dtobs.reports.__file__).parent / "diagnosis.schema.json").read_text())
-LAYOUT = Layout(dp=3, tp=1, pp=1)
+LAYOUT = JobLayout(dp=3, tp=1, pp=1)
 
 
 @pytest.fixture
 def hung(tmp_path: Path) -> Path:
     folder = tmp_path / "dumps"
-    write_dumps(Job(LAYOUT, Fault("rank-not-joined", 1, "dp"), entries=30, steps=8), folder)
+    write_dumps(SimulatedJob(LAYOUT, SimulatedFault("rank-not-joined", 1, "dp"), entries=30, steps=8), folder)
     return folder
 
 
@@ -54,7 +54,7 @@ def test_html(hung: Path, tmp_path: Path):
 
 
 def test_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write_dumps(Job(LAYOUT, None, entries=30, steps=8), tmp_path)
+    write_dumps(SimulatedJob(LAYOUT, None, entries=30, steps=8), tmp_path)
     assert main(["diagnose", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("nothing found")
 

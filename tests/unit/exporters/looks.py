@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtobs.events import FP8_ROLES, PipelineOp
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
 from dtobs.host.process import ProcessState
@@ -79,7 +79,7 @@ def pipeline_step(rank: FakeRank, begin: int) -> dict[str, int]:
     }
 
 
-def full_look(root: Path, world: int = 2) -> Look:
+def full_look(root: Path, world: int = 2) -> MonitorSnapshot:
     """`full_run` a second after its last step, with a finding, as node 0's monitor sees it."""
     view = full_run(root, world).view(later=1.0, processes={1: ProcessState(7, alive=True, state="T")})
     view.pages["heartbeat_ns"] = view.now_ns - 1_000_000_000
@@ -88,4 +88,4 @@ def full_look(root: Path, world: int = 2) -> Look:
     totals = StepTotals()
     totals.update(view, view.ranks)
     found = [Finding("rank-stopped", "rank 1 is stopped", (1,))]
-    return Look(view, 0, True, found, totals, Cost(), 12.0)
+    return MonitorSnapshot(view, 0, True, found, totals, Cost(), 12.0)

@@ -15,7 +15,7 @@ from dtobs.exporters.alerts import alert_name, alerts
 from dtobs.exporters.generate import generated, write
 from dtobs.exporters.grafana import expressions, run_overview
 from dtobs.exporters.metrics import BY_NAME, TABLE
-from dtobs.exporters.panels import Layout, Panel, Query
+from dtobs.exporters.panels import Panel, PanelGrid, Query
 from dtobs.findings import CATALOGUE
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -126,4 +126,4 @@ class TestDashboard:
 
     def test_an_unknown_kind_of_panel_is_refused(self):
         with pytest.raises(ValueError, match="no such panel"):
-            Layout().row("x", [Panel("x", "piechart", (Query("up"),))])
+            PanelGrid().row("x", [Panel("x", "piechart", (Query("up"),))])

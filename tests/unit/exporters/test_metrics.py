@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dtobs.errors import DependencyMissing
 from dtobs.exporters import prometheus
-from dtobs.exporters.look import Look
+from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.metrics import BY_NAME, TABLE
 from dtobs.exporters.prometheus import RunCollector, exposition
 from dtobs.exporters.totals import BUCKETS, StepTotals
@@ -285,7 +285,7 @@ def test_repeated_lines_are_those_that_prometheus_client_writes(tmp_path: Path):
     totals = StepTotals()
     view = run.view()
     totals.update(view, view.ranks)
-    look = Look(view, totals=totals)
+    look = MonitorSnapshot(view, totals=totals)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunCollector(lambda: look))
     assert exposition(look).decode() == generate_latest(registry).decode()
@@ -300,7 +300,7 @@ def test_where_each_rank_is(tmp_path: Path):
         "dropout": 0,
     }
     run = FakeRun(tmp_path / "run", 2, layout=layout).steps(1)
-    lines = exposition(Look(run.view())).decode().splitlines()
+    lines = exposition(MonitorSnapshot(run.view())).decode().splitlines()
     (line,) = [line for line in lines if line.startswith("dtobs_rank_info{") and 'rank="1"' in line]
     assert 'mesh="replicate=1,shard=0"' in line
     assert 'host="' in line

@@ -20,10 +20,10 @@ from dtobs.flight_recorder import analyse_dumps, dumps_from_objects, load_dumps
 from dtobs.flight_recorder.columns import RankColumns, columns_of
 from dtobs.flight_recorder.decode import decode, read_dump
 from dtobs.flight_recorder.reader import DumpReader
-from dtobs.testing.layout import Layout
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 
-GOOD = dict(dumps_of(Job(Layout(dp=2, tp=1, pp=1), None, entries=12, steps=4)))
+GOOD = dict(dumps_of(SimulatedJob(JobLayout(dp=2, tp=1, pp=1), None, entries=12, steps=4)))
 PICKLE = pickle.dumps(GOOD[0], protocol=2)
 JSON = json.dumps(GOOD[0]).encode()
 

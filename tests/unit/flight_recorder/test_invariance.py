@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 
 from dtobs.findings import Confidence
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
-from dtobs.testing.layout import Layout
-from dtobs.testing.simulate import IN_ANY_GROUP, Fault
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.simulate import IN_ANY_GROUP, SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 
-LAYOUT = Layout(dp=2, tp=2, pp=2)
-FAULTS: list[Fault | None] = [
+LAYOUT = JobLayout(dp=2, tp=2, pp=2)
+FAULTS: list[SimulatedFault | None] = [
     None,
-    *(Fault(name, 1, axis) for name in IN_ANY_GROUP for axis in ("world", "tp", "dp")),
-    Fault("group-deadlock", 1),
-    Fault("p2p-unmatched", 1),
+    *(SimulatedFault(name, 1, axis) for name in IN_ANY_GROUP for axis in ("world", "tp", "dp")),
+    SimulatedFault("group-deadlock", 1),
+    SimulatedFault("p2p-unmatched", 1),
 ]
-CASES = {fault: dict(dumps_of(Job(LAYOUT, fault, entries=120, steps=8, simulated_steps=3))) for fault in FAULTS}
+CASES = {
+    fault: dict(dumps_of(SimulatedJob(LAYOUT, fault, entries=120, steps=8, simulated_steps=3))) for fault in FAULTS
+}
 _faults = st.sampled_from(FAULTS)
 
 
@@ -30,7 +32,9 @@ def verdicts(dumps):
     return [(f.code, f.ranks, f.confidence, f.summary) for f in analyse_dumps(dumps_from_objects(dumps)).findings]
 
 
-def accuses_no_innocent(fault: Fault, code: str, ranks: tuple[int, ...], confidence: Confidence, summary: str) -> bool:
+def accuses_no_innocent(
+    fault: SimulatedFault, code: str, ranks: tuple[int, ...], confidence: Confidence, summary: str
+) -> bool:
     """Two ranks that disagree between themselves are both named, and the summary says so."""
     guilty = set(fault.expected(LAYOUT)[1])
     tie = len(ranks) == 2 and fault.rank in ranks and ("different " in summary or "each other" in summary)
@@ -39,7 +43,7 @@ def accuses_no_innocent(fault: Fault, code: str, ranks: tuple[int, ...], confide
 
 @settings(deadline=None, max_examples=40)
 @given(_faults, st.randoms(use_true_random=False))
-def test_order_of_files(fault: Fault | None, rng: random.Random):
+def test_order_of_files(fault: SimulatedFault | None, rng: random.Random):
     ranks = list(CASES[fault])
     rng.shuffle(ranks)
     assert verdicts({rank: CASES[fault][rank] for rank in ranks}) == verdicts(CASES[fault])
@@ -47,7 +51,7 @@ def test_order_of_files(fault: Fault | None, rng: random.Random):
 
 @settings(deadline=None, max_examples=40)
 @given(_faults, st.randoms(use_true_random=False))
-def test_order_of_entries_in_a_file(fault: Fault | None, rng: random.Random):
+def test_order_of_entries_in_a_file(fault: SimulatedFault | None, rng: random.Random):
     shuffled = {}
     for rank, dump in CASES[fault].items():
         entries = list(dump["entries"])
@@ -58,7 +62,7 @@ def test_order_of_entries_in_a_file(fault: Fault | None, rng: random.Random):
 
 @settings(deadline=None, max_examples=40)
 @given(_faults, st.randoms(use_true_random=False))
-def test_names_of_groups(fault: Fault | None, rng: random.Random):
+def test_names_of_groups(fault: SimulatedFault | None, rng: random.Random):
     numbers = {str(n): str(m) for n, m in enumerate(rng.sample(range(1000, 9999), 40))}
     renamed = copy.deepcopy(CASES[fault])
     for dump in renamed.values():
@@ -72,14 +76,14 @@ def test_names_of_groups(fault: Fault | None, rng: random.Random):
 
 @settings(deadline=None, max_examples=40)
 @given(_faults, st.lists(st.integers(-7200, 7200), min_size=8, max_size=8))
-def test_clock_skew(fault: Fault | None, seconds: list[int]):
-    job = Job(LAYOUT, fault, entries=120, steps=8, clock_skew_ns={r: s * 10**9 for r, s in enumerate(seconds)})
+def test_clock_skew(fault: SimulatedFault | None, seconds: list[int]):
+    job = SimulatedJob(LAYOUT, fault, entries=120, steps=8, clock_skew_ns={r: s * 10**9 for r, s in enumerate(seconds)})
     assert verdicts(dict(dumps_of(job))) == verdicts(CASES[fault])
 
 
 @settings(deadline=None, max_examples=40)
 @given(_faults, st.integers(0, 10**9))
-def test_record_ids(fault: Fault | None, offset: int):
+def test_record_ids(fault: SimulatedFault | None, offset: int):
     """A rank that attached its recorder later has other record ids; nothing may rest on them across ranks."""
     moved = copy.deepcopy(CASES[fault])
     for rank, dump in moved.items():
@@ -90,7 +94,7 @@ def test_record_ids(fault: Fault | None, offset: int):
 
 @settings(deadline=None, max_examples=300)
 @given(_faults, st.sets(st.integers(0, 7), min_size=1))
-def test_any_subset_of_dumps_accuses_no_innocent(fault: Fault | None, kept: set[int]):
+def test_any_subset_of_dumps_accuses_no_innocent(fault: SimulatedFault | None, kept: set[int]):
     found = verdicts({rank: CASES[fault][rank] for rank in kept})
     if fault is None:
         assert found == []
@@ -100,7 +104,7 @@ def test_any_subset_of_dumps_accuses_no_innocent(fault: Fault | None, kept: set[
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f is not None], ids=lambda f: f"{f.name}-{f.axis}")
-def test_a_missing_dump_alone_accuses_nobody(fault: Fault):
+def test_a_missing_dump_alone_accuses_nobody(fault: SimulatedFault):
     dumps = {rank: dump for rank, dump in CASES[fault].items() if rank != fault.rank}
     analysis = analyse_dumps(dumps_from_objects(dumps))
     assert analysis.missing_ranks == (fault.rank,)
@@ -112,7 +116,7 @@ def test_a_missing_dump_alone_accuses_nobody(fault: Fault):
 
 @settings(deadline=None, max_examples=60)
 @given(_faults, st.dictionaries(st.integers(0, 7), st.integers(1, 119), min_size=1))
-def test_wrapped_rings(fault: Fault | None, lost: dict[int, int]):
+def test_wrapped_rings(fault: SimulatedFault | None, lost: dict[int, int]):
     """Rings that hold less of the past accuse nobody else."""
     cut = {rank: {**dump, "entries": dump["entries"][lost.get(rank, 0) :]} for rank, dump in CASES[fault].items()}
     for finding in verdicts(cut):

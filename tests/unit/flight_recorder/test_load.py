@@ -16,11 +16,11 @@ import pytest
 from dtobs.errors import DumpError, TargetError
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects, load_dumps, reader
 from dtobs.flight_recorder.names import find_dumps, rank_of
-from dtobs.testing.layout import Layout
-from dtobs.testing.simulate import Fault
-from dtobs.testing.synthetic_dumps import Job, dumps_of, write_dumps
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.simulate import SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of, write_dumps
 
-JOB = Job(Layout(dp=3, tp=1, pp=1), Fault("rank-not-joined", 1, "dp"), entries=30, steps=8)
+JOB = SimulatedJob(JobLayout(dp=3, tp=1, pp=1), SimulatedFault("rank-not-joined", 1, "dp"), entries=30, steps=8)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_torn_file_named_like_the_dumps_is_a_rank(tmp_path: Path):
 
 
 def test_several_children_give_the_same_dumps(tmp_path: Path):
-    job = Job(Layout(dp=5, tp=4, pp=1), Fault("rank-not-joined", 7, "dp"), entries=30, steps=8)
+    job = SimulatedJob(JobLayout(dp=5, tp=4, pp=1), SimulatedFault("rank-not-joined", 7, "dp"), entries=30, steps=8)
     write_dumps(job, tmp_path)
     one, three = load_dumps(tmp_path, children=1), load_dumps(tmp_path, children=3)
     assert np.array_equal(one.entries, three.entries)

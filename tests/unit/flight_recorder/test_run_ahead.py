@@ -9,27 +9,27 @@ import pytest
 
 from dtobs.findings import Confidence
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
-from dtobs.testing.layout import Layout
-from dtobs.testing.simulate import IN_ANY_GROUP, Fault, simulate
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.simulate import IN_ANY_GROUP, SimulatedFault, simulate
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 from tests.unit.flight_recorder.builders import call, dump
 
 RANK = 13
-LAYOUT = Layout(dp=3, tp=3, pp=3, layers=1)
+LAYOUT = JobLayout(dp=3, tp=3, pp=3, layers=1)
 FAULTS = [
-    *(Fault(name, RANK, axis) for name in (*IN_ANY_GROUP, "dumps-missing") for axis in ("world", "tp", "dp")),
-    Fault("group-deadlock", RANK),
-    Fault("p2p-unmatched", RANK),
+    *(SimulatedFault(name, RANK, axis) for name in (*IN_ANY_GROUP, "dumps-missing") for axis in ("world", "tp", "dp")),
+    SimulatedFault("group-deadlock", RANK),
+    SimulatedFault("p2p-unmatched", RANK),
 ]
 PAIR = {"0": [0, 1]}
 
 
-def blind(fault: Fault | None, run_ahead: int) -> Job:
-    return Job(LAYOUT, fault, entries=80, steps=5, stacks=True, timing=False, run_ahead=run_ahead)
+def blind(fault: SimulatedFault | None, run_ahead: int) -> SimulatedJob:
+    return SimulatedJob(LAYOUT, fault, entries=80, steps=5, stacks=True, timing=False, run_ahead=run_ahead)
 
 
 @cache
-def dumps(fault: Fault, run_ahead: int) -> dict[int, dict[str, Any]]:
+def dumps(fault: SimulatedFault, run_ahead: int) -> dict[int, dict[str, Any]]:
     return dict(dumps_of(blind(fault, run_ahead)))
 
 
@@ -43,7 +43,7 @@ def brief(made: dict[int, dict[str, Any]]):
 
 @pytest.mark.parametrize("run_ahead", [0, 8])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.name}-{f.axis}")
-def test_fault_has_one_verdict(fault: Fault, run_ahead: int):
+def test_fault_has_one_verdict(fault: SimulatedFault, run_ahead: int):
     (found,) = findings(dumps(fault, run_ahead))
     same = {fault.name}
     if fault.name == "collective-mismatch" and run_ahead:
@@ -57,7 +57,7 @@ def test_fault_has_one_verdict(fault: Fault, run_ahead: int):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.name}-{f.axis}")
-def test_without_the_dump_of_the_culprit_nobody_is_accused(fault: Fault):
+def test_without_the_dump_of_the_culprit_nobody_is_accused(fault: SimulatedFault):
     found = findings({rank: made for rank, made in dumps(fault, 8).items() if rank != RANK})
     assert not [f for f in found if f.ranks and f.confidence is not Confidence.POSSIBLE]
     if fault.name in ("rank-not-joined", "dumps-missing"):
@@ -71,8 +71,8 @@ def test_healthy_job_has_no_finding(run_ahead: int):
 
 
 def test_hosts_run_ahead_as_far_as_they_may():
-    layout = Layout(dp=3, tp=1, pp=1)
-    issued = simulate(layout, [Fault("rank-not-joined", 1, "dp")], steps=3, run_ahead=4).issued
+    layout = JobLayout(dp=3, tp=1, pp=1)
+    issued = simulate(layout, [SimulatedFault("rank-not-joined", 1, "dp")], steps=3, run_ahead=4).issued
     assert [sum(made.state != "completed" for made in calls) for calls in issued] == [5, 0, 5]
     assert [made.state for made in issued[0][-5:]] == ["started", *["scheduled"] * 4]
 

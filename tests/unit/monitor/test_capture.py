@@ -165,13 +165,13 @@ def test_a_closed_rank_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 class TestWorkerServer:
     def test_odd_answers(self, tmp_path: Path):
         with rank_process(tmp_path, "odd"):
-            with pytest.raises(worker_server.Unanswered, match="not JSON"):
+            with pytest.raises(worker_server.HandlerError, match="not JSON"):
                 worker_server.flight_recorder(str(tmp_path / "ws"), 5)
-            with pytest.raises(worker_server.Unanswered, match="more than 2 bytes"):
+            with pytest.raises(worker_server.HandlerError, match="more than 2 bytes"):
                 worker_server.ask(str(tmp_path / "ws"), "ping", 5, max_bytes=2)
 
     def test_nobody_there(self, tmp_path: Path):
-        with pytest.raises(worker_server.Unanswered, match="ping"):
+        with pytest.raises(worker_server.HandlerError, match="ping"):
             worker_server.ask(str(tmp_path / "none"), "ping", 1)
         assert worker_server.python_lock(str(tmp_path / "none"), 1).state == "unknown"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from dtobs.preflight.model import Disk, Evidence, Facts, Hello, Link, Reached, Speed
+from dtobs.preflight.model import Disk, Facts, Hello, Link, PreflightEvidence, Reached, Speed
 
 GIB = 1 << 30
 
@@ -37,11 +37,11 @@ def link(source: int, target: int, **changes: Any) -> Link:
     return replace(Link(source, target, rate, latency, rate, latency), **changes)
 
 
-def healthy(nodes: int = 3, local_world: int = 1) -> Evidence:
+def healthy(nodes: int = 3, local_world: int = 1) -> PreflightEvidence:
     """Every rank came, measured and ended; hosts are called a, b, c, …"""
     world = nodes * local_world
     names = {node: chr(ord("a") + node) for node in range(nodes)}
-    seen = Evidence(world, dict(names), local_world, nodes=dict(names))
+    seen = PreflightEvidence(world, dict(names), local_world, nodes=dict(names))
     for rank in range(world):
         node = rank // local_world
         port = 40_000 if rank % local_world == 0 else 0

@@ -9,18 +9,18 @@ import pytest
 
 from dtobs.findings import Severity, exit_code
 from dtobs.preflight.judge import judge
-from dtobs.preflight.model import Evidence, Problem, Reached, Report, Wrong
+from dtobs.preflight.model import PreflightEvidence, Problem, Reached, Report, Wrong
 from dtobs.preflight.text import render
 from tests.unit.preflight.evidence import GIB, facts, healthy, link
 
 
-def one(seen: Evidence) -> Problem:
+def one(seen: PreflightEvidence) -> Problem:
     found = judge(seen, "gloo")
     assert [p.code for p in found] == [found[0].code], found
     return found[0]
 
 
-def leave_out(seen: Evidence, rank: int) -> None:
+def leave_out(seen: PreflightEvidence, rank: int) -> None:
     """As if `rank` had never come: the others then measure nothing together."""
     seen.hellos.pop(rank)
     seen.facts.pop(rank)

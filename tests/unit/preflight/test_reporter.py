@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dtobs.preflight.judge import judge
-from dtobs.preflight.model import Evidence, Hello
+from dtobs.preflight.model import Hello, PreflightEvidence
 from dtobs.preflight.rank import Options
 from dtobs.preflight.reporter import Reporter
 
@@ -18,7 +18,7 @@ class Board:
         self.now = 100.0
         self.notes: dict[tuple[str, int], Any] = {}
         self.dead: dict[int, str] = {}
-        self.evidence = Evidence(world, dict.fromkeys(range(world), ""), 1)
+        self.evidence = PreflightEvidence(world, dict.fromkeys(range(world), ""), 1)
         options = Options(join_seconds=20, seconds=100, silent_seconds=15)
         self.reporter = Reporter(self, self.evidence, options, lambda: self.dead, lambda: self.now)  # type: ignore[arg-type]
 

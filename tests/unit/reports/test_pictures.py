@@ -18,25 +18,25 @@ from dtobs.diagnose.pictures import Cell, RankWait, call_grid, wait_picture
 from dtobs.flight_recorder import dumps_from_objects
 from dtobs.reports import html, json, text
 from dtobs.testing.fake_run import FakeRun
-from dtobs.testing.layout import Layout
-from dtobs.testing.simulate import Fault
-from dtobs.testing.synthetic_dumps import Job, dumps_of
+from dtobs.testing.layout import JobLayout
+from dtobs.testing.simulate import SimulatedFault
+from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 
-LAYOUTS = {2: Layout(2, 1, 1), 64: Layout(4, 4, 4), 1024: Layout(32, 8, 4, layers=1, micro_batches=1)}
+LAYOUTS = {2: JobLayout(2, 1, 1), 64: JobLayout(4, 4, 4), 1024: JobLayout(32, 8, 4, layers=1, micro_batches=1)}
 FAULTS = [
-    Fault("rank-not-joined", 21, "tp"),
-    Fault("device-stopped", 21, "tp"),
-    Fault("network-stalled", 21, "dp"),
-    Fault("shape-mismatch", 21, "dp"),
-    Fault("call-site-mismatch", 21, "dp"),
-    Fault("dumps-missing", 21, "tp"),
-    Fault("group-deadlock", 21),
-    Fault("p2p-unmatched", 21),
+    SimulatedFault("rank-not-joined", 21, "tp"),
+    SimulatedFault("device-stopped", 21, "tp"),
+    SimulatedFault("network-stalled", 21, "dp"),
+    SimulatedFault("shape-mismatch", 21, "dp"),
+    SimulatedFault("call-site-mismatch", 21, "dp"),
+    SimulatedFault("dumps-missing", 21, "tp"),
+    SimulatedFault("group-deadlock", 21),
+    SimulatedFault("p2p-unmatched", 21),
 ]
 
 
-def of_dumps(world: int, fault: Fault | None) -> Diagnosis:
-    job = Job(LAYOUTS[world], fault, entries=60, steps=6)
+def of_dumps(world: int, fault: SimulatedFault | None) -> Diagnosis:
+    job = SimulatedJob(LAYOUTS[world], fault, entries=60, steps=6)
     return diagnosis_of("dumps", dumps_from_objects(dict(dumps_of(job))))
 
 
@@ -81,7 +81,7 @@ class Document(HTMLParser):
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS], ids=lambda f: f.name if f else "healthy")
-def test_reports_of_dumps(fault: Fault | None):
+def test_reports_of_dumps(fault: SimulatedFault | None):
     diagnosis = of_dumps(64, fault)
     page = Document(html.render(diagnosis))
     assert not page.tags & {"script", "img", "link", "iframe", "object"}
@@ -92,7 +92,7 @@ def test_reports_of_dumps(fault: Fault | None):
 
 @pytest.mark.parametrize("world", [2, 64, 1024])
 def test_size_and_verdict_first(world: int):
-    diagnosis = of_dumps(world, Fault("rank-not-joined", 1, "dp"))
+    diagnosis = of_dumps(world, SimulatedFault("rank-not-joined", 1, "dp"))
     page = html.render(diagnosis)
     assert len(page.encode()) < (2_000_000 if world <= 64 else 8_000_000)
     order = [
@@ -109,7 +109,7 @@ def test_size_and_verdict_first(world: int):
 
 
 def test_picture_of_waits_ends_at_the_cause():
-    waits = of_dumps(64, Fault("rank-not-joined", 21, "tp")).pictures.waits
+    waits = of_dumps(64, SimulatedFault("rank-not-joined", 21, "tp")).pictures.waits
     assert waits is not None
     (cause,) = [index for index, node in enumerate(waits.nodes) if node.accused]
     assert (waits.nodes[cause].ranks, waits.nodes[cause].waits) == ((21,), False)
@@ -118,7 +118,7 @@ def test_picture_of_waits_ends_at_the_cause():
 
 
 def test_a_circle_is_drawn_as_one():
-    diagnosis = of_dumps(64, Fault("group-deadlock", 21))
+    diagnosis = of_dumps(64, SimulatedFault("group-deadlock", 21))
     waits = diagnosis.pictures.waits
     assert waits is not None
     by_ranks = {node.ranks: index for index, node in enumerate(waits.nodes)}
@@ -127,7 +127,7 @@ def test_a_circle_is_drawn_as_one():
 
 
 def test_who_made_the_call_that_does_not_fit_is_waited_for():
-    pictures = of_dumps(64, Fault("shape-mismatch", 21, "dp")).pictures
+    pictures = of_dumps(64, SimulatedFault("shape-mismatch", 21, "dp")).pictures
     assert pictures.waits is not None
     by_ranks = {node.ranks: index for index, node in enumerate(pictures.waits.nodes)}
     assert (by_ranks[5, 37, 53], by_ranks[21,]) in pictures.waits.edges
@@ -202,7 +202,9 @@ def test_a_shorter_ring_does_not_make_a_rank_different():
 
 
 def test_hostile_names_stay_text(tmp_path: Path):
-    dumps = dict(dumps_of(Job(Layout(2, 1, 1), Fault("rank-not-joined", 1, "dp"), entries=30, steps=6)))
+    dumps = dict(
+        dumps_of(SimulatedJob(JobLayout(2, 1, 1), SimulatedFault("rank-not-joined", 1, "dp"), entries=30, steps=6))
+    )
     for dump in dumps.values():
         for entry in dump["entries"]:
             entry["process_group"] = (entry["process_group"][0], "<script>alert(1)</script>\x1b[2J\ud800")
@@ -224,7 +226,7 @@ def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]):
 
 
 def test_evidence_that_json_cannot_say_is_null():
-    diagnosis = of_dumps(2, Fault("rank-not-joined", 1, "dp"))
+    diagnosis = of_dumps(2, SimulatedFault("rank-not-joined", 1, "dp"))
     diagnosis.findings[0].evidence[0].update(value=float("nan"), deep=_nested(2000))
     assert stdlib_json.loads(json.render(diagnosis))["findings"][0]["evidence"][0]["value"] is None
 

@@ -23,7 +23,7 @@ from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.app import TopApp
 from dtobs.tui.detail import RankDetail, rank_detail
-from dtobs.tui.model import Frame, build_frame
+from dtobs.tui.model import ScreenFrame, build_frame
 
 STUCK = 5
 SLOW = 2
@@ -122,7 +122,7 @@ class FakeSource:
         view.pages["heartbeat_ns"] = list(clocks.values())
         return view
 
-    def look(self) -> Frame:
+    def look(self) -> ScreenFrame:
         """A new frame."""
         self.looks += 1
         self._view = self.view()

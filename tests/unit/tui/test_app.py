@@ -14,9 +14,9 @@ from dtobs.events import RankState
 from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.app import TopApp
 from dtobs.tui.findings_panel import FindingsPanel
-from dtobs.tui.model import Frame
+from dtobs.tui.model import ScreenFrame
 from dtobs.tui.order import Order
-from dtobs.tui.screens import Panel, RankScreen
+from dtobs.tui.screens import RankScreen, ScreenPanel
 from dtobs.tui.table import RankTable
 from tests.unit.tui.scene import SLOW, STUCK, FakeSource, draw, settle, stalled_run, write_findings
 
@@ -157,12 +157,12 @@ async def test_rank_in_full_stays_live(tmp_path: Path) -> None:
 async def test_evidence_and_help(tmp_path: Path) -> None:
     async with screen(scene(tmp_path)) as (app, pilot):
         await pilot.press("tab", "down", "enter")
-        assert isinstance(app.screen, Panel)
+        assert isinstance(app.screen, ScreenPanel)
         assert "own&#160;time,&#160;median" in app.export_screenshot()
         await pilot.press("q")
-        assert not isinstance(app.screen, Panel), "q closes the sheet first"
+        assert not isinstance(app.screen, ScreenPanel), "q closes the sheet first"
         await pilot.press("question_mark")
-        assert isinstance(app.screen, Panel)
+        assert isinstance(app.screen, ScreenPanel)
         await pilot.press("escape")
 
 
@@ -242,7 +242,7 @@ async def test_it_ends_with_the_run_when_asked(tmp_path: Path) -> None:
 
 
 class Broken(FakeSource):
-    def look(self) -> Frame:
+    def look(self) -> ScreenFrame:
         raise TargetError("it is something else now")
 
 

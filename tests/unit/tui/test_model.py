@@ -16,20 +16,20 @@ from dtobs.recording.journal import Entry
 from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.curves import plot
 from dtobs.tui.detail import rank_detail
-from dtobs.tui.model import Frame, build_frame
+from dtobs.tui.model import ScreenFrame, build_frame
 from dtobs.tui.order import KEYS, Order, arrange
 from dtobs.tui.plain import facts
 from dtobs.tui.rows import RankRow
 from tests.unit.tui.scene import SLOW, STUCK, FakeSource, stalled_run, write_findings
 
 
-def frame_of(run: FakeRun, later: float = 0.5, **processes: ProcessState) -> Frame:
+def frame_of(run: FakeRun, later: float = 0.5, **processes: ProcessState) -> ScreenFrame:
     source = FakeSource(run, later)
     source.processes = {int(k[1:]): p for k, p in processes.items()}
     return source.look()
 
 
-def row(frame: Frame, rank: int) -> RankRow:
+def row(frame: ScreenFrame, rank: int) -> RankRow:
     return next(r for r in frame.rows if r.rank == rank)
 
 

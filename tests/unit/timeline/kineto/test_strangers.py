@@ -11,49 +11,57 @@ import pytest
 
 from dtobs.errors import TargetError
 from dtobs.reports.trace_text import render
-from dtobs.timeline.kineto.analyse import Trace, analyse
-from dtobs.timeline.kineto.names import Kind, kernel_kind, operation
+from dtobs.timeline.kineto.analyse import JobTrace, analyse
+from dtobs.timeline.kineto.names import KernelKind, kernel_kind, operation
 from tests.unit.timeline.kineto.traces import Host, group, jitter, job, save
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
-KERNELS: tuple[tuple[str, Kind, str], ...] = (
-    ("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", Kind.COMMUNICATION, "all_reduce"),
-    ("ncclKernel_ReduceScatter_RING_LL_Sum_float(ncclWorkElem)", Kind.COMMUNICATION, "reduce_scatter"),
+KERNELS: tuple[tuple[str, KernelKind, str], ...] = (
+    ("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", KernelKind.COMMUNICATION, "all_reduce"),
+    ("ncclKernel_ReduceScatter_RING_LL_Sum_float(ncclWorkElem)", KernelKind.COMMUNICATION, "reduce_scatter"),
     (
         "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
-        Kind.COMMUNICATION,
+        KernelKind.COMMUNICATION,
         "send_recv",
     ),
-    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Kind.COMMUNICATION, "all_gather"),
-    ("ncclSymDevKernel_AllReduce_AGxLLMC_R_sum_bf16(ncclSymDevArgs)", Kind.COMMUNICATION, "all_reduce"),
-    ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", Kind.COMMUNICATION, ""),
-    ("void deep_ep::intranode::dispatch<8, 768>(int4*, float*, int*, long*)", Kind.COMMUNICATION, "dispatch"),
-    ("void deep_ep::internode_ll::combine<false, 7168, 11>(void*, void*)", Kind.COMMUNICATION, "combine"),
-    ("void deep_ep::intranode::cached_notify_combine<8>(void**, int*, int)", Kind.COMMUNICATION, "combine"),
-    ("void primus_turbo::deep_ep::internode::notify_dispatch<true, 4>(int const*)", Kind.COMMUNICATION, "dispatch"),
-    ("void deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*, int*)", Kind.COMPUTE, ""),
-    ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, int)", Kind.COMMUNICATION, "all_reduce"),
+    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", KernelKind.COMMUNICATION, "all_gather"),
+    ("ncclSymDevKernel_AllReduce_AGxLLMC_R_sum_bf16(ncclSymDevArgs)", KernelKind.COMMUNICATION, "all_reduce"),
+    ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", KernelKind.COMMUNICATION, ""),
+    ("void deep_ep::intranode::dispatch<8, 768>(int4*, float*, int*, long*)", KernelKind.COMMUNICATION, "dispatch"),
+    ("void deep_ep::internode_ll::combine<false, 7168, 11>(void*, void*)", KernelKind.COMMUNICATION, "combine"),
+    ("void deep_ep::intranode::cached_notify_combine<8>(void**, int*, int)", KernelKind.COMMUNICATION, "combine"),
     (
-        "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned long)",
-        Kind.COMMUNICATION,
+        "void primus_turbo::deep_ep::internode::notify_dispatch<true, 4>(int const*)",
+        KernelKind.COMMUNICATION,
+        "dispatch",
+    ),
+    ("void deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*, int*)", KernelKind.COMPUTE, ""),
+    (
+        "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, int)",
+        KernelKind.COMMUNICATION,
         "all_reduce",
     ),
-    ("void c10d::symmetric_memory::two_shot_all_reduce_kernel<float>(float**)", Kind.COMMUNICATION, "all_reduce"),
-    ("void nvshmemi_transfer_rma_nbi<3>(void*)", Kind.COMMUNICATION, ""),
-    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(int)", Kind.COMPUTE, ""),
-    ("void my::fused<ncclDataType_t>(float*)", Kind.COMPUTE, ""),
-    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<int>(int)", Kind.COMPUTE, ""),
-    ("sm90_xmma_gemm_bf16bf16_dispatch_tn", Kind.COMPUTE, ""),
-    ("Memcpy PtoP (Device -> Device)", Kind.MEMORY, ""),
-    ("__amd_rocclr_copyBuffer.kd", Kind.MEMORY, ""),
+    (
+        "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned long)",
+        KernelKind.COMMUNICATION,
+        "all_reduce",
+    ),
+    ("void c10d::symmetric_memory::two_shot_all_reduce_kernel<float>(float**)", KernelKind.COMMUNICATION, "all_reduce"),
+    ("void nvshmemi_transfer_rma_nbi<3>(void*)", KernelKind.COMMUNICATION, ""),
+    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(int)", KernelKind.COMPUTE, ""),
+    ("void my::fused<ncclDataType_t>(float*)", KernelKind.COMPUTE, ""),
+    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<int>(int)", KernelKind.COMPUTE, ""),
+    ("sm90_xmma_gemm_bf16bf16_dispatch_tn", KernelKind.COMPUTE, ""),
+    ("Memcpy PtoP (Device -> Device)", KernelKind.MEMORY, ""),
+    ("__amd_rocclr_copyBuffer.kd", KernelKind.MEMORY, ""),
 )
 
 
 @pytest.mark.parametrize(("name", "kind", "op"), KERNELS, ids=[n.split("(")[0][-50:] or n[:40] for n, _, _ in KERNELS])
-def test_kernels_by_name(name: str, kind: Kind, op: str):
+def test_kernels_by_name(name: str, kind: KernelKind, op: str):
     assert kernel_kind(name) == kind
-    if kind == Kind.COMMUNICATION:
+    if kind == KernelKind.COMMUNICATION:
         assert operation(name) == op
 
 
@@ -228,7 +236,7 @@ def test_the_json_holds_its_contract(tmp_path: Path):
     assert [f["code"] for f in document["findings"]] == ["straggler"]
 
 
-def slowest(found: Trace) -> tuple[int, str] | None:
+def slowest(found: JobTrace) -> tuple[int, str] | None:
     return found.straggler and (found.straggler.rank, found.straggler.kind)
 
 

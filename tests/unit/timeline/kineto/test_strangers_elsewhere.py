@@ -8,40 +8,40 @@ from typing import Any
 
 import pytest
 
-from dtobs.timeline.kineto.analyse import Trace, analyse
-from dtobs.timeline.kineto.names import Kind, kernel_kind, operation
+from dtobs.timeline.kineto.analyse import JobTrace, analyse
+from dtobs.timeline.kineto.names import KernelKind, kernel_kind, operation
 from tests.unit.timeline.kineto.traces import Host, group, job, save
 
 
-def straight(found: Trace, rank: int = 0) -> tuple[float, ...]:
+def straight(found: JobTrace, rank: int = 0) -> tuple[float, ...]:
     """Span, compute, communication, exposed, memory and idle time of a rank."""
     f = found.figures[rank]
     return (f.span, f.compute, f.communication, f.exposed or 0.0, f.memory, f.idle)
 
 
-KERNELS: tuple[tuple[str, Kind, str], ...] = (
-    ("hcom_allReduce__428_0_1", Kind.COMMUNICATION, "all_reduce"),
-    ("hcom_allGather__123_4_1", Kind.COMMUNICATION, "all_gather"),
-    ("hcom_reduceScatter__9_2_1", Kind.COMMUNICATION, "reduce_scatter"),
-    ("HcclLaunchAicpuKernel", Kind.COMMUNICATION, ""),
-    ("mcclKernel_AllReduce_RING_LL_Sum_float(mcclWorkElem)", Kind.COMMUNICATION, "all_reduce"),
-    ("void cnclKernel_AllGather<float>(void*)", Kind.COMMUNICATION, "all_gather"),
-    ("aclnnMatmul_MatMulCommon_MatMulV2", Kind.COMPUTE, ""),
-    ("gemm_kernel[SIMD32 {512; 1; 1} {32; 1; 1}]", Kind.COMPUTE, ""),
-    ("void oneccl_allreduce_ring_kernel<sycl::half>(void*)", Kind.COMMUNICATION, "all_reduce"),
-    ("rccl_main_kernel", Kind.COMMUNICATION, ""),
-    ("triton_poi_fused_add_all_gather_0", Kind.COMPUTE, ""),
+KERNELS: tuple[tuple[str, KernelKind, str], ...] = (
+    ("hcom_allReduce__428_0_1", KernelKind.COMMUNICATION, "all_reduce"),
+    ("hcom_allGather__123_4_1", KernelKind.COMMUNICATION, "all_gather"),
+    ("hcom_reduceScatter__9_2_1", KernelKind.COMMUNICATION, "reduce_scatter"),
+    ("HcclLaunchAicpuKernel", KernelKind.COMMUNICATION, ""),
+    ("mcclKernel_AllReduce_RING_LL_Sum_float(mcclWorkElem)", KernelKind.COMMUNICATION, "all_reduce"),
+    ("void cnclKernel_AllGather<float>(void*)", KernelKind.COMMUNICATION, "all_gather"),
+    ("aclnnMatmul_MatMulCommon_MatMulV2", KernelKind.COMPUTE, ""),
+    ("gemm_kernel[SIMD32 {512; 1; 1} {32; 1; 1}]", KernelKind.COMPUTE, ""),
+    ("void oneccl_allreduce_ring_kernel<sycl::half>(void*)", KernelKind.COMMUNICATION, "all_reduce"),
+    ("rccl_main_kernel", KernelKind.COMMUNICATION, ""),
+    ("triton_poi_fused_add_all_gather_0", KernelKind.COMPUTE, ""),
     ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>(int)",
-     Kind.COMMUNICATION, "all_reduce"),
-    ("void sglang::cross_device_reduce_2stage<__half, 4>(RankData*, int)", Kind.COMMUNICATION, "all_reduce"),
-    ("void vllm::act_and_mul_kernel<c10::BFloat16>(c10::BFloat16*)", Kind.COMPUTE, ""),
+     KernelKind.COMMUNICATION, "all_reduce"),
+    ("void sglang::cross_device_reduce_2stage<__half, 4>(RankData*, int)", KernelKind.COMMUNICATION, "all_reduce"),
+    ("void vllm::act_and_mul_kernel<c10::BFloat16>(c10::BFloat16*)", KernelKind.COMPUTE, ""),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "kind", "op"), KERNELS, ids=[n.split("(")[0][:45] for n, _, _ in KERNELS])
-def test_kernels_of_other_devices_and_engines_by_name(name: str, kind: Kind, op: str):
+def test_kernels_of_other_devices_and_engines_by_name(name: str, kind: KernelKind, op: str):
     assert kernel_kind(name) == kind
-    if kind == Kind.COMMUNICATION:
+    if kind == KernelKind.COMMUNICATION:
         assert operation(name) == op
 
 
