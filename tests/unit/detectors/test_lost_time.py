@@ -91,12 +91,15 @@ class TestSyncEveryMicrobatch:
     def test_fires(self, tmp_path: Path):
         found = only(accumulating(FakeRun(tmp_path, 2), 1))
         assert (found.code, found.ranks, str(found.confidence)) == ("sync-every-microbatch", (0, 1), "likely")
-        assert "each of the 4 micro-batches" in found.summary
+        assert "each of the 4 micro-batches" in found.summary and "costs no memory" in found.summary
+        wait, spared = found.evidence[-2:]
+        assert spared["seconds"] == pytest.approx(0.75 * wait["seconds"])
 
     def test_fsdp_may_do_it_for_its_memory(self, tmp_path: Path):
         layout = {"kind": "fsdp", "data_ranks": [0, 1], "stage": 0, "coordinates": {}, "dropout": 0}
         found = only(accumulating(FakeRun(tmp_path, 2, layout=layout), 1, op="reduce_scatter_tensor"))
         assert (found.code, str(found.confidence)) == ("sync-every-microbatch", "possible")
+        assert "costs the memory of whole gradients" in found.summary
 
     @pytest.mark.parametrize(
         "made",
