@@ -49,6 +49,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if quiet is not None and not quiet.exceeded and quiet.seconds > _NOTICED_SECONDS and (lives or not view.processes):
         notes.append(_pause(view, quiet))
     notes += [f"what came after it: {finding.summary}" for finding in caused]
+    notes += _stood_until_the_end(view, ordered)
     if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
         notes.append(ended)
     notes += spent.lines() if spent is not None and spent.settled else []
@@ -197,6 +198,15 @@ def as_it_ended(view: RunView, finding: Finding) -> Finding:
     end = f"killed by {gone[0].ending.removeprefix('killed by ')}" if "killed by" in gone[0].ending else gone[0].ending
     summary = said.rstrip(".") + f"; then {_it(finding)} {end}"
     return replace(finding, summary=summary, next_step="Find out who suspended it; its process is gone since.")
+
+
+def _stood_until_the_end(view: RunView, ordered: list[Finding]) -> list[str]:
+    """How long a hang lasted that nobody survived: its sentence has the time at which it was noticed."""
+    ended = [p.ended_ns or p.alive_ns for rank in view.ranks if (p := view.process(rank)) is not None and not p.alive]
+    if not ordered or not ordered[0].traits & Trait.HANG or len(ended) < len(view.ranks):
+        return []
+    seconds = (max(ended, default=0) - ordered[0].since_ns) / 1e9 if ordered[0].since_ns else 0.0
+    return [f"it stood still for {duration_text(seconds)}, until its ranks ended"] if seconds > _NOTICED_SECONDS else []
 
 
 def _it(finding: Finding) -> str:

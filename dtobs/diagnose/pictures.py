@@ -163,14 +163,15 @@ def grid_of(
     usual = {}
     for seq in shown:
         values, counts = np.unique(column[table.rows(group, seq, seq)], return_counts=True)
-        usual[seq] = values[counts.argmax()]
+        most = np.flatnonzero(counts == counts.max())
+        usual[seq] = values[most[0]] if len(most) == 1 else None  # where as many called another, none is the usual
     texts: dict[tuple[int, int], str] = {}
     cells: dict[tuple[int, int], Cell] = {}
     for at in range(part.start, part.stop):
         key, said = (int(table.rank[at]), int(table.seq[at])), (int(table.op[at]), int(table.site[at]))
         if key not in cells:  # of a coalesced call the first part
             texts[said] = texts.get(said) or text(at)
-            cells[key] = Cell(state(at), texts[said], bool(column[at] != usual[key[1]]))
+            cells[key] = Cell(state(at), texts[said], usual[key[1]] is None or bool(column[at] != usual[key[1]]))
     columns = {
         rank: tuple(
             cells.get((rank, seq)) or Cell("missing" if seq > last and rank not in silent else "gone") for seq in shown

@@ -235,7 +235,8 @@ def causes(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
     that are left have stopped moving.
     """
     own = sorted((e for e in found.values() if e.by_itself and e.timed), key=lambda e: (e.t_ns, e.rank))
-    if own and not (own[0].kind is End.DIED and _answers(own[0], found)):
+    ended_by_hand = all(e.kind is End.DIED and e.told for e in own) and all_told(found)
+    if own and not ended_by_hand and not (own[0].kind is End.DIED and _answers(own[0], found)):
         return [e for e in own if _is_cause_beside(e, own[0])]
     unseen = [e for e in found.values() if e.kind is End.DIED and not e.timed]
     if unseen and not all_told(found):

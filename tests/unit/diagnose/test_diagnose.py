@@ -359,6 +359,36 @@ def test_a_call_issued_while_the_job_is_ended_replaces_no_finding(hung):
     assert "collective-mismatch" not in [f.code for f in diagnosis.findings]
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["before the alarm", "after the alarm"])
+@pytest.mark.parametrize("code", [-2, 1, 130, -15])
+def test_a_straggler_that_the_launcher_kills_after_an_interrupt_did_not_die(tmp_path: Path, code: int, before: bool):
+    """A rank that is stuck in C++ hears Ctrl-C and cannot act on it: torchrun kills it half a minute later."""
+    run = FakeRun(tmp_path, 2)
+    run.steps(4)
+    for rank, size in ((0, 8), (1, 16)):
+        run.rank(rank).collective(Op("all_reduce", "sum", ((size,),), ("float32",)), wait=True)
+        run.directory.signals(rank, 0).write_bytes(bytes([2]) + bytes(63))
+    view = run.view(later=70)
+    known = () if before else tuple(replace(entry(f), t_ns=view.now_ns) for f in diagnose(Evidence("x", view)).findings)
+    ended_ns = run.view(later=80).now_ns
+    ended = {
+        0: ProcessState(run.pid_of(0), alive=False, exit_code=-9, ended_ns=ended_ns + 30_000_000_000),
+        1: ProcessState(run.pid_of(1), alive=False, exit_code=code, ended_ns=ended_ns),
+    }
+    diagnosis = diagnose(Evidence("x", run.view(later=120, processes=ended), known))
+    assert [(f.code, f.ranks) for f in diagnosis.findings] == [("shape-mismatch", (0, 1))]
+    assert any(note.startswith("interrupted after step 4") for note in diagnosis.notes)
+
+
+def test_how_long_a_hang_lasted_is_told_after_its_ranks_were_ended(hung):
+    view = hung.view(later=70)
+    known = tuple(replace(entry(f), t_ns=view.now_ns) for f in diagnose(Evidence("x", view)).findings)
+    ended_ns = hung.view(later=100).now_ns
+    ended = {r: ProcessState(7, alive=False, exit_code=-9, ended_ns=ended_ns) for r in range(3)}
+    diagnosis = diagnose(Evidence("x", hung.view(later=200, processes=ended), known))
+    assert "it stood still for 100 s, until its ranks ended" in diagnosis.notes
+
+
 def test_nobody_resumes_a_process_that_is_gone(hung):
     found = Finding("rank-stopped", "rank 1 is suspended (pid 7), in data", (1,), Confidence.CERTAIN)
     known = replace(entry(found), t_ns=hung.view(later=70).now_ns)
