@@ -32,14 +32,16 @@ ROWS: tuple[Row, ...] = (
         "silent",
         Severity.WARNING,
         "Ranks train on the same data",
-        "Shard the data by data-parallel rank (DistributedSampler with rank and num_replicas).",
+        "Shard the data by data-parallel rank (DistributedSampler with rank and num_replicas). Where it is meant: "
+        'session.policy(data="same") or dtobs run --expect same-data.',
     ),
     (
         "local-gradient-outlier",
         "silent",
         Severity.WARNING,
         "One rank's gradient is far larger or smaller than its peers'",
-        "Look at this rank's batch and its loss scaling; if data is fine, suspect its device.",
+        "Look at this rank's batch and its loss scaling; if data is fine, suspect its device. Where each rank trains "
+        'on a domain of its own: session.policy(data="own") or dtobs run --expect own-data.',
     ),
     (
         "gradients-not-synchronized",

@@ -50,8 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--expect",
-        choices=("same-data", "own-data", "uneven-data"),
-        help="declare that ranks read the same data, each a domain of its own, or batches of unequal size, on purpose",
+        action="append",
+        choices=("same-data", "own-data", "uneven-data", "same-seed"),
+        help="declare that ranks read the same data, each a domain of its own, batches of unequal size, or draw the "
+        "same random numbers, on purpose; may be given more than once",
     )
     parser.add_argument("--tui", action="store_true", help="show the run live in this terminal")
     parser.add_argument(
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         Policy.parse(args.on_hang)
         os.environ[VARIABLE] = args.on_hang  # what we start has it
     if args.expect is not None:
-        os.environ["DTOBS_EXPECT"] = args.expect  # as above
+        os.environ["DTOBS_EXPECT"] = ",".join(args.expect)  # as above
     if args.tui:
         _check_terminal()
     given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")

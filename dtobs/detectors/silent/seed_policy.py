@@ -7,7 +7,8 @@ What it does: four comparisons.
  * ``session.policy(generators="differ")`` or ``"equal"``: the states of torch's generators between ranks that read
    different data, at the end of the same steps.
  * Without a declaration: a model with active dropout, whose generators move in every step and are equal on ranks
-   that read different data: those ranks drop the same units.
+   that read different data: those ranks drop the same units. Some trainers seed all ranks alike on purpose, so it is
+   only said as possible, with how to declare it.
 
 Why it hurts: a different seed gives a rank another model or another order of the data; equal dropout makes the
 data-parallel gradient noisier than it need be.
@@ -187,7 +188,12 @@ def _must_differ(
     for rank, row in zip(group, columns, strict=True):
         same.setdefault(row.tobytes(), []).append(rank)
     first = int(window.steps[known][0])
-    why = "they were declared different" if declared else "they drop the same units on different data"
+    why = (
+        "they were declared different"
+        if declared
+        else "they drop the same units on different data; if all are seeded alike on purpose, declare"
+        ' session.policy(generators="equal") or dtobs run --expect same-seed'
+    )
     evidence: dict[str, Any] = {
         "what": "generator digests",
         "steps_equal": int(known.sum()),
@@ -198,7 +204,7 @@ def _must_differ(
             "seed-policy",
             f"{ranks_text(ranks)} draw the same random numbers in every step; {why}",
             tuple(ranks),
-            Confidence.CERTAIN if declared else Confidence.LIKELY,
+            Confidence.CERTAIN if declared else Confidence.POSSIBLE,
             step=first,
             group="generators",
             evidence=(evidence,),

@@ -33,13 +33,23 @@ def test_a_pause_lasts_as_long_as_it_likes_and_not_longer(attach: Attach):
         assert int(page(observed)["phase_allowance_ns"]) == 5 * 10**9
 
 
-@pytest.mark.parametrize(("said", "data"), [("same-data", "same"), ("own-data", "own"), ("nothing", None)])
-def test_what_the_command_expects_of_the_data_is_declared(
-    attach: Attach, monkeypatch: pytest.MonkeyPatch, said: str, data: str | None
+@pytest.mark.parametrize(
+    ("said", "data", "generators"),
+    [
+        ("same-data", "same", None),
+        ("own-data", "own", None),
+        ("same-seed", None, "equal"),
+        ("same-data,same-seed", "same", "equal"),
+        ("nothing", None, None),
+    ],
+)
+def test_what_the_command_expects_is_declared(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, said: str, data: str | None, generators: str | None
 ):
     monkeypatch.setenv("DTOBS_EXPECT", said)
     observed = attach(make_model())
-    assert load_run(observed.run_dir).meta(0).policy.get("data") == data
+    policy = load_run(observed.run_dir).meta(0).policy
+    assert (policy.get("data"), policy.get("generators")) == (data, generators)
 
 
 def test_a_pause_inside_a_phase_that_hides_others(attach: Attach):
