@@ -186,6 +186,30 @@ def test_a_job_that_was_interrupted_and_closed_its_sessions_is_noted(tmp_path):
     assert {status.state for status in diagnosis.ranks.values()} == {"interrupted"}
 
 
+@pytest.mark.parametrize(
+    ("killed_after", "out_of_memory", "code", "accused"),
+    [
+        (30.0, False, -9, []),
+        (-0.1, False, -9, [(0,)]),
+        (30.0, True, -9, [(0,)]),
+        (30.0, False, -11, [(0,)]),
+    ],
+    ids=["killed for not hearing it", "killed before", "killed by the kernel for memory", "crashed"],
+)
+def test_a_rank_killed_long_after_another_was_interrupted_did_not_crash(
+    tmp_path, killed_after, out_of_memory, code, accused
+):
+    run = FakeRun(tmp_path, 2).steps(3)
+    told = run.view(later=9).now_ns
+    after = told + int(killed_after * 1e9)
+    killed = ProcessState(1, alive=False, exit_code=code, ended_ns=after, oom_killed=out_of_memory)
+    ended = {0: killed, 1: ProcessState(2, alive=False, exit_code=-2, ended_ns=told)}
+    diagnosis = diagnose(Evidence("x", run.view(later=80, processes=ended)))
+    assert [f.ranks for f in diagnosis.findings] == accused
+    if not accused:
+        assert any(note.startswith("interrupted after step 3") for note in diagnosis.notes)
+
+
 def standing(hung: FakeRun, later: float = 20.0) -> tuple[Entry, ...]:
     """What the monitor wrote of a standstill before it was long enough for an alarm."""
     view = hung.view(later=later)
