@@ -1,13 +1,14 @@
 """One verdict from several sources, and a note where two of them disagree.
 
-The surest finding is the verdict; of equally sure ones that of the source that comes first. A source that names other
+The surest finding is the verdict; of equally sure ones that of the source that comes first; a verdict that another
+source contradicts is likely at most. A source that names other
 ranks or another cause is heard in a note and never dropped silently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtobs.findings import CATALOGUE, Confidence, Finding
 
@@ -32,6 +33,9 @@ _AGREE = (
     },
 )
 """Codes of one row can be the same matter, seen by sources that see more or less of it."""
+_ENDS_A_RANK = _AGREE[2] | {"rendezvous-incomplete", "disk-full"}
+_NOT_THERE = _AGREE[0] | {"rank-dead"}
+"""What ended or delayed a rank is why it is not in the call in which others wait, where both name the rank."""
 _SAYS_LITTLE = {"dumps-missing", "network-stalled"}
 
 
@@ -51,7 +55,13 @@ def combine(sources: Sequence[SourceFindings]) -> tuple[Finding | None, list[Fin
     if not firsts:
         return None, [], list(dict.fromkeys(notes))
     who, verdict = max(firsts, key=lambda one: _weight(one[1]))
-    kept: dict[object, Finding] = {verdict.key: verdict}
+    contradicted = any(
+        not _agree(verdict, first) and first.confidence is not Confidence.POSSIBLE for _, first in firsts
+    )
+    sure = verdict.confidence is Confidence.CERTAIN
+    kept: dict[object, Finding] = {
+        verdict.key: replace(verdict, confidence=Confidence.LIKELY) if contradicted and sure else verdict
+    }
     for told, first in firsts:
         if told is not who and not _agree(verdict, first):
             notes.append(f"the sources disagree: by {told.name}, {first.code}: {first.summary}")
@@ -61,7 +71,7 @@ def combine(sources: Sequence[SourceFindings]) -> tuple[Finding | None, list[Fin
         same = [told.name for told, first in firsts if told is not who and _agree(verdict, first)]
         also = f", and by {' and '.join(same)} as well" if same else ""
         notes.append(f"the verdict is by {who.name}{also}")
-    return verdict, list(kept.values()), list(dict.fromkeys(notes))
+    return kept[verdict.key], list(kept.values()), list(dict.fromkeys(notes))
 
 
 def _weight(finding: Finding) -> tuple[bool, bool, int, bool]:
@@ -73,6 +83,8 @@ def _agree(verdict: Finding, other: Finding) -> bool:
     """Whether both can be the same matter: one code or one kind of it, and ranks that do not exclude each other."""
     kin = verdict.code == other.code or other.code in _SAYS_LITTLE
     kin = kin or any({verdict.code, other.code} <= row for row in _AGREE)
+    if verdict.code in _ENDS_A_RANK and other.code in _NOT_THERE and set(verdict.ranks) & set(other.ranks):
+        return True
     if not kin or CATALOGUE[verdict.code].family != CATALOGUE[other.code].family:
         return (
             not kin

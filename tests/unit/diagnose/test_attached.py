@@ -179,3 +179,24 @@ def test_disagreement_is_told():
 
 def test_no_source_says_anything():
     assert combine([SourceFindings("x"), SourceFindings("y", (), ("n",))]) == (None, [], ["n"])
+
+
+@pytest.mark.parametrize(
+    ("code", "rank", "other", "confidence", "disagree"),
+    [
+        ("rank-not-joined", 2, Confidence.LIKELY, Confidence.LIKELY, True),
+        ("rank-not-joined", 2, Confidence.POSSIBLE, Confidence.CERTAIN, True),
+        ("rank-not-joined", 0, Confidence.LIKELY, Confidence.CERTAIN, False),
+        ("uncaught-exception", 0, Confidence.LIKELY, Confidence.CERTAIN, False),
+        ("uncaught-exception", 1, Confidence.LIKELY, Confidence.LIKELY, True),
+    ],
+)
+def test_another_source_contradicts_or_sees_the_consequence(
+    code: str, rank: int, other: Confidence, confidence: Confidence, disagree: bool
+):
+    logs = SourceFindings("the logs", (Finding(code, "x", (rank,), Confidence.CERTAIN),))
+    dumps = SourceFindings("the dumps", (Finding("rank-not-joined", "y", (0,), other),))
+    verdict, findings, notes = combine([logs, dumps])
+    assert verdict is findings[0]
+    assert (verdict.code, verdict.ranks, verdict.confidence) == (code, (rank,), confidence)
+    assert any("disagree" in note for note in notes) == disagree
