@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from dtobs.detectors.peers import data_groups
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.replica_divergence import apart_on_purpose
+from dtobs.recording.laws import UPDATES
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
@@ -72,8 +73,18 @@ def _unobserved(view: RunView) -> Iterator[Off]:
 
 
 def _audit(view: RunView) -> Iterator[Off]:
-    """Of several optimizers one is audited."""
+    """Of several optimizers one is audited, and of few is the arithmetic known."""
     for rank in view.ranks:
+        entry = view.meta(rank).laws.get(UPDATES.name, {})
+        if entry and not entry.get("kind"):
+            named = settings_of(view, rank, int(view.page(rank)["step"])).get("optimizer", "this optimizer")
+            yield Off(
+                "updates",
+                "arithmetic not known",
+                f"the updates of {named} are not computed again: that is done for AdamW, Adam and SGD of torch.optim,"
+                " not for other classes or subclasses; whether anything but the optimizer writes its parameters is"
+                " looked at all the same",
+            )
         count = view.meta(rank).process.get("optimizer_count")
         if isinstance(count, int) and count > 1:
             yield Off(

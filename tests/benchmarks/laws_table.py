@@ -12,21 +12,40 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtobs.detectors import run_detectors
-from dtobs.drills.silent import TROUBLES, SilentJob, Trouble, Wrapper
+from dtobs.drills.faults import TROUBLES, Fault, Layout
+from dtobs.drills.silent import SilentJob
 from dtobs.findings import Finding
 from dtobs.recording.view import load_run
 from tests.faults.silent_programs import run_silent
 from tests.harness import run_ranks
 
-LAWS = {
-    "L1 gradient ledger": ("unwrapped", "wiped", "rescaled"),
-    "L2 update audit": ("stale", "ignored-rate", "overwritten", "coarse"),
-    "L4 equality": ("initial-parameters", "equal-dropout", "other-settings", "other-rate"),
-    "L5 data ledger": ("same-data", "uneven"),
-    "replicas": ("flipped-bit", "nan"),
+_SHARED: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp")
+_ALL: tuple[Layout, ...] = (*_SHARED, "by-hand")
+LAWS: dict[str, dict[str, tuple[Layout, ...]]] = {
+    "L1 gradient ledger": {"unwrapped": ("ddp",), "wiped": ("ddp",), "rescaled": _SHARED},
+    "L2 update audit": {
+        "stale": _ALL,
+        "ignored-rate": _ALL,
+        "overwritten": ("ddp", "by-hand"),
+        "coarse": _ALL,
+    },
+    "L3 loss": {"nan-loss": _ALL, "loud": _SHARED},
+    "L4 equality": {
+        "initial-parameters": ("by-hand", "hsdp"),
+        "equal-dropout": _ALL,
+        "other-settings": _ALL,
+        "other-rate": _ALL,
+    },
+    "L5 data ledger": {"same-data": _ALL, "uneven": _ALL},
+    "L6 restarts": {"rotten-checkpoint": _ALL},
+    "L7 collectives": {"corrupted-message": ("by-hand",)},
+    "replicas": {"flipped-bit": ("ddp", "hsdp", "by-hand"), "nan": _ALL},
 }
+"""The faults of each law and the layouts in which they are tried, on two ranks: under HSDP both have a copy."""
 _FROM_THE_START = 1
-_LATER = frozenset({"rescaled", "overwritten", "flipped-bit", "nan"})
+_LATER = frozenset(
+    {"rescaled", "overwritten", "flipped-bit", "nan", "nan-loss", "loud", "corrupted-message", "rotten-checkpoint"}
+)
 """Faults that strike at the job's `at_step`, counted from 0; the first step is 1."""
 
 
@@ -46,17 +65,17 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Every fault of the laws under each wrapper it applies to."""
-    quiet: dict[Wrapper, bool] = {}
+    quiet: dict[Layout, bool] = {}
     for law, names in LAWS.items():
-        for name in names:
+        for name, wrappers in names.items():
             trouble = TROUBLES[name]
-            for wrapper in trouble.wrappers:
+            for wrapper in wrappers:
                 if wrapper not in quiet:
                     quiet[wrapper] = not _found("none", wrapper)
                 yield _row(law, trouble, wrapper, quiet[wrapper])
 
 
-def _row(law: str, trouble: Trouble, wrapper: Wrapper, twin_quiet: bool) -> Row:
+def _row(law: str, trouble: Fault, wrapper: Layout, twin_quiet: bool) -> Row:
     mine = [finding for finding in _found(trouble.name, wrapper) if finding.code == trouble.code]
     if not mine:
         return Row(law, trouble.name, wrapper, trouble.code or "", None, False, "", twin_quiet)
@@ -70,7 +89,7 @@ def _row(law: str, trouble: Trouble, wrapper: Wrapper, twin_quiet: bool) -> Row:
     return Row(law, trouble.name, wrapper, finding.code, steps, right, parameter, twin_quiet)
 
 
-def _found(name: str, wrapper: Wrapper) -> list[Finding]:
+def _found(name: str, wrapper: Layout) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(run_silent, 2, SilentJob(Path(folder), name, wrapper), timeout=120)
         return run_detectors(load_run(Path(folder)))
