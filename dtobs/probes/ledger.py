@@ -147,8 +147,10 @@ class LedgerProbe(Probe):
             held = row.parameter()
             parameter = row.gathered.find() if row.gathered is not None else held
             if held is not None:
-                self._searches = self._searches or look.version not in (-1, held._version)
-                look.version = held._version
+                # What is written through `to_local()` counts on the shard, and not on the DTensor around it.
+                version = held._version + local_tensor(held)._version
+                self._searches = self._searches or look.version not in (-1, version)
+                look.version = version
             ddp = row.ddp() if row.ddp is not None else None
             look.held_back = ddp is not None and not ddp.require_backward_grad_sync
             if compiled and not self._compiled_said:

@@ -21,6 +21,7 @@ from tests.plain.programs import (  # noqa: F401 - each lists its own
     routine,
     several,
     sharded,
+    transformations,
     unusual,
 )
 

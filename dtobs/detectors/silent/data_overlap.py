@@ -47,9 +47,11 @@ def data_overlap(view: RunView) -> list[Finding]:
         norms = window.field("sample_norm")[rows]
         if not np.isfinite(norms).any():
             norms = window.field("local_norm")[rows]
+        on_purpose: set[int] = set()
         for members, equal, compared in _sets(digests):
             drops = any(view.meta(group[m]).layout.get("dropout") for m in members)  # differ by that alone
             if rule != {"differ"} and not drops and _learns_more(norms[members][:, equal]):
+                on_purpose |= {group[m] for m in members}
                 continue
             ranks = [group[m] for m in members]
             steps = window.steps[equal]
@@ -71,8 +73,8 @@ def data_overlap(view: RunView) -> list[Finding]:
                     since_ns=int(window.records["end_ns"][rows[members[0]]][equal][0]),
                 )
             )
-        if rule != {"same"} and not any(set(f.ranks) <= set(group) for f in found):
-            found += _in_any_order(view, group)
+        if not any(set(f.ranks) <= set(group) for f in found):
+            found += _in_any_order(view, [rank for rank in group if rank not in on_purpose])
     return found
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from tests.plain.kit import STEPS, Watch, assert_learned, batch, mlp, mse, program
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program
 
 
 def halves() -> list[nn.Sequential]:
@@ -123,4 +123,46 @@ def pipeline_by_hand(rank: int, world: int, watch: Watch) -> list[float]:
     if rank == 1:
         assert_learned(losses)
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference()), rtol=1e-3, atol=1e-4)
+    return losses
+
+
+@program()
+def ends_of_a_pipeline_share_an_embedding(rank: int, world: int, watch: Watch) -> list[float]:
+    """The first stage embeds, the last one reads out with a copy of the same matrix; they add up their gradients."""
+    torch.manual_seed(0)
+    shared = torch.randn(16, 8) * 0.3
+    torch.manual_seed(1 + rank)
+    stage = nn.ModuleDict({"body": nn.Linear(8, 8)})
+    name = "embed" if rank == 0 else "head"
+    stage[name] = nn.Linear(8, 16, bias=False)
+    stage[name].weight = nn.Parameter(shared.clone())
+    optimizer = torch.optim.AdamW(stage.parameters(), 1e-2)
+    watch(stage, optimizer)
+    losses = []
+    for step in range(2 * STEPS):
+        made = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 16, (32,), generator=made)
+        optimizer.zero_grad()
+        matrix = stage[name].weight
+        loss = torch.zeros(())
+        if rank == 0:
+            hidden = torch.tanh(stage["body"](matrix[tokens]))
+            dist.send(hidden.detach(), 1)
+            back = torch.empty_like(hidden)
+            dist.recv(back, 1)
+            hidden.backward(back)
+        else:
+            hidden = torch.empty(32, 8)
+            dist.recv(hidden, 0)
+            hidden.requires_grad_(True)
+            loss = nn.functional.cross_entropy(stage["head"](torch.tanh(stage["body"](hidden))), (tokens + 1) % 16)
+            loss.backward()
+            dist.send(hidden.grad, 0)
+        dist.all_reduce(matrix.grad)
+        optimizer.step()
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+    assert_replicas_equal([stage[name].weight])
+    assert_learned(losses)
     return losses

@@ -100,6 +100,19 @@ def test_declared_reading_is_quiet(tmp_path: Path):
     assert read(tmp_path, all_of_it, data="same") == []
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_equal_prompts_with_answers_of_each_rank_are_quiet_in_any_order(tmp_path: Path, answers: bool):
+    """The same batches in the same steps, whose gradients differ: what all ranks read, each of them reads."""
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        write(rank.recorder, 20, lambda _, step: permuted(0)[step * BATCH : step * BATCH + BATCH], rank.number)
+        for step in range(20):
+            rank.step(input_digest=50 + step, local_norm=1 + answers * rank.number * (1 + step % 7))
+    assert [f.summary.split(" read the same data")[0] for f in data_overlap(run.view())] == (
+        [] if answers else ["ranks 0 and 1"]
+    )
+
+
 @pytest.mark.parametrize("reads", [own_part, own_part_each_epoch, one_batch, with_replacement, stream])
 def test_healthy_reading_is_quiet(tmp_path: Path, reads: Reads):
     assert read(tmp_path, reads) == []
