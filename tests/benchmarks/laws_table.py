@@ -1,7 +1,7 @@
 """The faults that the laws find, under every wrapper: code, steps to detection, rank and parameter, and the quiet twin.
 
 ``python -m tests.benchmarks.laws_table`` trains the small jobs of `dtobs.drills.silent` on two real ranks each, with
-and without the fault, and prints the table of ``dtobs/README.md``.
+and without the fault, and prints what the table of ``dtobs/README.md`` was made of.
 """
 
 from __future__ import annotations
