@@ -97,7 +97,7 @@ def _strip(view: RunView) -> Strip | None:
     usual = float(np.median(done["end_ns"] - done["begin_ns"])) / 1e9 if len(done) else 1.0
     before = min(max(_STEPS_SHOWN * usual, _MIN_SECONDS), _MAX_SECONDS)
     # A hang is much longer than a step: the two are drawn beside each other, each on a scale of its own.
-    quiet = max(0.0, (view.now_ns - moved) / 1e9)
+    quiet = max(0.0, (_last_ns(view) - moved) / 1e9)
     after = round(STRIP_COLUMNS * min(_QUIET_SHARE, quiet / before))
     at = moved + np.concatenate(
         (_middles(STRIP_COLUMNS - after, before) - round(before * 1e9), _middles(after, quiet) if after else [])
@@ -106,6 +106,14 @@ def _strip(view: RunView) -> Strip | None:
     for row, rank in enumerate(view.ranks):
         cells[row] = _rank_cells(view, rank, at)
     return Strip("the phase each rank is in", before, tuple(view.ranks), _KINDS, cells, quiet if after else 0.0, after)
+
+
+def _last_ns(view: RunView) -> int:
+    """The end of what there is to show: now, or soon after the last of the ranks has ended."""
+    ended = [p.ended_ns for rank in view.ranks if (p := view.process(rank)) is not None and not p.alive]
+    if len(ended) < len(view.ranks) or not all(ended):
+        return view.now_ns
+    return min(view.now_ns, max(ended) + max(0, max(ended) - last_movement_ns(view)) // 8)
 
 
 def _middles(columns: int, seconds: float) -> npt.NDArray[np.float64]:

@@ -411,6 +411,8 @@ def test_how_long_a_hang_lasted_is_told_after_its_ranks_were_ended(hung):
     ended = {r: ProcessState(7, alive=False, exit_code=-9, ended_ns=ended_ns) for r in range(3)}
     diagnosis = diagnose(Evidence("x", hung.view(later=200, processes=ended), known))
     assert "it stood still for 100 s, until its ranks ended" in diagnosis.notes
+    assert diagnosis.pictures.strip is not None
+    assert 100 <= diagnosis.pictures.strip.quiet_seconds < 120, "what came long after is not drawn"
 
 
 def test_nobody_resumes_a_process_that_is_gone(hung):
