@@ -10,6 +10,8 @@ from pathlib import Path
 
 MOST = 1024
 """Open files of one process that are looked at."""
+MOST_HANDED_DOWN = 1 << 16
+"""Open files of a launcher that are looked at: one that is missed is taken for its ranks' own."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def overwritten_files(pid: int, proc: Path = Path("/proc")) -> Iterator[OpenFile
 def held_files(pid: int, proc: Path = Path("/proc")) -> set[tuple[int, int]]:
     """Device and inode of every file that `pid` has open: what its children may have inherited."""
     found = set()
-    for name in _names(proc / str(pid) / "fd")[:MOST]:
+    for name in _names(proc / str(pid) / "fd")[:MOST_HANDED_DOWN]:
         try:
             status = (proc / str(pid) / "fd" / name).stat()
         except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,6 +105,20 @@ def test_what_the_launcher_holds_open_was_handed_down(tmp_path: Path, run: FakeR
     with path.open("w") as held, writers(("write", path), ("write", path), parent=os.getpid()) as ranks:
         held.write("x")
         assert look(tmp_path, ranks, run) == []
+
+
+def test_what_a_launcher_with_thousands_of_open_files_holds_was_handed_down(tmp_path: Path, run: FakeRun):
+    path = tmp_path / "all.log"
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2000:
+        pytest.skip("no process may open so many files here")
+    other = os.open(tmp_path, os.O_RDONLY)
+    many = [os.dup(other) for _ in range(1100)]
+    try:
+        with path.open("w"), writers(("write", path), ("write", path), parent=os.getpid()) as ranks:
+            assert look(tmp_path, ranks, run) == []
+    finally:
+        for fd in (other, *many):
+            os.close(fd)
 
 
 def test_a_damaged_file_is_nothing(tmp_path: Path):
