@@ -86,17 +86,15 @@ def _ranks_of_tasks(evidence: LogEvidence) -> frozenset[int] | None:
 
     A job of one task a node has the node's ranks in the task's lines. Empty where no line says anything of it.
     """
-    agree = False
-    for sign in evidence.signs:
-        own = rank_of(sign)
-        if sign.writer.kind == "task" and own is not None:
-            evidence.tasks.add((sign.writer.number, own))
-    for task, rank in evidence.tasks:
-        if task != rank:
-            return None
-        agree = True
-    tasks = {writer.number for _, writer in evidence.writers if writer.kind == "task"} if agree else set()
-    return frozenset(tasks | {task for task, _ in evidence.tasks})
+    told = {
+        (s.writer.number, own) for s in evidence.signs if s.writer.kind == "task" and (own := rank_of(s)) is not None
+    }
+    pairs = evidence.tasks | told
+    if any(task != rank for task, rank in pairs):
+        return None
+    if not pairs:
+        return frozenset()
+    return frozenset({task for task, _ in pairs} | {w.number for _, w in evidence.writers if w.kind == "task"})
 
 
 def _first_rank(pairs: set[tuple[int, int]]) -> int | None:

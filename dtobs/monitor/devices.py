@@ -71,8 +71,8 @@ class Devices:
             state = self._library.read(uuid, set(pids.values()))
             if state is None:
                 continue
-            ours = tuple(pid for pid in state.others if not self._started_by(pid, set(pids.values())))
-            sample = DeviceSample(rank, attempt, time.monotonic_ns(), replace(state, others=ours))
+            others = tuple(pid for pid in state.others if not self._started_by(pid, set(pids.values())))
+            sample = DeviceSample(rank, attempt, time.monotonic_ns(), replace(state, others=others))
             self._samples.setdefault(rank, deque(maxlen=int(KEPT_SECONDS / EVERY_SECONDS))).append(sample)
         try:
             write_devices(self._path, [sample for kept in self._samples.values() for sample in kept])

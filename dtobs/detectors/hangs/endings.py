@@ -6,6 +6,7 @@ what is left. Only what came first is a cause.
 
 from __future__ import annotations
 
+import math
 import re
 import signal as signals
 from dataclasses import dataclass
@@ -235,7 +236,7 @@ def causes(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
     that are left have stopped moving.
     """
     own = sorted((e for e in found.values() if e.by_itself and e.timed), key=lambda e: (e.t_ns, e.rank))
-    ended_by_hand = all(e.kind is End.DIED and (e.told or _finished_off(e, found)) for e in own) and all_told(found)
+    ended_by_hand = all(e.kind is End.DIED for e in own) and all_told(found)
     if own and not ended_by_hand and not (own[0].kind is End.DIED and _answers(own[0], found)):
         return [e for e in own if _is_cause_beside(e, own[0])]
     unseen = [e for e in found.values() if e.kind is End.DIED and not e.timed]
@@ -247,8 +248,10 @@ def causes(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
 def all_told(found: dict[int, Ending]) -> bool:
     """Whether somebody outside told every rank that has ended to end, so that none of them is the others' cause."""
     over = [e for e in found.values() if e.over]
-    by_hand = (End.CLOSED, End.EXITED)
-    return any(e.told for e in over) and all(e.told or e.kind in by_hand or _finished_off(e, found) for e in over)
+    first_ns = _first_told_ns(found)
+    return any(e.told for e in over) and all(
+        e.told or e.kind in (End.CLOSED, End.EXITED) or _finished_off(e, first_ns) for e in over
+    )
 
 
 def _told_alone(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
@@ -268,11 +271,15 @@ def _told_alone(found: dict[int, Ending], *, stalled: bool) -> list[Ending]:
 def _answers(ending: Ending, found: dict[int, Ending]) -> bool:
     """Whether a rank that left with an exit code did so after another was told to end: it cleaned up and left."""
     code = ending.process.exit_code if ending.process is not None else None
-    first = min((e.t_ns for e in found.values() if e.told), default=ending.t_ns)
-    return code is not None and code > 0 and first < ending.t_ns
+    return code is not None and code > 0 and _first_told_ns(found) < ending.t_ns
 
 
-def _finished_off(ending: Ending, found: dict[int, Ending]) -> bool:
+def _first_told_ns(found: dict[int, Ending]) -> float:
+    """When the first rank that was told to end did so."""
+    return min((e.t_ns for e in found.values() if e.told and e.t_ns), default=math.inf)
+
+
+def _finished_off(ending: Ending, first_told_ns: float) -> bool:
     """Whether a rank was killed long after another was told to end: who ends a job kills what does not hear it.
 
     A rank that waits inside a library does not hear a signal. The kernel's killing for memory is another matter.
@@ -280,8 +287,7 @@ def _finished_off(ending: Ending, found: dict[int, Ending]) -> bool:
     process = ending.process
     if process is None or process.exit_code != -signals.SIGKILL or process.oom_killed or not process.ended_ns:
         return False
-    first = min((e.t_ns for e in found.values() if e.told and e.t_ns and e.rank != ending.rank), default=ending.t_ns)
-    return ending.t_ns - first > _TOGETHER_NS
+    return ending.t_ns - first_told_ns > _TOGETHER_NS
 
 
 def _is_cause_beside(ending: Ending, first: Ending) -> bool:

@@ -50,9 +50,10 @@ def memory_leak(view: RunView) -> list[Finding]:
     for group in data_groups(view):
         of_group = {rank: _growth(steps[rank], "private_bytes", HOST_BYTES) for rank in group}
         for rank, growth in of_group.items():
+            if growth is None or not growth.leaks:
+                continue
             peers = [other.rate for r, other in of_group.items() if r != rank and other is not None]
-            alone = len(peers) == len(group) - 1 > 0
-            if growth is not None and growth.leaks and alone and growth.rate >= ALONE * statistics.median(peers):
+            if len(peers) == len(group) - 1 > 0 and growth.rate >= ALONE * statistics.median(peers):
                 host[rank] = growth
     found = ((device, "device", Confidence.LIKELY), (host, "host", Confidence.POSSIBLE))
     return [_finding(leaking, where, confidence) for leaking, where, confidence in found if leaking]
