@@ -82,8 +82,9 @@ def test_a_file_keeps_its_order(tmp_path):
     assert len(lines) in (2, 3), "where the kernel does not lend the descriptor, the file is left alone"
 
 
-def test_nobody_is_there_to_be_told(tmp_path):
+def test_nobody_is_there_to_be_told(tmp_path, capfd):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     Console(tmp_path).found(HANG, watched(process))
     Console(tmp_path).found(HANG, [])
+    assert capfd.readouterr() == ("", ""), "the monitor's own streams are nobody's console"
