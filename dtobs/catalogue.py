@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from dtobs import silent_codes
 from dtobs.codes import Code, Family, Row, Severity, Trait
+from dtobs.expectations import EXPECTATIONS
 
 __all__ = ["CATALOGUE", "PREFLIGHT", "Code", "Family", "Severity", "Trait"]
 
@@ -298,7 +299,10 @@ _ROWS: tuple[Row, ...] = (
     ),
     *silent_codes.ROWS,
     # performance
-    *((name, "performance", Severity.WARNING, title, next_step) for name, title, next_step in _LOST_TIME),
+    *(
+        (name, "performance", Severity.WARNING, title, step, Trait.NONE, name if name in EXPECTATIONS else "")
+        for name, title, step in _LOST_TIME
+    ),
     (
         "slow-link",
         "performance",

@@ -10,8 +10,11 @@ Family = Literal["hangs", "silent", "performance"]
 
 
 class Severity(StrEnum):
-    """`critical`: the run is lost or its result is wrong. `warning`: it wastes time or looks suspicious."""
+    """`critical`: the run is lost or its result is wrong. `warning`: it wastes time or looks suspicious. `note`: a fact
+    that may be meant, with the word that declares it (`dtobs.expectations`).
+    """
 
+    NOTE = "note"
     WARNING = "warning"
     CRITICAL = "critical"
 
@@ -36,7 +39,11 @@ class Trait(Flag):
 
 @dataclass(frozen=True)
 class Code:
-    """A row of the catalogue. Of two causes of one end the one with the lower `order` came first."""
+    """A row of the catalogue. Of two causes of one end the one with the lower `order` came first.
+
+    `severity` is that of a finding which cannot be meant. Where `expect` is a word of `dtobs.expectations`, a job may
+    do it on purpose: the word declares it, and it is a note unless the detector knows better (`Finding.fault`).
+    """
 
     name: str
     family: Family
@@ -44,8 +51,13 @@ class Code:
     title: str
     next_step: str
     traits: Trait = Trait.NONE
+    expect: str = ""
     order: int = 0
 
 
-Row = tuple[str, Family, Severity, str, str] | tuple[str, Family, Severity, str, str, Trait]
+Row = (
+    tuple[str, Family, Severity, str, str]
+    | tuple[str, Family, Severity, str, str, Trait]
+    | tuple[str, Family, Severity, str, str, Trait, str]
+)
 """How a code is written down: the fields of Code, in their order."""

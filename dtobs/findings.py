@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Protocol
 
 from dtobs.catalogue import CATALOGUE, PREFLIGHT, Code, Family, Severity, Trait
+from dtobs.expectations import EXPECTATIONS, how_to_declare
 
 __all__ = ["CATALOGUE", "Code", "Confidence", "Family", "Finding", "Severity", "Trait", "exit_code"]
 
@@ -23,8 +24,8 @@ class HasSeverity(Protocol):
 
 
 def exit_code(findings: Iterable[HasSeverity]) -> int:
-    """What a command says to the shell of `findings`: 0 nothing found, 3 warnings, 4 something critical."""
-    severities = {finding.severity for finding in findings}
+    """What a command says to the shell of `findings`: 0 nothing or notes only, 3 warnings, 4 something critical."""
+    severities = {finding.severity for finding in findings} - {Severity.NOTE}
     return 4 if Severity.CRITICAL in severities else 3 if severities else 0
 
 
@@ -39,6 +40,10 @@ class Confidence(StrEnum):
     def order(self) -> int:
         """2 for certain, 0 for possible."""
         return ("possible", "likely", "certain").index(self.value)
+
+
+def _known(code: str) -> Code:
+    return CATALOGUE.get(code) or PREFLIGHT[code]
 
 
 def _says_what(record: dict[str, Any]) -> bool:
@@ -63,13 +68,21 @@ class Finding:
     since_ns: int = 0
     severity: Severity = field(default=Severity.WARNING)
     early: bool = False  #: said because somebody asked: the run stands still, for less than its hang timeout
+    expect: str | None = None  #: the word that declares it (`dtobs.expectations`); None: its code's, "": none does
+    fault: bool | None = None  #: more than a note although a word declares it; None: where its code is critical
 
     def __post_init__(self) -> None:
-        known = CATALOGUE.get(self.code) or PREFLIGHT[self.code]
+        known = _known(self.code)
         object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in self.ranks)))
-        object.__setattr__(self, "severity", Severity.WARNING if self.early else known.severity)
-        if not self.next_step:
-            object.__setattr__(self, "next_step", known.next_step)
+        word = known.expect if self.expect is None else self.expect if self.expect in EXPECTATIONS else ""
+        fault = known.severity is Severity.CRITICAL if self.fault is None else self.fault
+        note = word and not fault and not EXPECTATIONS[word].costs
+        severity = Severity.WARNING if self.early else Severity.NOTE if note else known.severity
+        step, how = self.next_step or known.next_step, how_to_declare(word) if word else ""
+        object.__setattr__(self, "expect", word)
+        object.__setattr__(self, "fault", fault)
+        object.__setattr__(self, "severity", severity)
+        object.__setattr__(self, "next_step", step if step.endswith(how) else f"{step} {how}")
 
     @property
     def traits(self) -> Trait:
@@ -94,4 +107,5 @@ class Finding:
             "evidence": list(self.evidence),
             "next_step": self.next_step,
             **({"early": True} if self.early else {}),
+            **({"expect": self.expect, "fault": self.fault} if self.expect or _known(self.code).expect else {}),
         }

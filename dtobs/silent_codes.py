@@ -11,6 +11,8 @@ ROWS: tuple[Row, ...] = (
         Severity.CRITICAL,
         "Parameters that must be equal on all replicas are not",
         "Restart from a checkpoint before the first step named; where one rank is odd, suspect its memory or device.",
+        Trait.NONE,
+        "own-models",
     ),
     (
         "corrupted-communication",
@@ -26,22 +28,26 @@ ROWS: tuple[Row, ...] = (
         Severity.WARNING,
         "Random generators are not seeded as the policy says",
         "Seed model initialisation equally on all replicas and data order and dropout by the data rank.",
+        Trait.NONE,
+        "same-seed",
     ),
     (
         "data-overlap",
         "silent",
         Severity.WARNING,
         "Ranks train on the same data",
-        "Shard the data by data-parallel rank (DistributedSampler with rank and num_replicas). Where it is meant: "
-        'session.policy(data="same") or dtobs run --expect same-data.',
+        "Shard the data by data-parallel rank (DistributedSampler with rank and num_replicas).",
+        Trait.NONE,
+        "same-data",
     ),
     (
         "local-gradient-outlier",
         "silent",
         Severity.WARNING,
         "One rank's gradient is far larger or smaller than its peers'",
-        "Look at this rank's batch and its loss scaling; if data is fine, suspect its device. Where each rank trains "
-        'on a domain of its own: session.policy(data="own") or dtobs run --expect own-data.',
+        "Look at this rank's batch and its loss scaling; if data is fine, suspect its device.",
+        Trait.NONE,
+        "own-data",
     ),
     (
         "gradients-not-synchronized",
@@ -50,6 +56,8 @@ ROWS: tuple[Row, ...] = (
         "An optimizer does not get the gradients of all ranks",
         "Call the wrapped model itself, make every parameter before wrapping it, and check the ranks of the process "
         "group given to the wrapper.",
+        Trait.NONE,
+        "own-models",
     ),
     (
         "accumulation-not-normalized",
@@ -58,6 +66,8 @@ ROWS: tuple[Row, ...] = (
         "Accumulated micro-batches do not count as they should",
         "Zero gradients once a step, before the first micro-batch, and divide each loss by what all of them have "
         "together.",
+        Trait.NONE,
+        "own-accumulation",
     ),
     (
         "optimizer-stale",
@@ -73,6 +83,8 @@ ROWS: tuple[Row, ...] = (
         "The optimizer made something else of a parameter than its arithmetic says",
         "Where one rank is named, test its device; where all are, look for a learning rate captured in a compiled "
         "step or a graph, and for hooks of the step.",
+        Trait.NONE,
+        "own-updates",
     ),
     (
         "state-changed-at-rest",
@@ -147,6 +159,8 @@ ROWS: tuple[Row, ...] = (
         Severity.WARNING,
         "A rank is configured otherwise than its peers",
         "Look for a branch on the rank, an environment variable, or a file that only some hosts have.",
+        Trait.NONE,
+        "own-settings",
     ),
     (
         "learning-rate-mismatch",
@@ -154,6 +168,8 @@ ROWS: tuple[Row, ...] = (
         Severity.CRITICAL,
         "Ranks step with different learning rates",
         "Give every rank the same schedule and step it on every rank; after a resume, load its state on all of them.",
+        Trait.NONE,
+        "own-models",
     ),
     (
         "data-repeat",
@@ -161,6 +177,8 @@ ROWS: tuple[Row, ...] = (
         Severity.WARNING,
         "Every epoch reads shuffled data in the same order",
         "Call sampler.set_epoch(epoch) at the beginning of every epoch.",
+        Trait.NONE,
+        "same-order",
     ),
     (
         "data-uneven",
@@ -168,6 +186,8 @@ ROWS: tuple[Row, ...] = (
         Severity.WARNING,
         "Ranks train on batches of different size",
         "Give every rank the same batch size, or weigh each loss by its share of all samples.",
+        Trait.NONE,
+        "uneven-data",
     ),
     (
         "data-mismatch",
@@ -182,6 +202,8 @@ ROWS: tuple[Row, ...] = (
         Severity.WARNING,
         "A restart begins the data anew",
         "Save the position in the data with the checkpoint, and skip to it after a restart.",
+        Trait.NONE,
+        "fresh-restart",
     ),
     (
         "rng-not-restored",
@@ -189,6 +211,8 @@ ROWS: tuple[Row, ...] = (
         Severity.WARNING,
         "A restart continues the data with other random numbers",
         "Save and load the states of the generators of every rank, host and device, with the checkpoint.",
+        Trait.NONE,
+        "fresh-restart",
     ),
     (
         "resume-mismatch",
@@ -196,6 +220,8 @@ ROWS: tuple[Row, ...] = (
         Severity.CRITICAL,
         "A restart goes on with another learning rate or other weights",
         "Load the state of model, optimizer, scheduler and scaler on every rank before the first step.",
+        Trait.NONE,
+        "fresh-restart",
     ),
     (
         "checkpoint-corrupt",

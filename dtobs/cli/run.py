@@ -25,7 +25,8 @@ from threading import Thread
 from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import DependencyMissing, RecordingDisabled, TargetError, UsageError
-from dtobs.findings import Trait
+from dtobs.expectations import EXPECTATIONS
+from dtobs.findings import Severity, Trait
 from dtobs.integrations.launch import UNSEEN, Command, environment
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
@@ -51,9 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expect",
         action="append",
-        choices=("same-data", "own-data", "uneven-data", "same-seed"),
-        help="declare that ranks read the same data, each a domain of its own, batches of unequal size, or draw the "
-        "same random numbers, on purpose; may be given more than once",
+        choices=EXPECTATIONS,
+        metavar="WORD",
+        help="declare what is done on purpose; may be given more than once. "
+        + "; ".join(f"{word}: {each.says}" for word, each in EXPECTATIONS.items()),
     )
     parser.add_argument("--tui", action="store_true", help="show the run live in this terminal")
     parser.add_argument(
@@ -174,7 +176,9 @@ def _conclude(root: Path, words: list[str], code: int, spawned: int) -> None:
     for line in spent.lines() if spent is not None and spent.settled else ():
         _say(line)
     if diagnosis.verdict is not None:
-        _say(f"{diagnosis.verdict.code}: {diagnosis.verdict.summary}")
+        meant = diagnosis.verdict.severity is Severity.NOTE
+        how = f" (where it is meant: dtobs run --expect {diagnosis.verdict.expect})" if meant else ""
+        _say(f"{diagnosis.verdict.code}: {diagnosis.verdict.summary}{how}")
     stood = [past for past in evidence.past if Trait.RECOVERABLE in past.finding.traits]
     for past in stood[-_MAX_PAST:]:
         _say(f"over since: {past.finding.code}, {duration_text(past.lost_seconds)}: {past.finding.summary}")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from dtobs.detectors.base import Detector
-from dtobs.findings import Finding
+from dtobs.expectations import is_declared
+from dtobs.findings import Finding, Severity
 from dtobs.recording.view import RunView
 
 FAMILIES = ("hangs", "silent", "performance")
@@ -35,7 +36,7 @@ def detectors(families: Sequence[str] = FAMILIES) -> tuple[Detector, ...]:
 
 
 def run_detectors(view: RunView, families: Sequence[str] = FAMILIES) -> list[Finding]:
-    """Everything that is wrong with the run: critical first, then by step and code.
+    """Everything that is wrong with the run: the gravest first, then by step and code.
 
     A detector that cannot cope with what it reads does not silence the others: a line in ``view.damaged`` says which.
     Of a run that is looked at again and again, what is dear at thousands of ranks is asked less often (`RESTS`).
@@ -55,10 +56,17 @@ def run_detectors(view: RunView, families: Sequence[str] = FAMILIES) -> list[Fin
             except Exception as error:  # noqa: BLE001 - recordings come from anywhere; said in `damaged`, not hidden
                 view.damaged.append(f"{detector.__module__} failed: {type(error).__name__}: {error}")
                 continue
+            findings = [finding for finding in findings if not _meant(view, finding)]
             found += findings
             earlier[name] = _Known(view.now_ns, time.thread_time() - begin, _states(view), findings)
     view.shared.clear()  # of thousands of ranks it is much, and views are kept
     return sorted(found, key=_order)
+
+
+def _meant(view: RunView, finding: Finding) -> bool:
+    """Whether every rank of it declared that it does this on purpose (`dtobs.expectations`)."""
+    word, ranks = finding.expect, [rank for rank in finding.ranks or view.ranks if rank in view.ranks]
+    return bool(word and ranks) and all(is_declared(word or "", view.meta(rank).policy) for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,9 @@ def _states(view: RunView) -> bytes:
     return bytes(view.pages["state"].tobytes())
 
 
-def _order(finding: Finding) -> tuple[bool, int, str, tuple[int, ...]]:
+def _order(finding: Finding) -> tuple[int, int, str, tuple[int, ...]]:
     return (
-        finding.severity.value != "critical",
+        (Severity.CRITICAL, Severity.WARNING, Severity.NOTE).index(finding.severity),
         -1 if finding.step is None else finding.step,
         finding.code,
         finding.ranks,

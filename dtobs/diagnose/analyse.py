@@ -257,7 +257,7 @@ def rank_causes(found: Iterable[Finding]) -> list[Finding]:
 
 def _order(finding: Finding) -> tuple[int, int, float, bool, float, str, tuple[int, ...]]:
     stops = CATALOGUE[finding.code].family == "hangs" and Trait.GOES_ON not in finding.traits
-    kind = 0 if stops else 1 if finding.severity is Severity.CRITICAL else 2
+    kind = 0 if stops else {Severity.CRITICAL: 1, Severity.WARNING: 2, Severity.NOTE: 3}[finding.severity]
     return (
         kind,
         int(finding.confidence is Confidence.POSSIBLE),

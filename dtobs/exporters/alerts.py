@@ -53,7 +53,7 @@ def _of_code(code: Code) -> Alert:
     return Alert(
         name=alert_name(code.name),
         runbook=code.name,
-        expr=f'max by (run, code) (max_over_time(dtobs_findings{{code="{code.name}"}}[5m])) > 0',
+        expr=f'max by (run, code) (max_over_time(dtobs_findings{{code="{code.name}",severity!="note"}}[5m])) > 0',
         severity=code.severity.value,
         summary=code.title,
         description=f"Run {{{{ $labels.run }}}}, ranks:{_RANKS}. {code.next_step}",

@@ -16,7 +16,7 @@ from dtobs.detectors.comparisons import comparisons_off
 from dtobs.events import FP8_ROLES, STEP_PARTS, RankState
 from dtobs.exporters import noise
 from dtobs.exporters.look import MonitorSnapshot
-from dtobs.findings import CATALOGUE
+from dtobs.findings import CATALOGUE, Severity
 from dtobs.recording.rank import ENDED, State
 
 Sample = tuple[tuple[str, ...], float]
@@ -239,9 +239,11 @@ def checkpoint_age(look: MonitorSnapshot) -> Iterator[Sample]:
 def findings(look: MonitorSnapshot) -> Iterator[Sample]:
     """Every code is exported, 0 when it is not there: a panel and an alert always have data."""
     if look.leads:
+        open_ = Counter((f.code, f.severity is Severity.NOTE) for f in look.findings)
         for code in CATALOGUE.values():
-            count = sum(1 for f in look.findings if f.code == code.name)
-            yield (code.name, code.severity.value), float(count)
+            yield (code.name, code.severity.value), float(open_[code.name, False])
+            if code.expect:
+                yield (code.name, Severity.NOTE.value), float(open_[code.name, True])
 
 
 def finding_ranks(look: MonitorSnapshot) -> Iterator[Sample]:

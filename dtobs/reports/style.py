@@ -4,15 +4,16 @@ from __future__ import annotations
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --panel: #f6f7f9; --line: #8886;
-  --critical: #c62828; --warning: #9a5b00; --good: #2e7d32; }
+  --critical: #c62828; --warning: #9a5b00; --note: #0b5cad; --good: #2e7d32; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --ink: #e3e6ea; --panel: #1f242a; --line: #8a94a088;
-  --critical: #ff7b72; --warning: #e3b341; --good: #56d364; } }
+  --critical: #ff7b72; --warning: #e3b341; --note: #79b8ff; --good: #56d364; } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
   background: var(--page); color: var(--ink); }
 h1 { font-size: 1.5rem; line-height: 1.3; margin-bottom: .3rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
 .critical { color: var(--critical); } .warning { color: var(--warning); } .good { color: var(--good); }
+.note { color: var(--note); }
 .next { border-left: 4px solid currentColor; padding: .2rem .8rem; margin: 1rem 0; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { white-space: nowrap; }

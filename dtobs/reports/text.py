@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.diagnose.pictures import CallGrid
-from dtobs.findings import Finding, Severity
+from dtobs.findings import Finding
 from dtobs.recording.rank import State
 from dtobs.reports.calls_html import WORDS, usual_text
 from dtobs.reports.clean import printable
@@ -22,7 +22,7 @@ _MAX_NODES = 6
 _MAX_CALLS = 4
 _MAX_COLUMNS = 3
 _LABEL = 9
-_STYLES = {"critical": "1;31", "warning": "1;33", "good": "1;32", "dim": "2", "bold": "1"}
+_STYLES = {"critical": "1;31", "warning": "1;33", "note": "1;36", "good": "1;32", "dim": "2", "bold": "1"}
 
 Paint = Callable[[str, str], str]
 
@@ -192,7 +192,7 @@ def _others(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
         return ""
     lines = [paint("also found", "bold")]
     for finding in others:
-        style = "critical" if finding.severity is Severity.CRITICAL else "warning"
+        style = finding.severity.value
         text = f"{finding.code} ({finding.confidence}): {finding.summary}"
         wrapped = textwrap.wrap(text, width - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         lines += [f"  {paint(wrapped[0], style)}", *(f"  {line}" for line in wrapped[1:])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dtobs.events import Kind, Phase
+from dtobs.expectations import rules_of
 from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.following import Following
@@ -122,6 +124,10 @@ class ProbeSet:
 
     def _declare(self, rules: dict[str, Any]) -> None:
         context = self.context
+        try:
+            rules |= rules_of(rules.pop("expect", ()))
+        except ValueError as error:  # of the program's; training goes on
+            sys.stderr.write(f"dtobs: session.policy: {error}\n")
         context.recorder.meta.add("policy", **rules)
         context.recorder.events.write(Kind.MARK, context.phase, context.step)
 

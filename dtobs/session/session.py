@@ -78,7 +78,10 @@ class Session:
                 self._call("pause", -1)
 
     def policy(self, **rules: Any) -> None:
-        """Declare what must be equal or different between ranks, such as ``init="equal", data="differ"``."""
+        """Declare what must be equal or different between ranks, such as ``init="equal", data="differ"``.
+
+        ``expect="same-data"`` (a word of `dtobs.expectations`, or a list of them) says what is done on purpose.
+        """
         self._call("policy", rules)
 
     def corrupt(self, path: str, why: str) -> None:

@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 _current: LiveSession | None = None
 _parents: LiveSession | None = None  #: of the process this one was forked from: silenced, its hooks still in place
 _at_fork = False
-_EXPECTED = {
-    "same-data": {"data": "same"},
-    "own-data": {"data": "own"},
-    "uneven-data": {"data": "uneven"},
-    "same-seed": {"generators": "equal"},
-}
-"""What ``dtobs run --expect`` declares: the rules of `policy`. DTOBS_EXPECT has several with commas between."""
 
 
 def attach(
@@ -88,9 +81,9 @@ def attach(
         sys.stderr.write(f"dtobs: not recording this run: {reason}\n")
         return Session(_shown(run_dir, name))
     _current = session
-    for expected in os.environ.get("DTOBS_EXPECT", "").split(","):
-        if expected in _EXPECTED:
-            session.policy(**_EXPECTED[expected])
+    expected = os.environ.get("DTOBS_EXPECT", "")  # by `dtobs run --expect`
+    if expected:
+        session.policy(expect=expected.split(","))
     _close_at_exit(session)
     _register_fork()
     if monitor and os.environ.get("DTOBS_MONITOR") != "0" and session.local_rank == 0:

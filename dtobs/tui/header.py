@@ -55,7 +55,7 @@ def identity(frame: ScreenFrame, paused: bool) -> Text:
 def chips(frame: ScreenFrame) -> Text:
     """The findings as coloured chips; a quiet word without any."""
     line = Text(no_wrap=True)
-    for severity, word in ((Severity.CRITICAL, "critical"), (Severity.WARNING, "warning")):
+    for severity, word in ((Severity.CRITICAL, "critical"), (Severity.WARNING, "warning"), (Severity.NOTE, "note")):
         number = frame.count(severity)
         if number:
             style = Style(color=palette.INK, bgcolor=palette.SEVERITY[severity.value], bold=True)

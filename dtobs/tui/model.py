@@ -313,7 +313,7 @@ def _accused(findings: Iterable[Finding]) -> dict[int, Accused]:
     """The worst severity of the findings that name each rank."""
     found: dict[int, Accused] = {}
     for finding in findings:
-        for rank in finding.ranks:
+        for rank in finding.ranks if finding.severity is not Severity.NOTE else ():
             if found.get(rank) != "critical":
                 found[rank] = "critical" if finding.severity == Severity.CRITICAL else "warning"
     return found

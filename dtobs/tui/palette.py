@@ -39,7 +39,7 @@ STATUS: dict[Status, str] = {
     "broken": RED,
     "gone": RED,
 }
-SEVERITY = {"critical": RED, "warning": AMBER}
+SEVERITY = {"critical": RED, "warning": AMBER, "note": BLUE}
 
 LIGHT = {
     "#12151c": "#ffffff",

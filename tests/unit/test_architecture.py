@@ -19,7 +19,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_LINES = 500
 
-VOCABULARY = {"errors", "events", "codes", "silent_codes", "catalogue", "codec", "findings", "words"}
+VOCABULARY = {"errors", "events", "codes", "expectations", "silent_codes", "catalogue", "codec", "findings", "words"}
 ANALYSIS = VOCABULARY | {"calls", "host", "recording", "flight_recorder", "timeline", "detectors"}
 EVERYTHING_READ = ANALYSIS | {"nodes", "diagnose", "exporters"}
 
@@ -28,9 +28,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": {"errors"},
     "codes": set(),
+    "expectations": set(),
     "silent_codes": {"codes"},
-    "catalogue": {"codes", "silent_codes"},
-    "findings": {"catalogue", "errors", "events"},
+    "catalogue": {"codes", "silent_codes", "expectations"},
+    "findings": {"catalogue", "errors", "events", "expectations"},
     "words": set(),
     "codec": set(),
     "host": VOCABULARY,

@@ -60,6 +60,7 @@ def sync_every_microbatch(view: RunView) -> list[Finding]:
                 tuple(group),
                 Confidence.POSSIBLE if sharded else Confidence.LIKELY,
                 step=int(times.steps[0]),
+                fault=not sharded,
                 evidence=(
                     {"what": "reductions in a step's backward", "steps": steps, "calls": calls},
                     {"what": "wait", "seconds": typical, "share": share},

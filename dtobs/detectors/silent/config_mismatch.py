@@ -92,6 +92,7 @@ def _finding(
         ranks,
         Confidence.CERTAIN if strong else Confidence.POSSIBLE,
         group=name,
+        fault=bool(strong),
         evidence=tuple(
             {
                 "what": "settings",

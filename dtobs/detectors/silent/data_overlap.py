@@ -62,6 +62,7 @@ def data_overlap(view: RunView) -> list[Finding]:
                     tuple(ranks),
                     Confidence.CERTAIN if equal.sum() >= 2 * LEAST_STEPS else Confidence.LIKELY,
                     step=int(steps[0]),
+                    fault=rule == {"differ"},
                     evidence=(
                         {
                             "what": "input digests",
@@ -96,7 +97,7 @@ def _in_any_order(view: RunView, group: list[int]) -> list[Finding]:
         Finding(
             "data-overlap",
             f"{ranks_text(ranks)} read the same samples in other steps: up to {most:.0%} of what one read before"
-            ' it read anything again; if each is to draw from all data, declare session.policy(data="same")',
+            " it read anything again",
             tuple(ranks),
             Confidence.POSSIBLE,
             step=int(min(s.steps.min() for s in each)),

@@ -58,7 +58,7 @@ def data_uneven(view: RunView) -> list[Finding]:
             Finding(
                 "data-uneven",
                 f"{said}: averaged gradients weigh them unequally"
-                + ("" if weights else ', unless the losses make up for it; then declare session.policy(data="uneven")'),
+                + ("" if weights else ", unless the losses make up for it"),
                 tuple(odd),
                 Confidence.LIKELY if weights else Confidence.POSSIBLE,
                 step=first,

@@ -45,6 +45,7 @@ def effective_precision(view: RunView) -> list[Finding]:
                     tuple(coarse if 2 * len(coarse) < len(group) else group),
                     Confidence.CERTAIN,
                     group="mantissa",
+                    fault=True,
                     evidence=(
                         {"what": "mantissa of gradients", "coarse": sorted(coarse)[:64], "fine": sorted(fine)[:64]},
                     ),

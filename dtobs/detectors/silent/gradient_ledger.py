@@ -134,12 +134,14 @@ def _local(matter: _Matter) -> bool:
 def _describe(matter: _Matter, fine: set[str]) -> Finding:
     code = "accumulation-not-normalized" if "micro" in matter.kind else "gradients-not-synchronized"
     text, ranks = _words(matter)
+    word, fault = None if "micro" in matter.kind else "own-models" if _local(matter) else "", True
     confidence = Confidence.CERTAIN if len(set(matter.steps)) >= LASTING else Confidence.LIKELY
     if _local(matter) and matter.flags & (Ledger.HELD_BACK | Ledger.CUSTOM_HOOK):
-        confidence = Confidence.POSSIBLE
-        text += "; if they average parameters instead, declare session.policy(average_every=STEPS)"
+        confidence, fault = Confidence.POSSIBLE, False
+        text += "; they may average parameters instead"
     elif "micro" in matter.kind:  # sharpness-aware optimizers do it with two backwards, and on purpose
-        confidence = Confidence.POSSIBLE if matter.micros == 2 else Confidence.LIKELY
+        fault = matter.micros > 2
+        confidence = Confidence.LIKELY if fault else Confidence.POSSIBLE
     others = fine - set(matter.names)
     return Finding(
         code,
@@ -148,6 +150,8 @@ def _describe(matter: _Matter, fine: set[str]) -> Finding:
         confidence,
         step=min(matter.steps),
         group=matter.kind if code == "gradients-not-synchronized" else None,
+        expect=word,
+        fault=fault,
         evidence=(
             {
                 "what": "gradient ledger",

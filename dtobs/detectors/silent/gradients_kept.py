@@ -35,6 +35,7 @@ def gradients_kept(view: RunView) -> list[Finding]:
             tuple(kept),
             Confidence.LIKELY,
             step=step,
+            fault=True,
             evidence=tuple(
                 {"what": "kept gradient", "rank": rank, "step": said[0][0], "parameter": said[0][1]}
                 for rank, said in list(kept.items())[:_MOST]

@@ -178,6 +178,7 @@ def _describe(
         (rank,),
         Confidence.LIKELY,
         step=step,
+        expect="",
         evidence=(
             {
                 "what": "local gradient norms",

@@ -131,6 +131,7 @@ def _not_divided(view: RunView, ranks: list[int], steps: dict[int, _Step]) -> Fi
         Confidence.LIKELY if micros >= MANY else Confidence.POSSIBLE,
         step=first,
         group="not divided",
+        expect="loss-weights",
         evidence=({"what": "loss weights", "backwards": micros, "sum_of_weights": micros, "steps": len(wrong)},),
     )
 
@@ -160,11 +161,12 @@ def _mean_of_means(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
         f"tokens do not count alike: the loss of {ranks_text(ranks)} is a mean of the means of {where} that hold"
         f" different numbers of tokens, so that one counts {significant(average)} times as much as another in the"
         f" average step ({step.tokens[int(np.argmax(step.tokens))]:.0f} and {min(step.tokens):.0f} tokens in step"
-        f" {worst}); where that is meant, declare session.policy(token_weights=True)",
+        f" {worst})",
         tuple(ranks),
         Confidence.POSSIBLE,
         step=first,
         group="mean of means",
+        expect="loss-weights",
         evidence=(
             {
                 "what": "loss weights",

@@ -49,6 +49,12 @@ def apart_on_purpose(view: RunView) -> list[tuple[list[int], int]]:
     ]
 
 
+def going_their_own_ways(view: RunView, copies: ReplicaSet) -> bool:
+    """Whether no gradient travels between copies that differ: each may be a model of its own, on purpose."""
+    differs: npt.NDArray[np.bool_] = np.any(copies.differs, axis=1)
+    return bool(differs.any()) and not _gradients_travel(view, copies, copies.steps[differs])
+
+
 def _judge(view: RunView, copies: ReplicaSet) -> Confidence | None:
     """How sure it is that the copies differ and are not to meet again; None where nothing speaks for it."""
     differs: npt.NDArray[np.bool_] = np.any(copies.differs, axis=1)

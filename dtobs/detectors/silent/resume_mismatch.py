@@ -45,6 +45,7 @@ def resume_mismatch(view: RunView) -> list[Finding]:
                     Confidence.LIKELY,
                     step=step,
                     group=words,
+                    fault=name == "loss",
                     evidence=(
                         {
                             "what": f"{name} of steps done again",

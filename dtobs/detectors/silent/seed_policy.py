@@ -8,7 +8,7 @@ What it does: four comparisons.
    different data, at the end of the same steps.
  * Without a declaration: a model with active dropout, whose generators move in every step and are equal on ranks
    that read different data: those ranks drop the same units. Some trainers seed all ranks alike on purpose, so it is
-   only said as possible, with how to declare it.
+   a note.
 
 Why it hurts: a different seed gives a rank another model or another order of the data; equal dropout makes the
 data-parallel gradient noisier than it need be.
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.peers import data_groups, odd_ones, rows_of
+from dtobs.detectors.silent.replica_divergence import going_their_own_ways
 from dtobs.detectors.silent.replicas import from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.step_window import StepWindow
@@ -51,6 +52,7 @@ def _initial(view: RunView) -> list[Finding]:
         values = {r: int(d) for r, d in zip(copies.ranks, copies.digests[:, 0, which], strict=True)}
         odd, majority = odd_ones(values)
         than = "than the others " if majority else ""
+        apart = going_their_own_ways(view, copies)
         found.append(
             Finding(
                 "seed-policy",
@@ -60,6 +62,8 @@ def _initial(view: RunView) -> list[Finding]:
                 Confidence.CERTAIN,
                 step=int(copies.steps[0]) + 1,
                 group="initial parameters",
+                expect="own-models",
+                fault=not apart,
                 evidence=(
                     {
                         "what": "parameter digests before the first optimizer step",
@@ -117,6 +121,7 @@ def _broken(ranks: list[int], summary: str, name: str, values: Mapping[int, str]
         tuple(ranks),
         Confidence.CERTAIN,
         group=name,
+        expect="",
         evidence=({"what": "declared values", "name": name, "values": shown},),
     )
 
@@ -172,6 +177,7 @@ def _must_be_equal(window: StepWindow, group: list[int], states: npt.NDArray[np.
             Confidence.CERTAIN,
             step=first,
             group="generators",
+            expect="",
             evidence=({"what": "generator digests", "steps_unequal": int(unequal.sum()), "steps": int(known.sum())},),
         )
     ]
@@ -188,12 +194,7 @@ def _must_differ(
     for rank, row in zip(group, columns, strict=True):
         same.setdefault(row.tobytes(), []).append(rank)
     first = int(window.steps[known][0])
-    why = (
-        "they were declared different"
-        if declared
-        else "they drop the same units on different data; if all are seeded alike on purpose, declare"
-        ' session.policy(generators="equal") or dtobs run --expect same-seed'
-    )
+    why = "they were declared different" if declared else "they drop the same units on different data"
     evidence: dict[str, Any] = {
         "what": "generator digests",
         "steps_equal": int(known.sum()),
@@ -207,6 +208,7 @@ def _must_differ(
             Confidence.CERTAIN if declared else Confidence.POSSIBLE,
             step=first,
             group="generators",
+            fault=declared,
             evidence=(evidence,),
         )
         for ranks in same.values()

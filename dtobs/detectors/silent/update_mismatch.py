@@ -61,6 +61,7 @@ def _other_than_replicas(view: RunView, known: list[Audit]) -> Iterator[Finding]
             Confidence.CERTAIN,
             step=step,
             group="replicas",
+            expect="",
             evidence=(
                 {"what": "update audit", "parameter": name, "ranks": sorted(made)[:64], "computed_wrong": wrong},
             ),
@@ -96,6 +97,7 @@ def _moments(known: list[Audit]) -> Iterator[Finding]:
                 Confidence.LIKELY,
                 step=step,
                 group="moments",
+                expect="",
                 evidence=({"what": "update audit", "parameter": name, "windows_wrong": len(bad)},),
             )
             return
@@ -129,6 +131,7 @@ def _factors(known: list[Audit]) -> Iterator[Finding]:
         Confidence.LIKELY,
         step=step,
         group="learning rate",
+        fault=False,
         evidence=tuple(
             {"what": "update audit", "rank": rank, "factor": f, "parameters": who[:16]}
             for rank, (_, who, f) in sorted(found.items())[:16]

@@ -216,7 +216,8 @@ def test_ranks_that_may_average_parameters_instead_are_only_asked(tmp_path: Path
     """Local SGD: no_sync until parameters are averaged; post-local SGD: a hook that averages within a node."""
     (found,) = judged(tmp_path, Case(final=final, flags=flag))
     assert found.confidence == Confidence.POSSIBLE
-    assert "average_every" in found.summary
+    assert "they may average parameters instead" in found.summary
+    assert "dtobs run --expect own-models" in found.next_step
 
 
 def test_declared_averaging_is_believed(tmp_path: Path):

@@ -126,8 +126,9 @@ def test_uneven_batches_are_found(tmp_path: Path):
     assert (one.code, one.ranks) == ("data-uneven", (2,))
     assert one.summary == (
         "rank 2 trains on 16 samples a step, the others on 8: averaged gradients weigh them unequally,"
-        ' unless the losses make up for it; then declare session.policy(data="uneven")'
+        " unless the losses make up for it"
     )
+    assert one.next_step.endswith("dtobs run --expect uneven-data.")
     assert read(tmp_path / "b", reads, 3, data="uneven") == []
 
 

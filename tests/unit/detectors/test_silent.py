@@ -216,7 +216,7 @@ def test_equal_dropout_on_different_data(tmp_path: Path):
 
     found = only(noisy_run(tmp_path, 3, change=same, layout=DROPOUT))
     assert (found.code, found.ranks, found.confidence) == ("seed-policy", (0, 1), Confidence.POSSIBLE)
-    assert "dtobs run --expect same-seed" in found.summary, "some trainers seed all ranks alike on purpose"
+    assert "dtobs run --expect same-seed" in found.next_step, "some trainers seed all ranks alike on purpose"
     assert findings(noisy_run(tmp_path / "no dropout", 3, change=same)) == []
 
 
