@@ -71,10 +71,11 @@ def working_evidence(situation: Situation, rank: int) -> tuple[Evidence, ...]:
 
 
 def still_working(situation: Situation, ranks: tuple[int, ...]) -> str:
-    """The end of a sentence about `ranks`: that they are at work, so that they may come yet; or ""."""
+    """The end of a sentence about `ranks`: that they work or wait for a disk, so that they may come yet; or ""."""
     works = [rank for rank in ranks if situation.works(rank)]
     if not works:
-        return ""
+        slow = [rank for rank in ranks if situation.slow_disk(rank)]
+        return f"; {ranks_do(slow, 'wait')} for a disk or a network file system, which may only be slow" if slow else ""
     who = ranks_text(works) if len(works) < len(ranks) else "it" if len(ranks) == 1 else "they"
     return (
         f"; {who} {'uses' if len(works) == 1 else 'use'} a processor core, so this may be long work or an endless loop"

@@ -10,7 +10,7 @@ What to do next: the stack names the call into native code. Release the lock the
 from __future__ import annotations
 
 from dtobs.detectors.hangs.absent import together
-from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
+from dtobs.detectors.hangs.describe import line_of, stack_evidence, still_working, waiters, waiting_evidence
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_text
@@ -27,9 +27,9 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
             Finding(
                 "gil-held",
                 f"native code holds the Python lock of {ranks_text(ranks)}{f' {line}' if line else ''}: "
-                f"its native threads answered and Python did not{peers}",
+                f"its native threads answered and Python did not{peers}{still_working(situation, ranks)}",
                 ranks,
-                Confidence.CERTAIN,
+                Confidence.CERTAIN if situation.overdue(ranks) else Confidence.LIKELY,
                 step=int(situation.view.page(ranks[0])["step"]),
                 evidence=(
                     {"what": "python lock", "rank": ranks[0], "state": "held"},

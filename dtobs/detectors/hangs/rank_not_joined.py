@@ -33,7 +33,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
         verb = "is" if len(ranks) == 1 else "are, the first of them,"
         seen = situation.main_stack(ranks[0]) is not None
         awaited = bool(absence.waiting) and situation.blocked[absence.waiting[0]].peer < 0
-        sure = bool(absence.group) and (seen or awaited) and not any(map(situation.works, ranks))
+        sure = bool(absence.group) and (seen or awaited) and situation.overdue(ranks)
         found.append(
             Finding(
                 "rank-not-joined",

@@ -21,6 +21,8 @@ from dtobs.recording.view import RunView
 
 LEFT = (End.CLOSED, End.EXITED)
 _GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
+TOO_LONG_SECONDS = 600.0
+"""NCCL's own timeout: the longest that jobs are built to wait."""
 _COMMUNICATION = ("/torch/distributed/",)
 _NOT_COMMUNICATION = (
     "/torch/distributed/checkpoint/",
@@ -141,6 +143,20 @@ class Situation:
     def works(self, rank: int) -> bool:
         """Whether its process was seen at work of late: who works may come yet."""
         return self.view.cores.get(rank, 0.0) >= WORKING_CORES
+
+    def slow_disk(self, rank: int) -> bool:
+        """Whether the kernel says that its process waits for a disk or a network file system: it may only be slow."""
+        process = self.view.process(rank)
+        return process is not None and process.alive and process.state == "D"
+
+    def overdue(self, ranks: Iterable[int]) -> bool:
+        """Whether `ranks` cannot only be slow any more: a peer gave up, or has waited `TOO_LONG_SECONDS` for ranks that
+        do nothing. No stack tells a download, a slow write or a subprocess from one that never returns.
+        """
+        if any(self.works(rank) or self.slow_disk(rank) for rank in ranks):
+            return False
+        waited = max(map(self.waited_seconds, self.blocked), default=0.0)
+        return waited >= TOO_LONG_SECONDS or any(e.kind is End.TIMED_OUT for e in self.endings.values())
 
     def waited_seconds(self, rank: int) -> float:
         """How long `rank` has been blocked, or had been when it ended; 0 when unknown."""

@@ -60,7 +60,7 @@ def _finding(situation: Situation, mine: list[int], code: str, phase: Phase, doi
     line = line_of(situation, ranks[0])
     peers = f", while {waiters(situation, absence)}" if absence.waiting else ""
     does = f"{verb(len(ranks), 'have')} {doing.format(taken=taken)}"
-    sure = situation.main_stack(ranks[0]) is not None and not any(map(situation.works, ranks))
+    sure = situation.main_stack(ranks[0]) is not None and situation.overdue(ranks)
     return Finding(
         code,
         f"{ranks_text(ranks)} {does}{f' {line}' if line else ''}{peers}{still_working(situation, ranks)}",

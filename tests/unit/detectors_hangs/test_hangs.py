@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dtobs.host.process import ProcessState
@@ -28,7 +30,7 @@ def test_rank_not_joined_names_the_line(training):
     run.rank(1).phase("forward")
     view = captured(run.view(later=75), rank_1=stack("/home/me/model.py:33 forward", "/home/me/train.py:9 main"))
     (finding,) = found(view).values()
-    assert (finding.code, finding.ranks, finding.confidence) == ("rank-not-joined", (1,), "certain")
+    assert (finding.code, finding.ranks, finding.confidence) == ("rank-not-joined", (1,), "likely")
     assert finding.summary.startswith(
         "rank 1 never joined: ranks 0 and 2 have waited 75 s in all_reduce(sum, float32[1024]) #21 of group default, "
         "and rank 1 is in forward at /home/me/model.py:33 in forward"
@@ -56,13 +58,47 @@ def test_a_rank_that_is_seen_at_work_may_come_yet(training, phase, code, cores, 
     assert (seen in finding.evidence) == (confidence == "likely")
 
 
+@pytest.mark.parametrize("phase", ["", "data", "checkpoint", "validation", "startup", "compile"])
+@pytest.mark.parametrize("seconds", [5, 15, 60, 300])
+@pytest.mark.parametrize(("cores", "state"), [(0.0, "S"), (0.0, "D"), (1.0, "R")])
+def test_what_may_only_be_slow_is_never_certain(training, phase, seconds, cores, state):
+    """A slow write, a download and a subprocess take no core; a validation and a tokenizer do: all may come yet."""
+    run = training(2)
+    for rank in run.ranks:
+        rank.page(hang_timeout_ns=10**9)
+    run.rank(0).phase("backward").collective(wait=True)
+    if phase:
+        run.rank(1).phase(phase)
+    view = captured(run.view(later=seconds), rank_1=stack("/home/me/save.py:4 write", "/home/me/train.py:9 main"))
+    view.cores = {0: 0.0, 1: cores}
+    view.processes[1] = replace(view.processes[1], state=state)
+    for asked in (True, False):
+        view.asked = asked
+        for finding in found(view).values():
+            assert (finding.ranks, finding.confidence != "certain") == ((1,), True), finding
+            assert "rank 0 has waited" in finding.summary and "/home/me/save.py:4" in finding.summary
+            assert ("waits for a disk or a network file system" in finding.summary) == (state == "D")
+
+
+def test_a_slow_disk_excuses_however_long_it_takes(training):
+    run = training(2)
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).phase("checkpoint")
+    view = captured(run.view(later=5000), rank_1=stack("/home/me/save.py:4 write"))
+    assert found(view)["stuck-in-checkpoint"].confidence == "certain"
+    view.processes[1] = replace(view.processes[1], state="D")
+    slow = found(view)["stuck-in-checkpoint"]
+    assert slow.confidence == "likely"
+    assert slow.summary.endswith("; rank 1 waits for a disk or a network file system, which may only be slow")
+
+
 def test_rank_not_joined_without_a_stack_names_the_last_call(training):
     run = training(2)
     run.rank(0).collective(wait=True)
     run.rank(1).phase("optimizer")
     finding = found(run.view(later=75))["rank-not-joined"]
     assert finding.ranks == (1,)
-    assert finding.confidence == "certain"
+    assert finding.confidence == "likely"
     assert "in optimizer somewhere after train.py:20 in train_step" in finding.summary
 
 
@@ -93,7 +129,7 @@ def test_data_loader_by_stack(training):
         "/me.py:3 f",
     )
     (finding,) = found(captured(run.view(later=70), rank_1=loader)).values()
-    assert (finding.code, finding.confidence) == ("stuck-in-dataloader", "certain")
+    assert (finding.code, finding.confidence) == ("stuck-in-dataloader", "likely")
     assert "at /me.py:3 in f" in finding.summary
 
 
