@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     given = args.run_dir or os.environ.get("DTOBS_RUN_DIR")
     root = Path(given).absolute() if given else new_run_path(args.name)
     _refuse_a_live_run(root)
+    recorded = _recordings(root)
     new = [folder for folder in (root, *root.parents) if not folder.exists()]
     if not _make(root):
         return Command(words, {**os.environ, "DTOBS_DISABLE": "1"}).run()
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             values = {**environment(os.environ, root, args.name, args.hang_timeout), UNSEEN: str(unseen)}
             code = _train(Command(words, values), root, args)
             spawned = len(set(unseen.read_text().split())) if unseen.exists() else 0
-        _conclude(root, words, code, spawned)
+        _conclude(None if recorded and _recordings(root) == recorded else root, words, code, spawned)
     finally:
         with contextlib.suppress(OSError):  # where nothing was recorded they are empty
             for made in new:
@@ -112,6 +113,11 @@ def _refuse_a_live_run(root: Path) -> None:
     """Two jobs in one directory would write over each other. Raises UsageError when one trains there."""
     for rank, pid in living(root).items():
         raise UsageError(f"{root} belongs to a job that still runs (rank {rank} is process {pid}): name another")
+
+
+def _recordings(root: Path) -> int:
+    """How many ranks of how many attempts have recorded in a directory: another job may have, before."""
+    return sum(1 for _ in root.glob("ranks/*/meta-*.jsonl"))
 
 
 def _make(root: Path) -> bool:
@@ -152,12 +158,14 @@ def _watch_rendezvous(root: Path) -> None:
             return
 
 
-def _conclude(root: Path, words: list[str], code: int, spawned: int) -> None:
-    """Say what was found, if anything, and where to read on."""
+def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> None:
+    """Say what was found, if anything, and where to read on; `root` is None where the command recorded nothing."""
+    diagnosis = None
     try:
-        _wait_for_last_words(root)
-        evidence = gather(root)
-        diagnosis = diagnose(evidence)
+        if root is not None:
+            _wait_for_last_words(root)
+            evidence = gather(root)
+            diagnosis = diagnose(evidence)
     except TargetError:  # no run directory has come about
         diagnosis = None
     if spawned:

@@ -22,7 +22,7 @@ from dtobs.detectors.hangs.describe import (
 )
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
-from dtobs.words import duration_text, ranks_text
+from dtobs.words import duration_text, ranks_do, ranks_text
 
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
@@ -37,7 +37,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
         found.append(
             Finding(
                 "rank-not-joined",
-                f"{ranks_text(ranks)} never joined: {waiters(situation, absence)}, "
+                f"{ranks_do(ranks, 'have')} not joined: {waiters(situation, absence)}, "
                 f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}"
                 f"{still_working(situation, ranks)}",
                 ranks,

@@ -193,3 +193,13 @@ def test_two_live_jobs_are_refused_one_directory(tmp_path: Path, refused: Any):
     FakeRun(tmp_path / "run", 2).steps(2)
     said = refused(2, "run", "--run-dir", tmp_path / "run", "--", "true")
     assert "belongs to a job that still runs (rank 0 is process" in said
+
+
+def test_a_command_that_records_nothing_is_not_told_what_another_job_recorded(tmp_path: Path, capfd: Any):
+    root = tmp_path / "old"
+    for rank in FakeRun(root, 2, live=False).steps(3).ranks:
+        rank.close()
+    assert main(["run", "--run-dir", str(root), "--", "true"]) == 0
+    said = capfd.readouterr().err
+    assert "dtobs: nothing was recorded: no process built a torch optimizer" in said
+    assert "nothing found" not in said

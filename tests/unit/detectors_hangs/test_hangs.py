@@ -32,7 +32,7 @@ def test_rank_not_joined_names_the_line(training):
     (finding,) = found(view).values()
     assert (finding.code, finding.ranks, finding.confidence) == ("rank-not-joined", (1,), "likely")
     assert finding.summary.startswith(
-        "rank 1 never joined: ranks 0 and 2 have waited 75 s in all_reduce(sum, float32[1024]) #21 of group default, "
+        "rank 1 has not joined: ranks 0 and 2 have waited 75 s in all_reduce(sum, float32[1024]) #21 of group default, "
         "and rank 1 is in forward at /home/me/model.py:33 in forward"
     )
     assert {"what": "last issued in the group", "group": "default", "seq": {"0": 21, "1": 20, "2": 21}} in (
