@@ -36,7 +36,14 @@ class Off:
 
 def comparisons_off(view: RunView) -> list[Off]:
     """Everything that is off, each once."""
-    found = [*_launched_as_many(view), *_unobserved(view), *_audit(view), *_failed(view), *_in_evaluation(view)]
+    found = [
+        *_unwatched(view),
+        *_launched_as_many(view),
+        *_unobserved(view),
+        *_audit(view),
+        *_failed(view),
+        *_in_evaluation(view),
+    ]
     if view.world_size > 1 and len(view.ranks) > 1:
         known = [rank for rank in view.ranks if view.meta(rank).layout]
         if not known:
@@ -48,6 +55,16 @@ def comparisons_off(view: RunView) -> list[Off]:
         found += _ledger(view)
         found += _batch_norm(view)
     return list({(off.check, off.reason): off for off in found}.values())[:MOST]
+
+
+def _unwatched(view: RunView) -> Iterator[Off]:
+    for node in view.unwatched:
+        yield Off(
+            "monitor",
+            "ended without a word",
+            f"no monitor watches node {node} any more, it was killed: nobody is told of a hang, and no stacks are kept"
+            f" of one; another one: dtobs monitor {view.root} --node {node}",
+        )
 
 
 def _launched_as_many(view: RunView) -> Iterator[Off]:

@@ -52,7 +52,6 @@ def _change(run: RunDirectory, node: int, values: dict[str, Any]) -> None:
 @contextmanager
 def _locked(run: RunDirectory) -> Iterator[None]:
     """Several nodes may share the directory; the lock is beside the file, which is replaced at each change."""
-    run.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(run.root / ".monitor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -65,7 +65,7 @@ def start(args: argparse.Namespace) -> int:
     policy = Policy.parse(args.on_hang)
     if args.listen != "off":
         parse_address(args.listen)  # a mistake is said before anything starts
-    lock = NodeLock(run.node(args.node) / "monitor.lock")
+    lock = NodeLock(run.monitor_lock(args.node))
     if not lock.acquire(_PATIENCE_SECONDS):
         log.info("node %d is watched by another monitor already", args.node)
         return 0

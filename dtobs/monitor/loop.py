@@ -59,6 +59,15 @@ class Timing:
     restart: float = 30.0  #: after the last rank died under an agent with restarts left, for a new attempt
 
 
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one that is made in its place; None where there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class Monitor:
     """One node's monitor. `run` returns when the ranks are gone or after `stop`."""
 
@@ -101,6 +110,7 @@ class Monitor:
         self._watched_s = 0.0
         self._cores: dict[int, float] = {}
         self._starter = os.getppid()
+        self._folder = _identity(run.root)
         self._began = time.monotonic()
 
     @property
@@ -149,6 +159,9 @@ class Monitor:
     def tick(self) -> float:
         """One look; returns the seconds until the next, negative when there is nothing left to watch."""
         self.stats.ticks += 1
+        if self._removed():
+            log.warning("the run directory %s was removed: nothing is watched any more", self.run_dir.root)
+            return -1.0
         attempt = self.ranks.attempt
         self.ranks.read()
         if self.ranks.error:
@@ -346,13 +359,18 @@ class Monitor:
     def finish(self) -> None:
         """The last words: a final pass, and everything that was not written yet."""
         self.on_hang.finish()
-        if self.ranks.watched:
-            self.ranks.read()
-            self.detect()
-        self._flush()
-        self._remove_leftovers()
+        if not self._removed():  # what is written would make it anew
+            if self.ranks.watched:
+                self.ranks.read()
+                self.detect()
+            self._flush()
+            self._remove_leftovers()
         self.ranks.close()
         self.watch.close()
+
+    def _removed(self) -> bool:
+        """Whether somebody has removed the run directory, or put another one in its place."""
+        return self._folder is not None and _identity(self.run_dir.root) != self._folder
 
     def _remove_leftovers(self) -> None:
         """A rank that was killed could not remove its socket."""

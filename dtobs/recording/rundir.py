@@ -70,6 +70,10 @@ class RunDirectory:
     def pages(self, node: int) -> Path:
         return self.node(node) / "pages.bin"
 
+    def monitor_lock(self, node: int) -> Path:
+        """Held by the node's monitor as long as it lives."""
+        return self.node(node) / "monitor.lock"
+
     def exits(self, node: int) -> Path:
         return self.node(node) / "exits.jsonl"
 

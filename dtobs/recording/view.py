@@ -34,6 +34,7 @@ from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.shared_files import SharedFile, read_shared_files
 from dtobs.recording.step_window import StepWindow, aligned
 from dtobs.recording.uncounted_time import Excused, read_excused
+from dtobs.recording.watched import monitor_gone
 
 KEPT_BYTES = 256 << 20
 """Of steps and events that one look hands to the next; where they are more, each look reads them again."""
@@ -76,6 +77,7 @@ class RunView:
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
     shared_files: tuple[SharedFile, ...] = ()  #: that several ranks of a node wrote over at one time
     contacts: dict[int, Contact] = field(default_factory=dict)  #: other nodes, as the lead knew them
+    unwatched: tuple[int, ...] = ()  #: nodes of this host whose ranks live and whose monitor was killed
     files: object = None  #: what keeps the files at `root` as long as they are read
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
     """What several rules work out of this look, by a name of their own."""
@@ -350,6 +352,8 @@ def load_run(
         damaged.append(str(error))
     exits = _exits(run, view)
     view.processes = exits | (processes if processes is not None else _look(view, exits))
+    here = {int(view.page(rank)["node"]) for rank, process in view.processes.items() if process.alive}
+    view.unwatched = tuple(node for node in sorted(here) if monitor_gone(run, node))
     if len(pages) and (view.now_ns < int(view.pages["heartbeat_ns"].max()) or not _same_boot(view, boot)):
         view.now_ns = int(view.pages["heartbeat_ns"].max())
     return view

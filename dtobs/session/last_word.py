@@ -10,12 +10,16 @@ from dtobs.recording.journal import open_entries, read_journal
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import load_run
+from dtobs.recording.watched import monitor_gone
 from dtobs.words import count, duration_text
 
 
 def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
     """What the run did with its time, and in a last line what its monitor has found so far."""
-    entries = read_journal(RunDirectory(root).findings)
+    run = RunDirectory(root)
+    if not run.run_json.exists():
+        return f"the run directory {root} was removed while the run went on: nothing of it is left to look at"
+    entries = read_journal(run.findings)
     found = list(dict.fromkeys(e.finding.code for e in open_entries(entries, attempt)))
     over = [e for e in entries if e.event == "cleared" and CATALOGUE[e.finding.code].family == "hangs"]
     spent = _spent(root)
@@ -24,6 +28,8 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
         parts.append(f"found {', '.join(found)}")
     if over:
         parts.append(f"stood still for {duration_text(sum(e.lost_seconds for e in over))}")
+    if any(monitor_gone(run, node) for node in run.nodes()[:1]):
+        parts.append("its monitor was killed, so that nobody looked for hangs and findings until the end")
     if failed:
         parts.append("ended by an exception")
     if not parts:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.stall import stall
 from dtobs.findings import Confidence, Finding
 from dtobs.monitor.address import addresses, announce, withdraw
@@ -212,3 +214,43 @@ class TestAddresses:
         run.monitor_json.write_text("{")
         announce(run, 0, None)
         assert addresses(run) == {}
+
+
+def test_a_run_directory_that_is_removed_is_not_made_again(run: FakeRun):
+    monitor = Monitor(run.directory, 0, detect=lambda _: [DEAD])
+    announce(run.directory, 0, None)
+    assert monitor.tick() > 0
+    shutil.rmtree(run.directory.root)
+    assert monitor.tick() < 0
+    monitor.finish()
+    with pytest.raises(OSError, match="No such file"):
+        withdraw(run.directory, 0)
+    assert not run.directory.root.exists()
+
+
+def test_another_run_in_the_place_of_this_one_is_left_alone(run: FakeRun):
+    monitor = Monitor(run.directory, 0, detect=nothing)
+    run.directory.root.rename(run.directory.root.with_name("kept"))
+    run.directory.root.mkdir()
+    assert monitor.tick() < 0
+    monitor.finish()
+    assert list(run.directory.root.iterdir()) == []
+
+
+def test_a_monitor_that_was_killed_is_missed(run: FakeRun):
+    def missed() -> list[str]:
+        return [off.text for off in comparisons_off(load_run(run.directory.root)) if off.check == "monitor"]
+
+    moved(run)
+    lock = NodeLock(run.directory.monitor_lock(0))
+    assert lock.acquire()
+    announce(run.directory, 0, None)
+    assert missed() == []
+    lock.release()  # as the kernel does for a process that was killed
+    (text,) = missed()
+    assert text.startswith("no monitor watches node 0 any more, it was killed")
+    assert f"dtobs monitor {run.directory.root} --node 0" in text
+    for rank in run.ranks:
+        rank.close()
+    withdraw(run.directory, 0)
+    assert missed() == []

@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 
 from dtobs.findings import Finding
+from dtobs.monitor.address import announce, withdraw
 from dtobs.monitor.journal import Journal
+from dtobs.monitor.lock import NodeLock
 from dtobs.recording.rundir import RunDirectory
 from dtobs.session.last_word import last_word
 from dtobs.session.start import _timeout
 
 STOPPED = Finding("rank-stopped", "rank 1 is suspended", (1,), since_ns=10**9)
+
+
+@pytest.fixture(autouse=True)
+def run_json(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).write_run({})
 
 
 def test_nothing_found(tmp_path: Path):
@@ -27,6 +34,26 @@ def test_found_and_stood_still(tmp_path: Path):
     said = last_word(tmp_path, 0, 9, failed=False)
     assert said == f"found data-overlap, stood still for 30 s; more with: dtobs diagnose {tmp_path}"
     assert "ended by an exception" in last_word(tmp_path, 0, 9, failed=True)
+
+
+def test_nothing_is_found_by_a_monitor_that_was_killed(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    lock = NodeLock(run.monitor_lock(0))
+    assert lock.acquire()
+    announce(run, 0, None)
+    assert last_word(tmp_path, 0, 9, failed=False) == "nothing found in 9 steps"
+    lock.release()  # as the kernel does
+    said = last_word(tmp_path, 0, 9, failed=False)
+    assert said.startswith("its monitor was killed, so that nobody looked for hangs and findings until the end; more")
+    withdraw(run, 0)
+    assert last_word(tmp_path, 0, 9, failed=False) == "nothing found in 9 steps"
+
+
+def test_a_run_directory_that_was_removed(tmp_path: Path):
+    said = last_word(tmp_path / "gone", 0, 9, failed=False)
+    assert (
+        said == f"the run directory {tmp_path}/gone was removed while the run went on: nothing of it is left to look at"
+    )
 
 
 @pytest.mark.parametrize(("said", "seconds"), [("", None), ("7.5", 7.5), ("soon", None), ("-1", None), ("nan", None)])
