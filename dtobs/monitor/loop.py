@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dtobs.detectors import run_detectors
 from dtobs.detectors.hangs.stall import last_movement_ns, moved_on, stall

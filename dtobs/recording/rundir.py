@@ -141,7 +141,15 @@ class RunDirectory:
 
     def write_run(self, info: dict[str, Any]) -> None:
         """Write run.json whole or not at all. Raises RecordingDisabled."""
-        write_json(self.run_json, {"schema": RUN_SCHEMA, **info})
+        write_json(self.run_json, {"schema": RUN_SCHEMA, **info, "path": str(self.root.absolute())})
+
+    def is_copy(self) -> bool:
+        """Whether the run was recorded in another directory that is still there. Raises TargetError."""
+        path = self.read_run().get("path")
+        try:
+            return isinstance(path, str) and not Path(path).samefile(self.root)
+        except (OSError, ValueError):  # it was moved, or is on another host
+            return False
 
     def read_run(self) -> dict[str, Any]:
         """run.json, or {} where it was not written (yet). Raises TargetError when it is damaged."""

@@ -339,6 +339,8 @@ def load_run(
     except TargetError as error:
         contacts = {}
         damaged.append(str(error))
+    if host is None and info and run.is_copy():  # what its processes do meanwhile is recorded elsewhere
+        host, processes = ("", 0), {} if processes is None else processes
     boot, now_ns = host or (boot_id(), time.monotonic_ns())
     view = RunView(root, info, pages, now_ns, damaged=damaged, contacts=contacts)
     view.paused = run.paused.exists()
@@ -352,8 +354,8 @@ def load_run(
         damaged.append(str(error))
     exits = _exits(run, view)
     view.processes = exits | (processes if processes is not None else _look(view, exits))
-    here = {int(view.page(rank)["node"]) for rank, process in view.processes.items() if process.alive}
-    view.unwatched = tuple(node for node in sorted(here) if monitor_gone(run, node))
+    alive = [rank for rank in view.ranks if (p := view.processes.get(rank)) is not None and p.alive]
+    view.unwatched = tuple(n for n in sorted({int(view.page(r)["node"]) for r in alive}) if monitor_gone(run, n))
     if len(pages) and (view.now_ns < int(view.pages["heartbeat_ns"].max()) or not _same_boot(view, boot)):
         view.now_ns = int(view.pages["heartbeat_ns"].max())
     return view

@@ -254,3 +254,17 @@ def test_a_monitor_that_was_killed_is_missed(run: FakeRun):
         rank.close()
     withdraw(run.directory, 0)
     assert missed() == []
+
+
+def test_a_copy_of_a_run_says_nothing_of_what_its_processes_do_now(tmp_path: Path):
+    """The job goes on and records elsewhere: a copy stands still from the moment at which it was made."""
+    run = FakeRun(tmp_path / "run", 2).steps(20)
+
+    def seen(root: Path) -> tuple[list[int], bool]:
+        view = load_run(root)
+        return sorted(view.processes), view.now_ns > int(view.pages["heartbeat_ns"].max())
+
+    assert seen(run.directory.root) == ([0, 1], True)
+    assert seen(shutil.copytree(run.directory.root, tmp_path / "copy")) == ([], False)
+    moved_away = run.directory.root.rename(tmp_path / "moved")
+    assert seen(moved_away) == ([0, 1], True), "ranks go on recording into a folder that has another name now"

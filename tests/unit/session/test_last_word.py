@@ -51,8 +51,8 @@ def test_nothing_is_found_by_a_monitor_that_was_killed(tmp_path: Path):
 
 def test_a_run_directory_that_was_removed(tmp_path: Path):
     said = last_word(tmp_path / "gone", 0, 9, failed=False)
-    assert (
-        said == f"the run directory {tmp_path}/gone was removed while the run went on: nothing of it is left to look at"
+    assert said == (
+        f"the run directory {tmp_path}/gone was removed while the run went on: nothing of it is left to look at"
     )
 
 
