@@ -120,9 +120,15 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
 
 
 def _one_cause(findings: list[Finding]) -> list[Finding]:
-    """Devices that stopped, or networks that stall, in several groups are one matter, told in one finding."""
-    for code in ("device-stopped", "network-stalled"):
+    """Merge what several groups show of one cause into one finding, as recordings tell it.
+
+    One cause are devices that stopped, networks that stall, and ranks that are absent from the calls of their own
+    groups. A finding that is only possible stays apart from surer ones: it must not make them less sure.
+    """
+    for code in ("device-stopped", "network-stalled", "rank-not-joined"):
         same = sorted((f for f in findings if f.code == code), key=_order)
+        if code == "rank-not-joined":
+            same = [f for f in same if f.confidence is not Confidence.POSSIBLE]
         if len(same) > 1:
             others = (
                 f"; and the same in {count(len(same) - _MAX_TOLD, 'further group')}" if len(same) > _MAX_TOLD else ""
@@ -135,7 +141,7 @@ def _one_cause(findings: list[Finding]) -> list[Finding]:
                 group=None,
                 evidence=tuple(record for f in same for record in f.evidence),
             )
-            findings = [merged, *(f for f in findings if f.code != code)]
+            findings = [merged, *(f for f in findings if f not in same)]
     return findings
 
 

@@ -46,6 +46,16 @@ ABSENT = {
         SimulatedFault("rank-not-joined", 2),
     ),
 }
+SIBLINGS = {
+    "their data-parallel groups": (TENSORS, SimulatedFault("rank-not-joined", 0, "dp"), (1, "dp")),
+    "their tensor-parallel groups": (TENSORS, SimulatedFault("rank-not-joined", 0, "tp"), (2, "tp")),
+    "data-parallel groups, at two places of the mesh": (
+        JobLayout(dp=4, tp=2, pp=1),
+        SimulatedFault("rank-not-joined", 2, "dp"),
+        (5, "dp"),
+    ),
+    "groups of several pipeline stages": (SMALL, SimulatedFault("rank-not-joined", 4, "dp"), (5, "dp")),
+}
 FAULTS = [
     None,
     SimulatedFault("collective-mismatch", 2, "dp"),
@@ -128,6 +138,23 @@ def test_the_call_that_a_rank_is_absent_from_is_one(case: str, tmp_path: Path) -
         less = read(job, tmp_path / name)
         assert less is not None and less.ranks in ((), found.ranks), less.summary
         assert less.confidence.order <= found.confidence.order
+
+
+@pytest.mark.parametrize("case", SIBLINGS)
+def test_ranks_absent_from_sibling_groups_are_one_finding(case: str, tmp_path: Path) -> None:
+    """Recordings and dumps have one finding with both ranks; the console and RAS name them or some of them."""
+    layout, fault, (second, axis) = SIBLINGS[case]
+    job = SimulatedJob(layout, fault, SimulatedFault("rank-not-joined", second, axis), steps=12, simulated_steps=6)
+    found = agree(job, tmp_path)
+    assert found is not None
+    assert (found.code, found.ranks) == ("rank-not-joined", (fault.rank, second))
+    (from_dumps,) = analyse_dumps(dumps_from_objects(dict(dumps_of(job)))).findings
+    assert len(rank_causes(detect(recording_of(job, tmp_path / "again")))) == 1
+    assert from_dumps.confidence is Confidence.CERTAIN
+    for name, (read, _) in LESS.items():
+        less = read(job, tmp_path / name)
+        assert less is not None and set(less.ranks) <= set(found.ranks), less.summary
+        assert less.confidence.order <= from_dumps.confidence.order
 
 
 def test_one_sample_of_ras_is_a_guess(tmp_path: Path) -> None:

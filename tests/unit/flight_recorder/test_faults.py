@@ -64,7 +64,10 @@ def test_fault_among_a_thousand_ranks(fault: SimulatedFault):
 def test_two_faults_at_once(one: SimulatedFault, other: SimulatedFault):
     found = analyse(SimulatedJob(CUBE, one, other, entries=120, steps=6)).findings
     sure = {(f.code, f.ranks) for f in found if f.confidence is not Confidence.POSSIBLE}
-    assert sure == {one.expected(CUBE), other.expected(CUBE)}
+    if one.name == other.name:  # ranks absent from sibling groups are one finding
+        assert sure == {(one.name, (one.rank, other.rank))}
+    else:
+        assert sure == {one.expected(CUBE), other.expected(CUBE)}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.name}-{f.axis}")
