@@ -34,17 +34,19 @@ def shift(records: npt.NDArray[np.void], by_ns: int) -> npt.NDArray[np.void]:
     return moved
 
 
-def shifts(pages: npt.NDArray[np.void], is_here: Callable[[int], bool]) -> npt.NDArray[np.int64]:
+def shifts(pages: npt.NDArray[np.void], boot_of: Callable[[int], str], here: str) -> npt.NDArray[np.int64]:
     """int64[R]: what to add to the times of each page's rank so that all compare.
 
-    The axis is that of the first node whose ranks ran on this host, as `is_here(rank)` says of a rank, else of the
-    first node. All 0 where there is one clock. Across hosts UTC brings them together, as well as it is kept.
+    The axis is that of the first node whose ranks ran in the boot `here`, as `boot_of(rank)` says of a rank, else of
+    the first node. Nodes of one boot have one clock, whatever was done to UTC between their starts. All 0 where there
+    is one clock. Across hosts UTC brings them together, as well as it is kept.
     """
     offsets = pages["clock_offset_ns"].astype(np.int64)
     if not len(pages) or int(offsets.max()) - int(offsets.min()) < ONE_CLOCK_NS:
         return np.zeros(len(pages), np.int64)
     nodes, first, of = np.unique(pages["node"], return_index=True, return_inverse=True)
     # One number a node: its ranks read one clock, at moments between which UTC may have been corrected a little.
-    known = np.array([int(np.median(offsets[of == n])) for n in range(len(nodes))], np.int64)
-    here = next((n for n, at in enumerate(first) if is_here(int(pages["rank"][at]))), 0)
-    return np.asarray((known - known[here])[of], np.int64)
+    boots = [boot_of(int(pages["rank"][at])) for at in first]
+    known = np.array([int(np.median(offsets[of == boots.index(boots[n])])) for n in range(len(nodes))], np.int64)
+    axis = boots.index(here) if here in boots else 0
+    return np.asarray((known - known[axis])[of], np.int64)

@@ -372,7 +372,7 @@ def ran_here(process: dict[str, Any]) -> bool:
 
 def _to_one_clock(view: RunView, here: str) -> None:
     """Bring the times of ranks of several hosts together."""
-    by = shifts(view.pages, lambda rank: view.meta(rank).process.get("boot_id", here) == here)
+    by = shifts(view.pages, lambda rank: str(view.meta(rank).process.get("boot_id", here)), here)
     if by.any():
         view.pages = np.concatenate([shift(view.pages[n : n + 1], int(ns)) for n, ns in enumerate(by)])
         view._clock = dict(zip(view.ranks, by.tolist(), strict=True))

@@ -73,7 +73,7 @@ def test_several_monitors_make_one_run(tmp_path, serve):
     views, hour = [], 3_600_000_000_000
     for node in (0, 1):
         run = FakeRun(tmp_path / f"disk{node}" / "run", 2, ranks_per_node=1, start_ns=10**15 + node * hour)
-        run.rank(node).step()
+        run.rank(node).meta("process", boot_id=f"of host {node}").step()
         view = run.view(later=2)
         view.pages["heartbeat_ns"], view.pages["clock_offset_ns"] = run.rank(node).clock_ns, -node * hour
         views.append(view)

@@ -80,3 +80,19 @@ def test_one_clock_is_left_as_it_is(tmp_path: Path):
     assert run.view()._clock == {}
     records = run.view().rank_steps(0)
     assert shift(records, 0) is records
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_a_clock_that_is_set_back_while_the_ranks_start_moves_nothing(tmp_path: Path, ranks_per_node: int):
+    """Ranks of one host, of one launcher or two: they read one monotonic clock, and UTC an hour apart."""
+    run = FakeRun(tmp_path, 4, ranks_per_node=ranks_per_node)
+    for rank in run.ranks[2:]:
+        rank.page(clock_offset_ns=rank.recorder.page.get("clock_offset_ns") - HOUR)
+    for _ in range(8):
+        for rank in run.ranks:
+            rank.step().collective()
+    assert np.ptp(seen(run).pages["collective_ns"]) < 1e7
+    quiet = silence(seen(run, later=30))
+    assert quiet is not None
+    assert quiet.seconds == pytest.approx(30, abs=0.1)
+    assert diagnose(gather(run.directory.root)).verdict is None
