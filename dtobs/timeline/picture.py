@@ -27,6 +27,7 @@ _LEGEND = {
 }  # fmt: skip
 _LEFT, _ROW, _TOP, _WIDTH = 70, 26, 34, 1200
 _IDLE = "·"
+_TICKS = 6
 
 
 def drawn(timeline: Timeline) -> list[tuple[str, Span]]:
@@ -82,7 +83,8 @@ def svg(timeline: Timeline, bubble: Bubble | None = None) -> str:
     shown = drawn(timeline)
     begin = min((s.begin_ns for _, s in shown), default=0)
     span = max(1, max((s.end_ns for _, s in shown), default=1) - begin)
-    height = _TOP + _ROW * len(timeline.ranks) + 30
+    bottom = _TOP + _ROW * len(timeline.ranks)
+    height = bottom + 2 * _ROW + 10
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 10}" height="{height}"'
         ' font-family="system-ui, sans-serif" font-size="12">',
@@ -103,8 +105,19 @@ def svg(timeline: Timeline, bubble: Bubble | None = None) -> str:
         if wide > 9 and "micro-batch" in s.details:
             number = s.details["micro-batch"]
             out.append(f'<text x="{x + 2:.2f}" y="{rows[s.rank] + 15}" fill="#fff">{number}</text>')
-    foot = duration_text(span / 1e9) + (f"; {bubble_line(bubble)}" if bubble is not None else "")
-    out.append(f'<text x="8" y="{height - 10}">{escape(foot)}</text></svg>')
+    for part in range(_TICKS + 1):
+        x, anchor = _LEFT + _WIDTH * part / _TICKS, "end" if part == _TICKS else "start"
+        out.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#00000033"/>')
+        at = duration_text(span * part / _TICKS / 1e9)
+        out.append(f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="{anchor}">{at}</text>')
+    x = 8
+    for letter in (letter for letter in _LEGEND if any(letter == other for other, _ in shown)):
+        name = _LEGEND[letter].partition(" ")[2]
+        out.append(f'<rect x="{x}" y="{bottom + 23}" width="11" height="11" fill="{_COLOURS[letter]}"/>')
+        out.append(f'<text x="{x + 16}" y="{bottom + 33}">{name}</text>')
+        x += 34 + 7 * len(name)
+    foot = bubble_line(bubble) if bubble is not None else ""
+    out.append(f'<text x="8" y="{height - 8}">{escape(foot)}</text></svg>')
     return "\n".join(out) + "\n"
 
 

@@ -111,7 +111,8 @@ def _judge(view: RunView, calls: _Calls) -> tuple[npt.NDArray[np.bool_], npt.NDA
     values = np.where(put_in[:, None], records["value"], 0.0)
     norms = np.add.reduceat(np.where(put_in, records["scale"], 0.0), starts)
     divided = np.where(rule == ReductionRule.AVG, np.maximum(size, 1), 1)
-    sums = np.add.reduceat(values, starts) / divided[:, None]
+    with np.errstate(invalid="ignore"):  # of infinities of both signs
+        sums = np.add.reduceat(values, starts) / divided[:, None]
     largest = np.maximum.reduceat(np.where(put_in[:, None], records["value"], -np.inf), starts)
     wanted = np.where(np.isin(rule, (ReductionRule.MAX, ReductionRule.MIN))[:, None], largest, sums)
     with np.errstate(invalid="ignore"):  # where nothing went in, or what did is not finite, nothing is judged

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do
@@ -30,6 +31,8 @@ def loss_nonfinite(view: RunView) -> list[Finding]:
         return []
     step = min(at for at, _, _ in first.values())
     if any(((h := view.rank_steps(r))["nonfinite"][h["step"] < step] > 0).any() for r in view.ranks):
+        return []
+    if any(finding.step is not None and finding.step < step for finding in gradient_nonfinite(view)):
         return []
     ranks = [r for r, (at, _, _) in first.items() if at == step]
     return [

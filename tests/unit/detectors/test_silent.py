@@ -377,6 +377,7 @@ def test_a_nan_that_was_not_sampled_where_it_arose_is_nobodys(tmp_path: Path, se
         if seen:
             rank.event(Kind.MARK, op=BAD_REDUCED_MARK, seq=2, value=NAN, step=12)
         rank.event(Kind.MARK, op=BAD_PARAMETERS_MARK, seq=0, value=NAN, step=13)
+        rank.step(loss=NAN)  # is what came of it
     found = only(run)
     assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (), 12)
     assert ("the gradient of head.weight" if seen else "in or before step 12: embed.weight") in found.summary

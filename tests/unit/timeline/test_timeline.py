@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
@@ -137,7 +138,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "pipeline bubble in step 4 (GPipe): measured 33.3%" in out
     assert json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["otherData"]["steps"] == [4]
     assert main(["timeline", str(root), "-o", str(tmp_path / "t.svg")]) == 0
-    ElementTree.fromstring((tmp_path / "t.svg").read_text())
+    drawn = ElementTree.fromstring((tmp_path / "t.svg").read_text())
+    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"forward", "backward"} <= set(texts), "a legend"
+    assert texts.count("0 s") == 1 and sum(bool(re.fullmatch(r"[\d.]+ (ms|s)", text or "")) for text in texts) == 7
 
 
 def test_the_command_draws_phases_without_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtobs.tui import words
+from dtobs.tui import palette, words
 
 
 def test_ages_do_not_flicker() -> None:
@@ -65,3 +65,10 @@ def test_sparkline_of_anything(values: list[float], width: int) -> None:
 def test_words_of_anything(value: float) -> None:
     for say in (words.age, words.clock, words.si, words.number):
         assert say(value)
+
+
+@pytest.mark.parametrize(
+    ("said", "light"), [("0;15", True), ("0;default;7", True), ("15;0", False), ("", False), ("x", False)]
+)
+def test_a_light_terminal_says_so(said: str, light: bool) -> None:
+    assert palette.is_light({"COLORFGBG": said} if said else {}) is light
