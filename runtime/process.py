@@ -21,7 +21,7 @@ from runtime.config import Config
 from runtime.errors import SaveWarning, TrainingError, UsageError
 from runtime.output import RankOutput
 from runtime.terminal import Terminal, viewer
-from runtime.world import Place, World
+from runtime.world import RankPlace, World
 
 SECONDS_TO_SPEAK = 5.0  # how long a rank with nothing new to say waits for the one that says it
 _python_format = warnings.formatwarning
@@ -34,7 +34,7 @@ class Process:
     is this process' again. `restart_cost` describes, for the step training goes on from, what a restart has cost.
     """
 
-    def __init__(self, place: Place, device: torch.device) -> None:
+    def __init__(self, place: RankPlace, device: torch.device) -> None:
         self.place = place
         self.device = device
         self.observers = ExitStack()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from runtime.config import Config
 from runtime.errors import UsageError
-from runtime.world import Place, World
+from runtime.world import RankPlace, World
 
 _KEY = "run_dir"
 
@@ -71,7 +71,7 @@ def resolve_run_dir(config: Config, world: World) -> RunLocation:
     return RunLocation(run_dir, answer["restarted"])
 
 
-def make_rank_folder(run_dir: Path, place: Place) -> Path:
+def make_rank_folder(run_dir: Path, place: RankPlace) -> Path:
     """Make the folder of this rank in the run directory. Every rank must call it: it is a collective.
 
     Raises UsageError, on every rank, where one of them cannot: else the others would tell that its connection broke.

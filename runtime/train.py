@@ -28,7 +28,7 @@ from runtime.mesh import Layout
 from runtime.process import SECONDS_TO_SPEAK, Process, say, warn
 from runtime.progress import Progress, closing_lines, opening_lines
 from runtime.trainer import Trainer, make_trainer
-from runtime.world import Place
+from runtime.world import RankPlace
 
 if TYPE_CHECKING:
     from dtobs.session.session import Session
@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.wants_help(arguments):
         print(flags.help_text())
         return 0
-    place = Place()
+    place = RankPlace()
     try:
-        place = Place.of(os.environ)
+        place = RankPlace.of(os.environ)
         config = flags.load(arguments, os.environ)
         layout = plan.resolve(config, place.size)
         if config.checkpoint.init:
@@ -110,7 +110,7 @@ def observe(process: Process, config: Config, run_dir: Path, device_mesh: Device
     )
     process.observers.callback(session.close)
     process.observers.callback(integration.observe(session, phases))
-    process.restart_cost = lambda step: integration.setback(session, step)
+    process.restart_cost = lambda step: integration.restart_cost(session, step)
     # What runtime.seeds promises, so that a rank that breaks it is found.
     session.policy(equal={"seed": config.run.seed}, generators="differ")
     return session

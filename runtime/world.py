@@ -21,7 +21,7 @@ from runtime.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Rank and size, in the job and on this node, as the launcher says; known before any process group."""
 
     rank: int = 0
@@ -30,7 +30,7 @@ class Place:
     local_size: int = 1
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def of(cls, environment: Mapping[str, str]) -> RankPlace:
         """Read torchrun's variables; without them, one process."""
         if "RANK" not in environment:
             return cls()
@@ -56,12 +56,12 @@ class Place:
 class World:
     """A joined process group. `store` is the rendezvous store: key-value, no collective needed."""
 
-    place: Place
+    place: RankPlace
     store: dist.Store
     device: torch.device
 
 
-def choose_device(asked: str, place: Place) -> torch.device:
+def choose_device(asked: str, place: RankPlace) -> torch.device:
     """The device of this process. Raises UsageError where CUDA was asked for and cannot be had."""
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -74,7 +74,7 @@ def choose_device(asked: str, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def join(config: Config, place: Place, device: torch.device) -> World:
+def join(config: Config, place: RankPlace, device: torch.device) -> World:
     """Join the process group of the job. Every rank must call it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

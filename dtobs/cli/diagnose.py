@@ -36,7 +36,7 @@ from dtobs.errors import UsageError
 from dtobs.findings import exit_code
 from dtobs.monitor.capture import capture_ranks
 from dtobs.reports import html, json, text
-from dtobs.reports.clean import printable
+from dtobs.reports.sanitize import printable
 from dtobs.tui.source import newest_run
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(folder: Path) -> dict[str, Any]:
-    from dtobs.exporters.share import export
+    from dtobs.exporters.installed_files import export
 
     written = export(folder)
     return {"summary": f"{len(written)} files in {folder}", "files": [str(path) for path in written]}

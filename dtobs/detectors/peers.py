@@ -32,7 +32,7 @@ def data_groups(view: RunView) -> list[list[int]]:
     return [list(group) for group in sorted(found) if len(group) > 1]
 
 
-def odd_ones(values: Mapping[int, T]) -> tuple[list[int], bool]:
+def outliers(values: Mapping[int, T]) -> tuple[list[int], bool]:
     """Who differs: the ranks outside the majority, True; or, where there is no majority, all ranks, False."""
     ((common, count),) = Counter(values.values()).most_common(1)
     if 2 * count > len(values):

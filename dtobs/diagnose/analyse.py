@@ -13,7 +13,7 @@ from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.describe import waiters, where
 from dtobs.detectors.hangs.endings import End, all_told, endings
 from dtobs.detectors.hangs.situation import interpret
-from dtobs.detectors.hangs.stall import Stall, last_movement_ns, moved_on, silence
+from dtobs.detectors.hangs.stall import Stall, last_movement_ns, moved_on, quiet_period
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
 from dtobs.diagnose.run_pictures import run_pictures
@@ -42,7 +42,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         before += _stood_in(view)
     found, caused = without_consequences(merge(seen, before), before, _working(view), _left_silently(view))
     ordered = rank_causes(as_it_ended(view, finding) for finding in found)
-    quiet, ranks = silence(view), statuses(view)
+    quiet, ranks = quiet_period(view), statuses(view)
     spent = summarise(view) if len(view.pages) and not evidence.judged else None
     notes = []
     lives = any(process.alive for process in view.processes.values())

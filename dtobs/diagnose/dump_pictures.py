@@ -13,8 +13,8 @@ from dtobs.diagnose.pictures import (
     CallGrid,
     CallState,
     Pictures,
+    RankTimeline,
     RankWait,
-    Strip,
     grid_of,
     groups_shown,
     sample,
@@ -91,7 +91,7 @@ def _kind(group: DumpGroup) -> str:
     return group.description if group.description not in ("", "undefined") else f"group {group.name}"
 
 
-def _strip(matched: MatchedDumps) -> Strip | None:
+def _strip(matched: MatchedDumps) -> RankTimeline | None:
     """Which group every rank called last, over the time of its last calls, by its own host's clock."""
     dumps = matched.dumps
     entries = dumps.entries
@@ -118,7 +118,7 @@ def _strip(matched: MatchedDumps) -> Strip | None:
             cells[row, at >= waiting[row]] = len(kinds) - 1
     title = "the group of each rank's last call, by the clock of its own host"
     ranks = tuple(dump.rank for dump in dumps.ranks)
-    return Strip(title, length / 1e9, ranks, tuple(kinds), cells)
+    return RankTimeline(title, length / 1e9, ranks, tuple(kinds), cells)
 
 
 def _waiting_since(matched: MatchedDumps) -> dict[int, int]:

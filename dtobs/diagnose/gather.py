@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dtobs.detectors.hangs.stall import last_movement_ns, silence
+from dtobs.detectors.hangs.stall import last_movement_ns, quiet_period
 from dtobs.errors import TargetError
 from dtobs.flight_recorder.names import NAMES
 from dtobs.host.process import cores_used, read_process
@@ -100,7 +100,7 @@ def _journal(view: RunView) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
 
 
 def _look_afresh(view: RunView, take_capture: TakeCapture) -> None:
-    quiet = silence(view)
+    quiet = quiet_period(view)
     if quiet is None or quiet.seconds < _STILL_SECONDS or not any(p.alive for p in view.processes.values()):
         return
     began = time.monotonic()

@@ -60,7 +60,7 @@ class WaitPicture:
 
 
 @dataclass(frozen=True, eq=False)
-class Strip:
+class RankTimeline:
     """Rank × time. `cells`: u8[ranks, columns], an index into `kinds`; 0 stands for "nothing recorded"."""
 
     title: str  #: what a cell shows, for the reader
@@ -97,7 +97,7 @@ class Pictures:
     """Everything a report draws; what there is no data for is empty."""
 
     waits: WaitPicture | None = None
-    strip: Strip | None = None
+    strip: RankTimeline | None = None
     calls: tuple[CallGrid, ...] = ()
     environment: tuple[tuple[str, str], ...] = field(default=())
 

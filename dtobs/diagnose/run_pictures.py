@@ -17,8 +17,8 @@ from dtobs.diagnose.pictures import (
     CallGrid,
     CallState,
     Pictures,
+    RankTimeline,
     RankWait,
-    Strip,
     grid_of,
     groups_shown,
     sample,
@@ -87,7 +87,7 @@ def _waits(situation: Situation, statuses: dict[int, RankStatus]) -> dict[int, R
     return found
 
 
-def _strip(view: RunView) -> Strip | None:
+def _strip(view: RunView) -> RankTimeline | None:
     """The phase of every rank, and when it waits for others, over its last steps and what came after."""
     if not len(view.pages):
         return None
@@ -105,7 +105,9 @@ def _strip(view: RunView) -> Strip | None:
     cells = np.zeros((len(view.ranks), STRIP_COLUMNS), np.uint8)
     for row, rank in enumerate(view.ranks):
         cells[row] = _rank_cells(view, rank, at)
-    return Strip("the phase each rank is in", before, tuple(view.ranks), _KINDS, cells, quiet if after else 0.0, after)
+    return RankTimeline(
+        "the phase each rank is in", before, tuple(view.ranks), _KINDS, cells, quiet if after else 0.0, after
+    )
 
 
 def _last_ns(view: RunView) -> int:

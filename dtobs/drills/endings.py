@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dtobs.detectors.hangs.stall import silence
+from dtobs.detectors.hangs.stall import quiet_period
 from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import launcher
@@ -279,7 +279,7 @@ def _end(cell: MatrixCell, processes: dict[str, _Process]) -> None:
 def _stands(run_dir: Path, seconds: float) -> bool:
     """Whether no rank has moved for so long, and for longer than the run's own slow steps on a busy machine excuse."""
     try:
-        quiet = silence(load_run(run_dir))
+        quiet = quiet_period(load_run(run_dir))
     except TargetError:
         return False
     if quiet is None:

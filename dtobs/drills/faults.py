@@ -248,7 +248,7 @@ class Drill:
     wrapper: str
     expected: str | None
     ranks: tuple[int, ...] | None = None
-    needs: str = ""  #: what the machine must permit, as in `permitted`
+    needs: str = ""  #: what the machine must permit, as in `capabilities`
     world: int = WORLD
     twin: str = TWIN  #: the healthy drill of the same family and layout that belongs to it
 

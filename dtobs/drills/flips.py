@@ -19,9 +19,9 @@ import numpy as np
 
 from dtobs.detectors import run_detectors
 from dtobs.drills import worker
+from dtobs.drills.capabilities import Confinement
 from dtobs.drills.flipped_job import Ended, Flip
 from dtobs.drills.perform import context, rank_environment
-from dtobs.drills.permitted import Confinement
 from dtobs.errors import DtobsError, TargetError
 from dtobs.findings import CATALOGUE, Finding
 from dtobs.recording.view import load_run

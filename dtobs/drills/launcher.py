@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dtobs.drills import worker
-from dtobs.drills.permitted import Confinement
+from dtobs.drills.capabilities import Confinement
 
 _GRACE_SECONDS = 2.0  # torchrun gives 30 before it kills
 _POLL_SECONDS = 0.02

@@ -16,8 +16,8 @@ from typing import Any
 from dtobs.diagnose import Diagnosis, diagnose, gather
 from dtobs.diagnose.gather import TakeCapture
 from dtobs.drills import worker
+from dtobs.drills.capabilities import Confinement, confined, why_unavailable
 from dtobs.drills.faults import WORLD, Drill
-from dtobs.drills.permitted import Confinement, confined, refused
 from dtobs.errors import DtobsError
 from dtobs.findings import CATALOGUE
 from dtobs.host.process import read_process
@@ -91,7 +91,7 @@ def perform_all(
     told: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Perform the drills below `folder`, `at_once` at a time; `told` hears of each outcome in order, as it is known."""
-    refusals = {need: refused(need) for need in {drill.needs for drill in drills}}
+    refusals = {need: why_unavailable(need) for need in {drill.needs for drill in drills}}
 
     def one(drill: Drill) -> Outcome:
         if refusals[drill.needs]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dtobs.drills import flipped_job, job, lost_time, silent
-from dtobs.drills.permitted import Confinement
+from dtobs.drills.capabilities import Confinement
 
 
 def main(

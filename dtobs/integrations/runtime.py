@@ -67,7 +67,7 @@ def observe(session: Session, phases: Phases) -> Callable[[], None]:
     return undo
 
 
-def setback(session: Session, step: int) -> str:
+def restart_cost(session: Session, step: int) -> str:
     """A line about what it costs to go on after `step`; "" in a first attempt, or where nothing was recorded."""
     if not isinstance(session, LiveSession) or not session.active or not session.attempt:
         return ""

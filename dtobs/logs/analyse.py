@@ -57,7 +57,7 @@ def analyse_logs(files: Sequence[LogFile]) -> LogAnalysis:
     for index, (file, place) in enumerate(zip(files, places([file.name for file in files]), strict=True)):
         evidence.begin(index, file.name, place)
         for number, raw in file.lines(ANCHORS, lambda: evidence.hot):
-            evidence.take(number, raw)
+            evidence.add_line(number, raw)
     evidence.end()
     notes = [file.problem for file in files if file.problem]
     return judge(evidence, len(files) > 1, notes, sum(file.bytes_read for file in files))

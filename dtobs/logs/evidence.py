@@ -138,7 +138,7 @@ class LogEvidence:
             self._progress(self._writer(origin), text, f"{self._name}:{number}", raw)
         self._order = now
 
-    def take(self, number: int, raw: bytes) -> None:
+    def add_line(self, number: int, raw: bytes) -> None:
         """Read one line."""
         self._order += 1
         shape = raw[:400].translate(None, _DIGITS)

@@ -17,7 +17,7 @@ from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.metrics import TABLE
 from dtobs.nodes.remote import is_address
 from dtobs.recording.view import RunView, load_run
-from dtobs.reports.clean import plain
+from dtobs.reports.sanitize import plain
 from dtobs.timeline.spans import timeline
 from dtobs.words import ranks_text
 

@@ -12,7 +12,6 @@ from pathlib import Path
 class MonitorStats:
     """Counts since the monitor started."""
 
-    started_s: float = field(default_factory=time.time)
     ticks: int = 0
     passes: int = 0  #: of the detectors
     pass_seconds: float = 0.0  #: CPU time of the last pass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtobs.detectors.hangs.stall import Stall, silence
+from dtobs.detectors.hangs.stall import Stall, quiet_period
 from dtobs.errors import RecordingDisabled
 from dtobs.monitor.capture import capture_ranks, make_room
 from dtobs.recording.capture import Capture
@@ -43,7 +43,7 @@ class Watchdog:
 
     def look(self, view: RunView) -> float:
         """Judge `view`, capturing when that is due; returns how much of the threshold has passed (0 … 1 and more)."""
-        quiet = silence(view)
+        quiet = quiet_period(view)
         if quiet is None or not quiet.exceeded:
             self.stalled = None
             self._in_stall = 0

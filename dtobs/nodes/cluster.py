@@ -70,9 +70,9 @@ class Cluster:
         self._peers: dict[int, Peer] = {}
         self._written: dict[int, Contact] = {}
         self._retried: dict[int, float] = {}
-        self._news_s = 0.0
+        self._news_seconds = 0.0
         self._stalled = False
-        self._troubles: object = None
+        self._failure_signature: object = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="peers")
@@ -125,21 +125,21 @@ class Cluster:
                 return [_on_our_clock(f, peer) for f in decode(list[Finding], peer.head.findings if peer.head else [])]
         return []
 
-    def settled(self, troubles: object, *, stalled: bool) -> bool:
+    def settled(self, failures: object, *, stalled: bool) -> bool:
         """Whether every node has been heard since something happened, so that its part in it is known.
 
-        `troubles` is whatever differs when a rank of this node has ended or failed. A node that does not answer
+        `failures` is whatever differs when a rank of this node has ended or failed. A node that does not answer
         becomes lost within seconds, and counts as heard then.
         """
-        if troubles != self._troubles:
-            self._troubles, self._news_s = troubles, time.monotonic()
+        if failures != self._failure_signature:
+            self._failure_signature, self._news_seconds = failures, time.monotonic()
         if not self.leads:
             return True
         there = [p for p in self._all() if p.state == "answers"]
         self._stalled = stalled
         if stalled and any(p.fresh_seconds > _UNCERTAIN_INTERVALS * self.interval for p in there):
             return False
-        news = max([self._news_s, *(p.news_at for p in self._all())])
+        news = max([self._news_seconds, *(p.news_at for p in self._all())])
         return not news or all(p.answered_at >= news + _AFTER_NEWS_SECONDS for p in there)
 
     def may_end(self, idle_seconds: float) -> bool:

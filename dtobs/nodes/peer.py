@@ -60,7 +60,7 @@ class Peer:
         self._run, self._token_file = run, token_file
         self._since_s = time.monotonic()
         self._misses = 0
-        self._troubles: tuple[int, int] = (0, 0)
+        self._failure_signature: tuple[int, int] = (0, 0)
         self._detailed_s = 0.0
         self._skew_ns = 0
         self.mirror = None if _shares_our_disk(run, node) else NodeMirror(run, node)
@@ -145,11 +145,11 @@ class Peer:
         failed = 0
         if self.mirror is not None:
             failed = int(np.count_nonzero(self.mirror.pages["state"] == RankState.FAILED))
-        troubles = (sum(not p.alive for p in processes.values()), failed)
+        failures = (sum(not p.alive for p in processes.values()), failed)
         self.head, self.processes, self.contact, self.ahead_ns = head, processes, contact, by
         self.answered_at, self.heard_at, self._misses = asked_s, time.monotonic(), 0
-        if troubles != self._troubles:
-            self._troubles, self.news_at = troubles, time.monotonic()
+        if failures != self._failure_signature:
+            self._failure_signature, self.news_at = failures, time.monotonic()
 
     def _missed(self, kind: State, why: str) -> None:
         self._misses += 1

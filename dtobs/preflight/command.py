@@ -13,7 +13,7 @@ from dtobs.findings import exit_code
 from dtobs.preflight import hosts, launch
 from dtobs.preflight.board import Meeting, join, keep
 from dtobs.preflight.model import PreflightEvidence, Report
-from dtobs.preflight.rank import Options, Place, PreflightRank, live
+from dtobs.preflight.rank import Options, PreflightRank, RankPlace, live
 from dtobs.preflight.reporter import Reporter
 from dtobs.preflight.text import render
 
@@ -64,7 +64,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 def _rank(args: argparse.Namespace, options: Options) -> int:
     try:
-        place = Place.of(os.environ)
+        place = RankPlace.of(os.environ)
     except (KeyError, ValueError) as error:
         raise UsageError(f"RANK is set, and {error} is not as torchrun sets it; unset RANK to start ranks") from error
     began = time.monotonic()

@@ -39,7 +39,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank this is, from torchrun's variables."""
 
     rank: int
@@ -56,7 +56,7 @@ class Place:
         return max(1, self.world // self.local_world)
 
     @classmethod
-    def of(cls, values: Mapping[str, str]) -> Place:
+    def of(cls, values: Mapping[str, str]) -> RankPlace:
         """Read it. Raises KeyError or ValueError where a variable is missing or is no number."""
         rank, world = int(values["RANK"]), int(values["WORLD_SIZE"])
         local_world = int(values.get("LOCAL_WORLD_SIZE", world))
@@ -82,7 +82,7 @@ def choose_backend(asked: str, local_world: int) -> str:
 class PreflightRank:
     """Measures everything, stage by stage; `run` is the body of its thread."""
 
-    def __init__(self, place: Place, options: Options, meeting: Meeting, values: Mapping[str, str]) -> None:
+    def __init__(self, place: RankPlace, options: Options, meeting: Meeting, values: Mapping[str, str]) -> None:
         self.place, self.options, self.values = place, options, values
         self.meeting = meeting  # of the measuring thread alone
         self.stage = "start"

@@ -9,8 +9,8 @@ from typing import Any
 from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.findings import Finding
 from dtobs.reports import calls_html, strip_svg, waits_svg
-from dtobs.reports.clean import printable
 from dtobs.reports.ranks_and_stacks import readable, stacks_by_likeness
+from dtobs.reports.sanitize import printable
 from dtobs.reports.style import STYLE
 from dtobs.words import count, duration_text, ranks_text, runs_text
 

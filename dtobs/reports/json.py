@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dtobs.diagnose.model import Diagnosis
-from dtobs.reports.clean import plain
+from dtobs.reports.sanitize import plain
 
 SCHEMA_PATH = Path(__file__).with_name("diagnosis.schema.json")
 

@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.diagnose.pictures import Strip
+from dtobs.diagnose.pictures import RankTimeline
 from dtobs.words import duration_text
 
 MAX_ROWS = 1024
@@ -15,7 +15,7 @@ _LEFT, _RIGHT, _WIDTH, _AXIS = 4, 60, 960, 22
 _LABELS = 16
 
 
-def render(strip: Strip) -> str:
+def render(strip: RankTimeline) -> str:
     """The picture, its legend, and what it shows."""
     every = -(-len(strip.ranks) // MAX_ROWS)
     cells, ranks = strip.cells[::every], strip.ranks[::every]
@@ -37,7 +37,7 @@ def render(strip: Strip) -> str:
     )
 
 
-def _class(strip: Strip, kind: int) -> str:
+def _class(strip: RankTimeline, kind: int) -> str:
     name = strip.kinds[kind]
     return f"k-{name}" if name in ("waits", "ended", "suspended") else f"k{(kind - 1) % 10 + 1}"
 
@@ -53,7 +53,7 @@ def _runs(on: npt.NDArray[np.bool_]) -> str:
     return "".join(f"M{begin} {row}h{end - begin}v1H{begin}z" for row, begin, end in runs)
 
 
-def _legend(strip: Strip, used: list[int]) -> str:
+def _legend(strip: RankTimeline, used: list[int]) -> str:
     items = "".join(
         f'<li><svg viewBox="0 0 10 10" aria-hidden="true"><path class="{_class(strip, kind)}" d="M0 0h10v10H0z"/></svg>'
         f"{escape(strip.kinds[kind])}</li>"
@@ -71,11 +71,11 @@ def _labels(ranks: tuple[int, ...], height: int) -> str:
     )
 
 
-def _stood(strip: Strip) -> str:
+def _stood(strip: RankTimeline) -> str:
     return f", and the {duration_text(strip.quiet_seconds)} in which nothing moved" if strip.quiet_columns else ""
 
 
-def _axis(strip: Strip, top: int) -> str:
+def _axis(strip: RankTimeline, top: int) -> str:
     moved = _WIDTH * (1 - strip.quiet_columns / max(1, strip.cells.shape[1]))
     ticks = [(0.0, "start", f"−{duration_text(strip.seconds)}")]
     line = ""

@@ -11,8 +11,8 @@ from dtobs.diagnose.pictures import CallGrid
 from dtobs.findings import Finding
 from dtobs.recording.rank import State
 from dtobs.reports.calls_html import WORDS, usual_text
-from dtobs.reports.clean import printable
 from dtobs.reports.ranks_and_stacks import readable, stacks_by_likeness
+from dtobs.reports.sanitize import printable
 from dtobs.words import count, duration_text, ranks_text, verb
 
 _MAX_ROWS = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from dtobs.reports.clean import printable
+from dtobs.reports.sanitize import printable
 from dtobs.reports.style import STYLE
 from dtobs.reports.trace_text import time_text
 from dtobs.timeline.kineto.analyse import JobTrace

@@ -113,12 +113,12 @@ class TopApp(App[None]):
         except DtobsError as error:
             self.call_from_thread(self._fail, error)
             return
-        self.call_from_thread(self.take, frame, detail)
+        self.call_from_thread(self.show_frame, frame, detail)
 
     def _fail(self, error: DtobsError) -> None:
         self.exit(return_code=error.exit_code, message=f"dtobs: {error}")
 
-    def take(self, frame: ScreenFrame, detail: RankDetail | None = None) -> None:
+    def show_frame(self, frame: ScreenFrame, detail: RankDetail | None = None) -> None:
         """Show a new frame."""
         self._looking = False
         self.frame = frame

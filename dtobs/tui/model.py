@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.comparisons import comparisons_off
-from dtobs.detectors.hangs.stall import Stall, silence
+from dtobs.detectors.hangs.stall import Stall, quiet_period
 from dtobs.events import phase_name
 from dtobs.findings import Finding, Severity
 from dtobs.recording.journal import Entry
@@ -290,7 +290,7 @@ def _end(view: RunView, rows: Sequence[RankRow], broken: Sequence[RankRow]) -> t
 
 def _still(view: RunView, step_seconds: float | None) -> str:
     """How long nothing has moved, when that is many of the run's own steps; "" while it moves."""
-    quiet = silence(view)
+    quiet = quiet_period(view)
     if quiet is None:
         return ""
     slow = max([step_seconds or 0.0, *(view.pages["step_ns"] / 1e9).tolist()])

@@ -42,7 +42,7 @@ async def measure(ranks: int) -> None:
                 with _timed("a look"):
                     frame = source.look()
                 with _timed("a draw, all figures changed"):
-                    app.take(frame)
+                    app.show_frame(frame)
                     await pilot.pause()
                 with _timed("a look, no step since the last"):
                     source.look()

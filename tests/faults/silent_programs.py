@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dtobs.drills import lost_time
-from dtobs.drills.permitted import Confinement
+from dtobs.drills.capabilities import Confinement
 from dtobs.drills.silent import SilentJob, train
 from dtobs.probes import gradients
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dtobs.diagnose import Diagnosis, diagnose, gather
+from dtobs.drills.capabilities import why_unavailable
 from dtobs.drills.faults import FAULTS
 from dtobs.drills.job import Job
-from dtobs.drills.permitted import refused
 from dtobs.findings import CATALOGUE
 from dtobs.host.process import read_process
 from dtobs.monitor.capture import capture_ranks
@@ -81,7 +81,7 @@ def of_family(diagnosis: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
 )
 def test_a_hang_is_found_live_and_diagnosed(tmp_path: Path, name: str, wrapper: str, world: int):
     fault = FAULTS[name]
-    if fault.needs and (why := refused(fault.needs)):
+    if fault.needs and (why := why_unavailable(fault.needs)):
         pytest.skip(why)
     job = Job(tmp_path / "run", name, wrapper)  # type: ignore[arg-type]
     with start_ranks(run_job, world, job) as group:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dtobs.detectors import run_detectors
+from dtobs.drills.capabilities import confined, why_unavailable
 from dtobs.drills.faults import LOSSES, TROUBLES, Fault, Loss
 from dtobs.drills.lost_time import TimeJob
-from dtobs.drills.permitted import confined, refused
 from dtobs.drills.silent import SilentJob
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import load_run
@@ -81,7 +81,7 @@ def test_trouble_is_found_and_named(tmp_path: Path, trouble: Fault, wrapper):
     ],
 )
 def test_lost_time_is_found_and_nothing_else(tmp_path: Path, loss: Loss, wrapper: str):
-    if why := refused(loss.needs):
+    if why := why_unavailable(loss.needs):
         pytest.skip(why)
     job = TimeJob(tmp_path / "run", loss.name, wrapper)
     options = {"program": run_losing_time, "timeout": 180, "init_pg": False, "world": loss.world}

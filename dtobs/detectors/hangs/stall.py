@@ -112,13 +112,13 @@ def stall(view: RunView) -> Stall | None:
 
     A run whose processes are gone is judged at the moment of its last capture, when nothing moved after it.
     """
-    found = silence(view)
+    found = quiet_period(view)
     if found is None or not (found.standing if view.asked else found.exceeded):
         return None
     return found
 
 
-def silence(view: RunView) -> Stall | None:
+def quiet_period(view: RunView) -> Stall | None:
     """How long nothing has moved, whether or not that is too long; None when no rank is left that should move."""
     moving = _should_move(view)
     if not moving.any():

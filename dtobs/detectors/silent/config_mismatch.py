@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dtobs.detectors.peers import data_groups, odd_ones, rows_of
+from dtobs.detectors.peers import data_groups, outliers, rows_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
@@ -40,7 +40,7 @@ def config_mismatch(view: RunView) -> list[Finding]:
         for name in _comparable(states):
             values = {rank: state[name] for rank, state in states.items()}
             if len(set(values.values())) > 1:
-                odd, majority = odd_ones(values)
+                odd, majority = outliers(values)
                 by_ranks.setdefault((tuple(odd), majority), []).append(name)
         for (ranks, majority), names in by_ranks.items():
             found.append(_finding(ranks, majority, names, states))

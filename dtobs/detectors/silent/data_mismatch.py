@@ -19,7 +19,7 @@ from collections import defaultdict
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import odd_ones, rows_of
+from dtobs.detectors.peers import outliers, rows_of
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -46,7 +46,7 @@ def data_mismatch(view: RunView) -> list[Finding]:
         if not reason:
             continue
         last = int(np.flatnonzero(unequal)[-1])
-        odd, majority = odd_ones({r: int(d) for r, d in zip(ranks, digests[:, last], strict=True)})
+        odd, majority = outliers({r: int(d) for r, d in zip(ranks, digests[:, last], strict=True)})
         whom = (
             f"{ranks_text(odd)} read other data than" if majority else f"{ranks_text(odd)} read different data within"
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dtobs.detectors.peers import data_groups, odd_ones
+from dtobs.detectors.peers import data_groups, outliers
 from dtobs.detectors.silent.loss_weights import weights_of
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
@@ -47,7 +47,7 @@ def data_uneven(view: RunView) -> list[Finding]:
             or _alike(weight / tokens for weight, tokens in weights.values())
         ):
             continue
-        odd, majority = odd_ones(sizes)
+        odd, majority = outliers(sizes)
         others = sorted(set(group) - set(odd)) or odd[1:]
         said = (
             f"{ranks_do(odd, 'train')} on {count(sizes[odd[0]], 'sample')} a step, the others on {sizes[others[0]]:,}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.peers import data_groups, odd_ones, rows_of
+from dtobs.detectors.peers import data_groups, outliers, rows_of
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -43,7 +43,7 @@ def learning_rate_mismatch(view: RunView) -> list[Finding]:
         together = np.flatnonzero(whole & ~apart)
         first = int(np.flatnonzero(apart & (np.arange(len(apart)) > (together[-1] if len(together) else -1)))[0])
         values = {rank: f"{rates[row, first]:.4g}" for row, rank in enumerate(group)}
-        odd, majority = odd_ones({rank: float(rates[row, first]) for row, rank in enumerate(group)})
+        odd, majority = outliers({rank: float(rates[row, first]) for row, rank in enumerate(group)})
         others = sorted(set(group) - set(odd))
         step = int(window.steps[first])
         if majority:

@@ -21,7 +21,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import odd_ones
+from dtobs.detectors.peers import outliers
 from dtobs.detectors.silent.replicas import ReplicaSet, from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -84,7 +84,7 @@ def _once(copies: ReplicaSet) -> bool:
     if len(looks) != 1 or looks[0] < LEAST_EQUAL or copies.differs[looks[0]].sum() != 1:
         return False
     which = int(copies.differs[looks[0]].argmax())
-    odd, majority = odd_ones({r: int(d) for r, d in zip(copies.ranks, copies.digests[:, looks[0], which], strict=True)})
+    odd, majority = outliers({r: int(d) for r, d in zip(copies.ranks, copies.digests[:, looks[0], which], strict=True)})
     return majority and len(odd) == 1
 
 
@@ -126,7 +126,7 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
     when = int(differs.any(axis=1).argmax())
     which = int(differs[when].argmax())
     values = {r: int(d) for r, d in zip(copies.ranks, copies.digests[:, when, which], strict=True)}
-    odd, majority = odd_ones(values)
+    odd, majority = outliers(values)
     step, name = int(copies.steps[when]), copies.names[which]
     count = int(differs[when].sum())
     more = f" and {count - 1} more" if count > 1 else ""

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups, odd_ones, rows_of
+from dtobs.detectors.peers import data_groups, outliers, rows_of
 from dtobs.detectors.silent.replica_divergence import going_their_own_ways
 from dtobs.detectors.silent.replicas import from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
@@ -50,7 +50,7 @@ def _initial(view: RunView) -> list[Finding]:
             continue
         which = int(copies.differs[0].argmax())
         values = {r: int(d) for r, d in zip(copies.ranks, copies.digests[:, 0, which], strict=True)}
-        odd, majority = odd_ones(values)
+        odd, majority = outliers(values)
         than = "than the others " if majority else ""
         apart = going_their_own_ways(view, copies)
         found.append(
@@ -82,7 +82,7 @@ def _declared(view: RunView) -> list[Finding]:
     found = []
     for name, values in _values(view, "equal").items():
         if len(set(values.values())) > 1:
-            odd, majority = odd_ones(values)
+            odd, majority = outliers(values)
             others = sorted(set(values) - set(odd))
             against = f", the others {values[others[0]]}" if majority else ""
             said = ", ".join(f"rank {r} {values[r]}" for r in odd[:8])
@@ -166,7 +166,7 @@ def _must_be_equal(window: StepWindow, group: list[int], states: npt.NDArray[np.
     if unequal.sum() < LEAST_STEPS:
         return []
     last = int(np.flatnonzero(unequal)[-1])
-    odd, majority = odd_ones({r: int(s) for r, s in zip(group, states[:, last], strict=True)})
+    odd, majority = outliers({r: int(s) for r, s in zip(group, states[:, last], strict=True)})
     first = int(window.steps[int(unequal.argmax())])
     whom = "from the other ranks'" if majority else "from each other's"
     return [

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dtobs.detectors.peers import odd_ones
+from dtobs.detectors.peers import outliers
 from dtobs.detectors.silent.audit import Audit, audits, copies
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -50,7 +50,7 @@ def _replicas(view: RunView, found: list[Audit]) -> Iterator[Finding]:
         kept = {audit.rank: audit.rest[n].tobytes() for audit, n in windows}
         if len(set(kept.values())) == 1:
             continue
-        odd, majority = odd_ones(kept)
+        odd, majority = outliers(kept)
         if not majority:  # of two, the one that has changed what the other left alone
             changed = [audit.rank for audit, n in windows if audit.changed_at_rest[n].any()]
             odd = changed or odd

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dtobs.detectors.peers import odd_ones
+from dtobs.detectors.peers import outliers
 from dtobs.detectors.silent.audit import Audit, Window, audits, copies
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -47,7 +47,7 @@ def _other_than_replicas(view: RunView, known: list[Audit]) -> Iterator[Finding]
         made = {audit.rank: audit.after[n].tobytes() for audit, n in windows}
         if len(set(made.values())) == 1:
             continue
-        odd, majority = odd_ones(made)
+        odd, majority = outliers(made)
         wrong = [a.rank for a, n in windows if a.theta_wrong[n].any() or a.state_wrong[n].any()]
         if not majority and 0 < len(wrong) < len(windows):
             odd, majority = wrong, True

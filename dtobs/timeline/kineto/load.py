@@ -111,7 +111,7 @@ class _Columns:
         found = call_of(args) if "Collective name" in args else None
         return -1 if found is None else self.calls.setdefault(found, len(self.calls))
 
-    def take(self, batch: list[Event]) -> None:
+    def add_batch(self, batch: list[Event]) -> None:
         """Take what is of use from a batch of events."""
         handlers, operator = self.handlers, self.spans["op"].extend
         for event in batch:
@@ -119,7 +119,7 @@ class _Columns:
                 category, name, begin, duration, phase = _HEAD(event)
             except KeyError:
                 if (whole_event := self._paired(event)) is not None:
-                    self.take([whole_event])
+                    self.add_batch([whole_event])
                 continue
             if phase != "X" or type(name) is not str or type(category) is not str:
                 continue
@@ -210,7 +210,7 @@ def load(path: Path) -> TracedRank:
     gc.disable()  # millions of events, none of them in a cycle
     try:
         for batch in stream.batches():
-            columns.take(batch)
+            columns.add_batch(batch)
     finally:
         if collecting:
             gc.enable()

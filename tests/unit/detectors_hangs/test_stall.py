@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.detectors.hangs.stall import silence, stall
+from dtobs.detectors.hangs.stall import quiet_period, stall
 from dtobs.events import RankState
 from dtobs.host.process import ProcessState
 from dtobs.recording.capture import Capture, RankCapture
@@ -44,7 +44,7 @@ def test_hang_timeout_is_the_floor(tmp_path: Path):
 
 def test_slow_steps_raise_the_threshold(tmp_path: Path):
     run = FakeRun(tmp_path).steps(20, forward=30)
-    found = silence(run.view(later=100))
+    found = quiet_period(run.view(later=100))
     assert found is not None
     assert not found.exceeded
     assert found.threshold_seconds == pytest.approx(4 * 30.06, rel=0.01)
@@ -87,7 +87,7 @@ def test_a_finished_run_is_not_stalled(tmp_path: Path):
     run = FakeRun(tmp_path).steps(5)
     for rank in run.ranks:
         rank.close()
-    assert silence(run.view(later=10_000)) is None
+    assert quiet_period(run.view(later=10_000)) is None
 
 
 def test_a_failed_or_dead_rank_need_not_move(tmp_path: Path):
@@ -113,4 +113,4 @@ def test_a_dead_run_is_judged_at_its_capture(tmp_path: Path):
 
 
 def test_no_ranks_no_stall(tmp_path: Path):
-    assert silence(FakeRun(tmp_path).view(later=1000)) is None
+    assert quiet_period(FakeRun(tmp_path).view(later=1000)) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtobs.detectors.hangs.stall import silence, stall
+from dtobs.detectors.hangs.stall import quiet_period, stall
 from dtobs.diagnose import diagnose, gather
 from dtobs.events import RankState
 from dtobs.recording.clocks import shift
@@ -56,7 +56,7 @@ def test_times_compare(tmp_path: Path, apart: int):
 @pytest.mark.parametrize("apart", [0, HOUR, -HOUR])
 def test_a_stall_is_as_long_as_on_one_host(tmp_path: Path, apart: int):
     run = two_hosts(tmp_path, apart)
-    quiet = silence(seen(run, later=30))
+    quiet = quiet_period(seen(run, later=30))
     assert quiet is not None
     assert quiet.seconds == pytest.approx(30, abs=0.1)
     assert stall(seen(run, later=30)) is None

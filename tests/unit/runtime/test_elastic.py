@@ -18,7 +18,7 @@ from runtime.config import Config
 from runtime.errors import LayoutError
 from runtime.manifests import Manifest
 from runtime.mesh import Layout
-from runtime.world import Place, World
+from runtime.world import RankPlace, World
 
 
 def settings(*arguments: str) -> Config:
@@ -176,7 +176,7 @@ class Nodes:
 
         def rank(number: int) -> None:
             self.local.rank, self.local.launcher = number, launchers[number]
-            place = Place(number, self.size, 0, 1)
+            place = RankPlace(number, self.size, 0, 1)
             found[number] = rundir.resolve_run_dir(config, World(place, PrefixStore("runtime", store), None))  # type: ignore[arg-type]
 
         threads = [threading.Thread(target=rank, args=(number,)) for number in range(self.size)]

@@ -68,7 +68,7 @@ def confined(need: str, name: str, world: int) -> Iterator[Mapping[int, Confinem
         yield {}
 
 
-def refused(need: str) -> str:
+def why_unavailable(need: str) -> str:
     """Why this machine does not permit what a fault needs, in words; "" where it does."""
     if need == "packet-filter":
         with socket.socket() as unconnected:
