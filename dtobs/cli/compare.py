@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and print."""
+    """Compare the two runs and print the result. Returns the exit code; raises UsageError for a bad `-o`."""
     output: Path | None = args.output
     if output is not None and output.suffix != ".svg":
         raise UsageError(f"-o {output}: give a name that ends in .svg")

@@ -221,7 +221,7 @@ def _flight_recorder(processes: Sequence[TrainingProcess]) -> list[SourceFinding
 
 
 def told_by_dumps(dumped: Dumped) -> list[SourceFindings]:
-    """What dumps say that the ranks wrote when they were asked; their folder is removed."""
+    """Judge the dumps that the ranks wrote on request, and remove their folder."""
     try:
         if not dumped.count:
             return [SourceFindings(dumped.name, (), (dumped.problem,))]

@@ -12,14 +12,14 @@ from dtobs.ras import ask, is_ras_address, judge, read_samples
 BETWEEN_SECONDS = 10.0
 
 
-def diagnose_ras(target: str, between_seconds: float | None = None) -> Diagnosis:
-    """The diagnosis of a file, a folder, or ``HOST:PORT``, which is asked twice, `BETWEEN_SECONDS` apart by default.
+def diagnose_ras(target: str) -> Diagnosis:
+    """The diagnosis of a file, a folder, or ``HOST:PORT``, which is asked twice, `BETWEEN_SECONDS` apart.
 
     Raises DtobsError when there is nothing to judge.
     """
     if not Path(target).exists() and is_ras_address(target):
         samples = [ask(target)]
-        time.sleep(BETWEEN_SECONDS if between_seconds is None else between_seconds)
+        time.sleep(BETWEEN_SECONDS)
         try:
             samples.append(ask(target))
         except ServiceError:

@@ -17,7 +17,10 @@ from dtobs.nodes.remote import is_address
 
 
 def diagnose_target(targets: Sequence[str], take_capture: TakeCapture | None = None) -> Diagnosis:
-    """Look at what was named. Raises DtobsError when that is nothing to look at."""
+    """Diagnose what `targets` name: run directories, monitors' addresses, folders, files, or "-" for standard input.
+
+    Raises DtobsError when none of them can be diagnosed.
+    """
     named = list(targets)
     if all(map(is_address, named)):
         return diagnose(gather_monitors(named))

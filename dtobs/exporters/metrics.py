@@ -1,7 +1,8 @@
 """The table of metrics: each one's name, type, unit, help, labels and source, in one place.
 
 Names follow Prometheus: prefix ``dtobs_``, base units, ``_total`` on counters. Every metric has the label ``run``;
-``rank`` is the only other one with many values. Values a rank come from its node's monitor; histograms are a node's.
+``rank`` is the only other one with many values. Per-rank values come from the monitor of the rank's node; a histogram
+covers all ranks of one node.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class Verdicts:
         )
 
     def _stalled(self, call: PendingCall) -> Finding:
-        """Every rank issued it and none waits in an older call: the network, or a device if no dump tells starts."""
+        """Every rank issued the call, none waits in an older one: the network, or a device if no dump tells starts."""
         words = self.words
         group = self.dumps.groups[call.group]
         left = len(set(call.waiting) - set(call.finished))

@@ -140,17 +140,17 @@ def _answer(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": str(error)[:_MAX_TEXT]}
 
 
-def bounded(value: dict[str, Any], characters: int = MAX_CHARACTERS) -> dict[str, Any]:
-    """The value with texts and lists cut until it fits, and with "left_out" where that was needed."""
+def bounded(value: dict[str, Any]) -> dict[str, Any]:
+    """The value with texts and lists cut until its JSON has at most `MAX_CHARACTERS` characters, and with "left_out" where that was needed."""
     limit = _MAX_LIST
     whole = json.dumps(plain(value), default=str)
     shown: dict[str, Any] = _cut(json.loads(whole), limit, _MAX_TEXT)
     text = json.dumps(shown)
-    while len(text) > characters and limit > 1:
+    while len(text) > MAX_CHARACTERS and limit > 1:
         limit //= 2
         shown = _cut(json.loads(whole), limit, max(80, _MAX_TEXT * limit // _MAX_LIST))
         text = json.dumps(shown)
-    if len(text) > characters:
+    if len(text) > MAX_CHARACTERS:
         return {"error": "the answer is too long in every form: ask for less"}
     if text != whole:
         shown["left_out"] = "the answer was cut to fit: ask for fewer ranks, findings or steps to see all of it"

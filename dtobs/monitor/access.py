@@ -1,10 +1,10 @@
 """Who may ask a monitor: whoever has the run's token, and the user it runs as (or root) from this very machine.
 
 The pages of a run hold command lines, paths and host names. A loopback address alone protects none of it on a machine
-with several users, so the kernel's table of connections is asked whose the other end is: that needs no secret, and the
-commands of the run's own user work without one. Other machines, other users and scrapers elsewhere give the token, as
-``Authorization: Bearer TOKEN``. ``/metrics`` and ``/healthz`` on a loopback address stay open to this machine: a
-Prometheus runs as a user of its own, and numbers are all they tell.
+with several users, so the monitor looks up in the kernel's table of connections which user owns the other end: that
+needs no secret, and the commands of the run's own user work without a token. Other machines, other users and scrapers
+elsewhere give the token, as ``Authorization: Bearer TOKEN``. ``/metrics`` and ``/healthz`` on a loopback address stay
+open to this machine: a Prometheus runs as a user of its own, and these pages hold only numbers.
 
 The token is in RUN_DIR/token, mode 0600. `DTOBS_TOKEN` sets one that outlives a run, for scrape configurations.
 """

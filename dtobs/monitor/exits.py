@@ -99,7 +99,7 @@ class ProcessWatch:
         return found
 
     def states(self, watched: list[Watched]) -> dict[int, ProcessState]:
-        """The process of each rank now: live ones from /proc, ended ones as they ended."""
+        """The state of each rank's process, by rank: of a living one from /proc, of an ended one as it ended."""
         return {
             w.rank: self.ended[w.pid] if w.pid in self.ended else read_process(w.pid, w.start_ticks) for w in watched
         }

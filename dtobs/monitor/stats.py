@@ -19,7 +19,7 @@ class MonitorStats:
     errors: dict[str, int] = field(default_factory=dict)  #: by part: detectors, capture, journal, http, ...
 
     def count(self, part: str) -> None:
-        """One more failure of `part`."""
+        """Count one failure of `part`, one of the keys of `errors`."""
         self.errors[part] = self.errors.get(part, 0) + 1
 
     @property

@@ -128,14 +128,17 @@ class Collections:
 
 
 class Hindrances:
-    """All of it for the thread that makes this; `fill` writes what has come since the last `begin` or `fill`."""
+    """Run delay, throttling and garbage collection of the thread that creates this object.
+
+    `fill` writes what has accumulated since the last call of `begin` or `fill`.
+    """
 
     def __init__(self) -> None:
         self._delay, self._throttled, self._collections = RunDelay(), Throttled(), Collections()
         self._delay_ns = self._gc_ns = 0
 
     def begin(self) -> None:
-        """The first step begins."""
+        """Start counting: the first step begins."""
         self._delay_ns, self._gc_ns = self._delay.read_ns(), self._collections.total_ns
         self._collections.start()
 

@@ -57,7 +57,7 @@ class LossWeightProbe(Probe):
         super().remove()
 
     def step_begin(self) -> None:
-        """Look at this step or leave it out."""
+        """Choose whether this step is sampled; forget what the last one recorded."""
         self._looking, self._seen = bool(self._rotation.rows(self.context.step)), []
 
     def backward_begin(self, tensors: Any) -> None:

@@ -77,7 +77,10 @@ def roots(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def trains(root: torch.nn.Module) -> bool:
-    """Whether a forward now is for a gradient. Lightning keeps its wrapper, and only that, in evaluation mode."""
+    """Whether a forward pass that runs now belongs to training: gradients are on and a module is in training mode.
+
+    The direct children count as well, because Lightning leaves its wrapper, and only that, in evaluation mode.
+    """
     return torch.is_grad_enabled() and (root.training or any(child.training for child in root.children()))
 
 

@@ -228,20 +228,9 @@ class PipelineProbe(Probe):
                 pipeline_compute_ns=found[1] + end - begin,
             )
 
-    def _write_message(
-        self,
-        op: PipelineOp,
-        begin: int,
-        end: int,
-        micro_batch: int,
-        stage: int,
-        chunk: int,
-        peer: int,
-        size: int,
-    ) -> None:
+    def _write_message(self, op: PipelineOp, begin: int, end: int, micro_batch: int, *where: int) -> None:
         if self._ring is not None and self._progress.part != VALIDATION:
-            number, step = self._number(micro_batch), self.context.step
-            self._ring.write(op, begin, end, step, number, stage, chunk, peer, size)
+            self._ring.write(op, begin, end, self.context.step, self._number(micro_batch), *where)
 
 
 def _which_backward(_micro_batch: int, _loss: Any = None, full_backward: bool = True, **_named: Any) -> PipelineOp:

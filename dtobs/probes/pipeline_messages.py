@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from dtobs.events import PipelineOp
 from dtobs.probes import pipeline_schedule as torch_pipelining
@@ -25,20 +25,8 @@ _Message = tuple[PipelineOp, int, int, int]  # what, stage, chunk, micro-batch
 _Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Write(Protocol):
-    """Where records go; times in ns, `size` in bytes."""
-
-    def __call__(
-        self,
-        op: PipelineOp,
-        begin: int,
-        end: int,
-        micro_batch: int,
-        stage: int,
-        chunk: int,
-        peer: int,
-        size: int,
-    ) -> None: ...
+Write = Callable[[PipelineOp, int, int, int, int, int, int, int], None]
+"""Where records go: operation, begin and end (ns), micro-batch, stage, chunk, peer, size (bytes)."""
 
 
 class Messages:

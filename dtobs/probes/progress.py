@@ -210,7 +210,7 @@ class Progress:
         change: Callable[[int, int], object],
         close: Callable[[int, int, int], object],
     ) -> None:
-        """From now on the parts of a step are those of a device, which `begin`, `change` and `close` mark."""
+        """Measure the parts of a step on a device from now on, by the marks that `begin`, `change` and `close` set."""
         self._device, self.host_waits = (begin, change, close), True
         if self.in_step:
             begin(self._part)

@@ -17,7 +17,9 @@ LEAST_REDUCED_PERIOD = 10
 
 
 def period(tensors: Iterable[torch.Tensor], bytes_a_step: int = BYTES_A_STEP) -> int:
-    """Every how many steps `tensors` may be read whole, at about `bytes_a_step` a step: 1 for small models.
+    """The number of steps between two complete reads of `tensors`, so that they cost about `bytes_a_step` per step.
+
+    It is 1 for small models.
 
     Counts the whole tensors, not this rank's shards: uneven shards must not make ranks sample different steps.
     """

@@ -76,7 +76,7 @@ class UpdateProbe(Probe):
         self._record = np.zeros((), UPDATES.dtype)
 
     def install(self) -> None:
-        """List what the optimizer trains."""
+        """List the parameters that the optimizer trains; the audit takes its samples from them."""
         context = self.context
         self._optimizer = context.optimizers[-1] if context.optimizers else None
         optimizer = self._audited()

@@ -78,7 +78,7 @@ class RunDirectory:
         return self.node(node) / "exits.jsonl"
 
     def excused(self, node: int) -> Path:
-        """Time in which nothing on this node could move."""
+        """The file in which the node's monitor keeps the times when no process of the node could run."""
         return self.node(node) / "excused.json"
 
     def shared_files(self, node: int) -> Path:

@@ -15,7 +15,7 @@ MOST = 64
 
 @dataclass(frozen=True)
 class SharedFile:
-    """One file and who writes to it; `saving` says that one of them was in a checkpoint then."""
+    """One file and the ranks that write to it; `saving`: one of these ranks was writing a checkpoint at that moment."""
 
     path: str
     ranks: tuple[int, ...]

@@ -53,7 +53,7 @@ class Summary:
 
     @property
     def settled(self) -> bool:
-        """Whether it is long enough that its shares say something."""
+        """Whether the run is long enough for its shares of time to be meaningful."""
         return self.steps >= LEAST_STEPS and self.elapsed >= LEAST_SECONDS
 
     def lines(self) -> list[str]:

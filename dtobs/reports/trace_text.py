@@ -15,7 +15,7 @@ _MOST_RANKS, _MOST_CALLS, _MOST_KERNELS = 64, 12, 8
 
 
 def render(trace: JobTrace) -> str:
-    """The whole text."""
+    """The report of a profiler trace as text for the terminal, lines joined by newlines."""
     lines = [*_verdict(trace), "", *_ranks(trace)]
     if trace.collectives:
         lines += ["", *_collectives(trace)]

@@ -60,7 +60,7 @@ class Session:
         self._call("report", values)
 
     def allow(self, phase: str, seconds: float) -> None:
-        """Declare that `phase` may take that long before it counts as hung."""
+        """Declare that `phase` may take `seconds` before its rank counts as hung."""
         self._call("allow", phase, seconds)
 
     @contextmanager

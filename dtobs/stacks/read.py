@@ -50,7 +50,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class ReadStacks:
-    """What files hold: one stack a rank, how many looks they were taken in, and what could not be used."""
+    """The stacks in some files: one per rank, the number of files read, and what could not be used."""
 
     stacks: tuple[RankStack, ...]
     files: int

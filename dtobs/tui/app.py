@@ -48,7 +48,7 @@ class FrameSource(Protocol):
 
 
 class TopApp(App[None]):
-    """``dtobs top``."""
+    """The full-screen application behind ``dtobs top``: a table of ranks, findings, curves and one rank's details."""
 
     CSS = palette.sheet(Path(__file__).with_name("top.tcss").read_text(encoding="utf-8"))
     TITLE = "dtobs top"

@@ -137,8 +137,12 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def fitting(frame: ScreenFrame, width: int, gap: int = 2) -> tuple[Column, ...]:
-    """The columns that fit `width` characters with `gap` between them; a host column only with several hosts."""
+_GAP = 2
+"""Characters between two columns."""
+
+
+def fitting(frame: ScreenFrame, width: int) -> tuple[Column, ...]:
+    """The columns that fit `width` characters with `_GAP` between them; a host column only with several hosts."""
     absent = {"host"} if frame.hosts < 2 else set()
     for key, said in (("late", "late_seconds"), ("loss", "loss"), ("place", "place")):
         if frame.rows and all(getattr(row, said) in (None, "") for row in frame.rows):
@@ -147,8 +151,8 @@ def fitting(frame: ScreenFrame, width: int, gap: int = 2) -> tuple[Column, ...]:
     room = width
     chosen: set[str] = set()
     for column in sorted(wanted, key=lambda c: c.priority):
-        if column.width + gap > room and column.priority:
+        if column.width + _GAP > room and column.priority:
             continue
-        room -= column.width + gap
+        room -= column.width + _GAP
         chosen.add(column.key)
     return tuple(c for c in wanted if c.key in chosen)

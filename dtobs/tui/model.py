@@ -50,7 +50,7 @@ class FindingRow:
 
     @property
     def key(self) -> str:
-        """Equal for the same matter seen again."""
+        """Findings with equal keys describe the same problem, seen in two looks."""
         return f"{self.code} {self.ranks} {self.step}"
 
 

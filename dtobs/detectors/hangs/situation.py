@@ -47,7 +47,7 @@ class Absence:
 
 @dataclass(frozen=True)
 class Told:
-    """What one rule says: its findings, and the ranks whose part in what happened they account for."""
+    """The result of one rule: its findings, and the ranks that later rules need not explain any more."""
 
     findings: list[Finding] = field(default_factory=list)
     ranks: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ class Situation:
 
     @property
     def broken(self) -> bool:
-        """Whether the run does not go on: it is stuck or a rank ended by itself."""
+        """Whether training has stopped: the run is stuck, or a rank ended by itself."""
         return self.stuck or bool(self.causes) or any(e.kind in _GAVE_UP for e in self.endings.values())
 
     @cached_property

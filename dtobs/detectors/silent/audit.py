@@ -59,12 +59,12 @@ class Audit:
 
     @cached_property
     def after(self) -> Floats:
-        """float64[N, 3, WINDOW]: parameter and moments when it had stepped."""
+        """float64[N, 3, WINDOW]: parameter and moments just after the optimizer stepped."""
         return np.asarray(self.records["after"].reshape(-1, 3, WINDOW), np.float64)
 
     @cached_property
     def rest(self) -> Floats:
-        """float64[N, 3, WINDOW]: the same just before its next step."""
+        """float64[N, 3, WINDOW]: parameter and moments just before the optimizer's next step."""
         return np.asarray(self.records["rest"].reshape(-1, 3, WINDOW), np.float64)
 
     def _of_row(self, table: dict[str, float]) -> Floats:

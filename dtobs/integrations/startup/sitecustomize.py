@@ -1,7 +1,7 @@
 """What Python runs first in every process below ``dtobs run``: waits for torch, then for the first optimizer.
 
-On the way there it notes that a rank has started, and when it asks for its process group: of a job that hangs there,
-nothing else is known.
+Until then it records that a rank has started and when the rank asks for its process group: a job that hangs in its
+rendezvous leaves no other record.
 
 This folder is put first on PYTHONPATH. Nothing but the standard library is imported here, since every Python process
 below the command runs this: launchers, data-loader workers and pip as well. A process that never builds an optimizer

@@ -72,7 +72,7 @@ class TracedRank:
     notes: list[str] = field(default_factory=list)
 
     def of(self, kind: KernelKind) -> Spans:
-        """The device's intervals of one kind."""
+        """The intervals in which the device ran kernels of one kind, in the trace's microseconds."""
         chosen = self.kind == kind
         return Spans(self.device.begin[chosen], self.device.end[chosen])
 
