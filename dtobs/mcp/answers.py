@@ -141,7 +141,7 @@ def _answer(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def bounded(value: dict[str, Any]) -> dict[str, Any]:
-    """The value with texts and lists cut until its JSON has at most `MAX_CHARACTERS` characters, and with "left_out" where that was needed."""
+    """The value, its texts and lists cut to `MAX_CHARACTERS` of JSON; "left_out" says where that was needed."""
     limit = _MAX_LIST
     whole = json.dumps(plain(value), default=str)
     shown: dict[str, Any] = _cut(json.loads(whole), limit, _MAX_TEXT)
