@@ -92,7 +92,7 @@ def test_a_clock_that_is_set_back_while_the_ranks_start_moves_nothing(tmp_path: 
         for rank in run.ranks:
             rank.step().collective()
     assert np.ptp(seen(run).pages["collective_ns"]) < 1e7
-    quiet = silence(seen(run, later=30))
+    quiet = quiet_period(seen(run, later=30))
     assert quiet is not None
     assert quiet.seconds == pytest.approx(30, abs=0.1)
     assert diagnose(gather(run.directory.root)).verdict is None

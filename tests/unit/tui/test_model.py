@@ -125,6 +125,7 @@ def test_hosts_that_count_time_from_elsewhere(tmp_path: Path) -> None:
     hour = 3600 * 10**9
     offset = int(other.recorder.page.get("clock_offset_ns"))
     other.clock_ns -= hour
+    other.meta("process", boot_id="of another host")
     other.page(clock_offset_ns=offset + hour, step_begin_ns=other.clock_ns).phase("data")
     source = FakeSource(run, 0.0)
     view = source.view()
