@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dtobs.cli import whatif
 from dtobs.diagnose.model import Diagnosis, RankStatus
-from dtobs.diagnose.pictures import Pictures, Strip
+from dtobs.diagnose.pictures import Pictures, RankTimeline
 from dtobs.findings import Confidence, Finding
 from dtobs.preflight.model import Report
 from dtobs.preflight.text import render as preflight_text
@@ -100,7 +100,7 @@ def _diagnosis(seconds: float) -> Diagnosis:
         for rank in (0, 1, 2, 5)
     }
     cells = np.ones((4, 8), np.uint8)
-    drawn = Pictures(strip=Strip("what every rank did", seconds, (0, 1, 2, 5), ("nothing", "forward"), cells))
+    drawn = Pictures(strip=RankTimeline("what every rank did", seconds, (0, 1, 2, 5), ("nothing", "forward"), cells))
     return Diagnosis("runs/x", 12, finding, (finding,), ranks, (8, 9, 10, 11), pictures=drawn)
 
 
