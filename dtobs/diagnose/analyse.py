@@ -13,7 +13,7 @@ from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.describe import waiters, where
 from dtobs.detectors.hangs.endings import End, all_told, endings
 from dtobs.detectors.hangs.situation import interpret
-from dtobs.detectors.hangs.stall import Stall, last_movement_ns, moved_on, quiet_period
+from dtobs.detectors.hangs.stall import Stall, finished, last_movement_ns, moved_on, quiet_period
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
 from dtobs.diagnose.run_pictures import run_pictures
@@ -119,7 +119,7 @@ def _went_on(view: RunView, entry: Entry) -> bool:
     What every rank does counts, and no single call: a handler of the interruption may issue one.
     """
     passing = Trait.RECOVERABLE in entry.finding.traits or entry.finding.early
-    return passing and moved_on(view, entry.t_ns)
+    return passing and (moved_on(view, entry.t_ns) or finished(view, entry.finding.ranks, entry.t_ns))
 
 
 def without_consequences(

@@ -54,11 +54,13 @@ class Journal:
         *,
         may_clear: bool,
         over: Callable[[Finding, int], bool] = lambda finding, found_ns: True,
+        done: Callable[[Finding, int], bool] = lambda finding, found_ns: False,
     ) -> list[Entry]:
         """Take the findings of one pass of the detectors; returns what is new.
 
         A finding is cleared when two passes in a row do not have it and `may_clear`: a run that is ending takes the
-        signs of its faults with it, which does not make it healthy. ``over(finding, found_ns)`` may object.
+        signs of its faults with it, which does not make it healthy. ``over(finding, found_ns)`` may object, and
+        ``done(finding, found_ns)`` says of one that a single pass does not have that it certainly is over.
         """
         changes: list[Entry] = []
         seen: set[Key] = set()
@@ -78,7 +80,8 @@ class Journal:
         for key in [k for k in self._open if k not in seen]:
             gone = self._open[key]
             gone.misses += 1
-            if may_clear and gone.misses >= _MISSES_TO_CLEAR and over(gone.finding, gone.found_ns):
+            cleared = may_clear and gone.misses >= _MISSES_TO_CLEAR and over(gone.finding, gone.found_ns)
+            if cleared or done(gone.finding, gone.found_ns):
                 changes.append(self._entry("cleared", gone.finding, now_ns, gone.seen_ns))
                 del self._open[key]
         self._write(changes)

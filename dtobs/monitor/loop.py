@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtobs.detectors import run_detectors
-from dtobs.detectors.hangs.stall import last_movement_ns, moved_on, stall
+from dtobs.detectors.hangs.stall import finished, last_movement_ns, moved_on, stall
 from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.totals import StepTotals
@@ -238,11 +238,14 @@ class Monitor:
             early, found = [f for f in found if f.early], [f for f in found if not f.early]
             if not (early and self._ending(view)):  # a rank that is being ended shows no standstill any more
                 self.journal.standing(early, time.monotonic_ns())
+
+            hang = Trait.HANG
             changes = self.journal.update(
                 found,
                 time.monotonic_ns(),
                 may_clear=moving,
-                over=lambda finding, found_ns: not finding.traits & Trait.HANG or moved_on(view, found_ns),
+                over=lambda finding, found_ns: not finding.traits & hang or moved_on(view, found_ns),
+                done=lambda finding, found_ns: bool(finding.traits & hang) and finished(view, finding.ranks, found_ns),
             )
             for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)

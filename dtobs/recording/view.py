@@ -27,7 +27,7 @@ from dtobs.recording.devices import DeviceSample, by_rank
 from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
-from dtobs.recording.rank import TAIL_EVENTS, OpenWait, Rank, open_wait
+from dtobs.recording.rank import END_SIGNALS, TAIL_EVENTS, OpenWait, Rank, open_wait
 from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, joined, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
@@ -99,6 +99,14 @@ class RunView:
         told = self.info.get("world_size") if current else None
         known = [n for n in (said, told) if isinstance(n, int) and n <= MAX_WORLD]
         return max([*known, len(self.pages)])
+
+    def came(self, ranks: Iterable[int], since_ns: int) -> bool:
+        """Whether all `ranks` that others waited for at `since_ns` issued a collective later, and nobody told any rank
+        to end: a handler of that may issue one.
+        """
+        at = {int(page["rank"]): int(page["collective_ns"]) for page in self.pages}
+        told = any(self.signals(rank) & END_SIGNALS for rank in self.ranks)
+        return not told and all(at.get(rank, 0) > since_ns for rank in ranks)
 
     @property
     def missing_ranks(self) -> list[int]:

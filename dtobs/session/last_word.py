@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtobs.errors import DtobsError
-from dtobs.findings import CATALOGUE
-from dtobs.recording.journal import open_entries, read_journal
+from dtobs.findings import CATALOGUE, Trait
+from dtobs.recording.journal import Entry, open_entries, read_journal
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.summary import summarise
-from dtobs.recording.view import load_run
+from dtobs.recording.view import RunView, load_run
 from dtobs.recording.watched import monitor_gone
 from dtobs.words import count, duration_text
 
@@ -20,14 +20,18 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
     if not run.run_json.exists():
         return f"the run directory {root} was removed while the run went on: nothing of it is left to look at"
     entries = read_journal(run.findings)
-    found = list(dict.fromkeys(e.finding.code for e in open_entries(entries, attempt)))
+    view = _view(root)
+    opened = open_entries(entries, attempt)
+    came = [] if failed or view is None else [e for e in opened if _came(view, e)]
+    found = list(dict.fromkeys(e.finding.code for e in opened if e not in came))
     over = [e for e in entries if e.event == "cleared" and CATALOGUE[e.finding.code].family == "hangs"]
-    spent = _spent(root)
+    stood = sum(e.lost_seconds for e in over) + sum(_stood(view, e) for e in came if view is not None)
+    spent = _spent(view)
     parts = []
     if found:
         parts.append(f"found {', '.join(found)}")
-    if over:
-        parts.append(f"stood still for {duration_text(sum(e.lost_seconds for e in over))}")
+    if over or came:
+        parts.append(f"stood still for {duration_text(stood)}")
     if any(monitor_gone(run, node) for node in run.nodes()[:1]):
         parts.append("its monitor was killed, so that nobody looked for hangs and findings until the end")
     if failed:
@@ -39,11 +43,29 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
     return "\ndtobs: ".join([*spent, said])
 
 
-def _spent(root: Path) -> list[str]:
+def _view(root: Path) -> RunView | None:
+    try:
+        return load_run(root, processes={}, with_capture=False)  # nobody's process need be looked at for it
+    except DtobsError:  # the last line is worth more
+        return None
+
+
+def _came(view: RunView, entry: Entry) -> bool:
+    """Whether a hang is over though its monitor has not said so yet: the last barrier may have been what took long."""
+    passing = Trait.RECOVERABLE in entry.finding.traits and bool(entry.finding.ranks)
+    return passing and view.came(entry.finding.ranks, entry.t_ns)
+
+
+def _stood(view: RunView, entry: Entry) -> float:
+    """Seconds from when others began to wait for the ranks of `entry` to when the last of them came."""
+    came = max(int(view.page(rank)["collective_ns"]) for rank in entry.finding.ranks)
+    return max(0, came - entry.finding.since_ns) / 1e9
+
+
+def _spent(view: RunView | None) -> list[str]:
     """What the run did with its time, where it was long enough to say."""
     try:
-        # Nobody's process need be looked at for it.
-        summary = summarise(load_run(root, processes={}, with_capture=False))
-    except DtobsError:  # the last line is worth more
+        summary = summarise(view) if view is not None else None
+    except DtobsError:
         return []
     return summary.lines() if summary is not None and summary.settled else []

@@ -160,6 +160,15 @@ def moved_on(view: RunView, since_ns: int) -> bool:
     return bool((did > since_ns).all())
 
 
+def finished(view: RunView, awaited: tuple[int, ...], since_ns: int) -> bool:
+    """Whether the ranks that were awaited at `since_ns` came, and all went on to the end of the program.
+
+    Nobody does another step where it was the last barrier, or the last checkpoint, that took long.
+    """
+    closed = len(view.pages) > 0 and bool((view.pages["state"] == RankState.CLOSED).all())
+    return closed and bool(awaited) and view.came(awaited, since_ns)
+
+
 def _early(view: RunView, pages: npt.NDArray[np.void], threshold: float) -> float:
     """From how many seconds on a silence is a standstill, for those who ask; never within what was declared."""
     if threshold == float("inf"):

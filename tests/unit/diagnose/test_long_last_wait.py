@@ -1,0 +1,58 @@
+"""A long save or evaluation before the last barrier: nobody does a step more, everybody finishes, nothing was wrong."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dtobs.detectors import run_detectors
+from dtobs.diagnose import diagnose, gather
+from dtobs.monitor.loop import Monitor
+from dtobs.recording.journal import history, read_journal
+from dtobs.recording.view import RunView
+from dtobs.session.last_word import last_word
+from dtobs.testing.fake_run import FakeRun
+
+
+def end(root: Path, *, comes: bool, signal: int) -> FakeRun:
+    """A monitor finds that rank 0 waits for rank 1; then rank 1 `comes`, or not, and all close, or are told to end."""
+    run = FakeRun(root, 2, start_ns=time.monotonic_ns() - 100_000_000_000).steps(20)
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).phase("forward")
+    later = 300.0
+
+    def detect(view: RunView) -> list:
+        seen = run.view(later=later)
+        return run_detectors(seen, ["hangs"])
+
+    monitor = Monitor(run.directory, 0, detect=detect)
+    monitor.detect()
+    assert [f.code for f in monitor.journal.findings] == ["rank-not-joined"]
+    for rank in run.ranks:
+        rank.advance(1000)
+    if comes:
+        run.rank(1).collective()
+    run.directory.signals(0, 0).write_bytes(bytes([signal]))
+    said = last_word(root, 0, 20, failed=False)
+    assert ("found rank-not-joined" in said) != (comes and not signal)
+    assert ("stood still for" in said) == (comes and not signal)
+    for rank in run.ranks:
+        rank.close()
+    later = 0.0
+    monitor.ranks.read()
+    monitor.finish()
+    return run
+
+
+@pytest.mark.parametrize("signal", [0, 15])
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_came_at_last_and_finished_is_history(tmp_path: Path, comes: bool, signal: int):
+    run = end(tmp_path / "run", comes=comes, signal=signal)
+    over = comes and signal == 0
+    journal = read_journal(run.directory.findings)
+    assert [e.finding.code for e in history(journal)] == (["rank-not-joined"] if over else [])
+    diagnosis = diagnose(gather(run.directory.root))
+    assert [f.code for f in diagnosis.findings] == ([] if over else ["rank-not-joined"])
+    assert any(note.startswith("over") for note in diagnosis.notes) == over
