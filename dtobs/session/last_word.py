@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from dtobs.errors import DtobsError
@@ -12,6 +13,8 @@ from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView, load_run
 from dtobs.recording.watched import monitor_gone
 from dtobs.words import count, duration_text
+
+_LEAST_BYTES = 1 << 16
 
 
 def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
@@ -34,6 +37,8 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
         parts.append(f"stood still for {duration_text(stood)}")
     if any(monitor_gone(run, node) for node in run.nodes()[:1]):
         parts.append("its monitor was killed, so that nobody looked for hangs and findings until the end")
+    if _disk_is_full(root):
+        parts.append("the disk of the run directory is full, so that what was found last may not have been written")
     if failed:
         parts.append("ended by an exception")
     if not parts:
@@ -41,6 +46,13 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
     else:
         said = f"{', '.join(parts)}; more with: dtobs diagnose {root}"
     return "\ndtobs: ".join([*spent, said])
+
+
+def _disk_is_full(root: Path) -> bool:
+    try:
+        return shutil.disk_usage(root).free < _LEAST_BYTES
+    except OSError:
+        return False
 
 
 def _view(root: Path) -> RunView | None:

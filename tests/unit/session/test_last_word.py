@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +49,14 @@ def test_nothing_is_found_by_a_monitor_that_was_killed(tmp_path: Path):
     assert said.startswith("its monitor was killed, so that nobody looked for hangs and findings until the end; more")
     withdraw(run, 0)
     assert last_word(tmp_path, 0, 9, failed=False) == "nothing found in 9 steps"
+
+
+def test_a_disk_that_is_full_may_have_swallowed_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    said = last_word(tmp_path, 0, 9, failed=False)
+    assert said.startswith(
+        "the disk of the run directory is full, so that what was found last may not have been written"
+    )
 
 
 def test_a_run_directory_that_was_removed(tmp_path: Path):
