@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
 from typing import TypeVar
 
 from dtobs.recording.view import RunView
 
 T = TypeVar("T", bound=Hashable)
+_MEMO = "data groups"
 
 
 def data_groups(view: RunView) -> list[list[int]]:
     """Ranks that do the same work on different samples, as lists of two or more; ranks of unknown place are left out.
 
-    Only ranks that recorded are in them.
+    Only ranks that recorded are in them. Worked out once for the same layouts: with thousands of ranks it is dear.
     """
-    recorded = set(view.ranks)
+    said = [view.meta(rank).layout.get("data_ranks") for rank in view.ranks]
+    known: _Known | None = view.memo.get(_MEMO)
+    if known is None or not all(map(is_, known.said, said)):
+        known = view.memo[_MEMO] = _Known(said, _groups(view.ranks, said))
+    return [list(group) for group in known.groups]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The groups of the view's ranks for the lists that their layouts hold; `RunView.memo` is of one set of ranks."""
+
+    said: list[object]
+    groups: list[tuple[int, ...]]
+
+
+def _groups(ranks: Sequence[int], all_said: Sequence[object]) -> list[tuple[int, ...]]:
+    recorded = set(ranks)
     groups: set[frozenset[int]] = set()
     before: list[int] | None = None
     members: frozenset[int] = frozenset()
-    for rank in view.ranks:
-        said = view.meta(rank).layout.get("data_ranks")
+    for rank, said in zip(ranks, all_said, strict=True):
         if not isinstance(said, list):
             continue
         if said != before:  # neighbours mostly say the same, and of thousands of ranks a set is dear
@@ -29,7 +47,7 @@ def data_groups(view: RunView) -> list[list[int]]:
         if rank in members:
             groups.add(members)
     found = {tuple(sorted(recorded & members)) for members in groups}
-    return [list(group) for group in sorted(found) if len(group) > 1]
+    return [group for group in sorted(found) if len(group) > 1]
 
 
 def outliers(values: Mapping[int, T]) -> tuple[list[int], bool]:
