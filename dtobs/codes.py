@@ -42,7 +42,7 @@ class Code:
     """A row of the catalogue. Of two causes of one end the one with the lower `order` came first.
 
     `severity` is that of a finding which cannot be meant. Where `expect` is a word of `dtobs.expectations`, a job may
-    do it on purpose: the word declares it, and it is a note unless the detector knows better (`Finding.fault`).
+    do it on purpose: the word declares it, and where it is only possible a warning becomes a note (`Finding.fault`).
     """
 
     name: str

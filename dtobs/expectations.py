@@ -1,7 +1,8 @@
 """What a job may do on purpose although it looks like a mistake, and the words that declare it.
 
-``session.policy(expect="same-data")`` and ``dtobs run --expect same-data`` say the same. Before it is declared, what a
-code of the catalogue observes is told as a note, with these words in its next step; afterwards it is not told.
+``session.policy(expect="same-data")`` and ``dtobs run --expect same-data`` say the same. Before it is declared, a
+finding says the words in its next step, and is a note where no more than its possibility is known; afterwards it is not
+told.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class HasSeverity(Protocol):
 
 
 def exit_code(findings: Iterable[HasSeverity]) -> int:
-    """What a command says to the shell of `findings`: 0 nothing or notes only, 3 warnings, 4 something critical."""
-    severities = {finding.severity for finding in findings} - {Severity.NOTE}
+    """What a command says to the shell of `findings`: 0 nothing, 3 notes or warnings, 4 something critical."""
+    severities = {finding.severity for finding in findings}
     return 4 if Severity.CRITICAL in severities else 3 if severities else 0
 
 
@@ -69,13 +69,14 @@ class Finding:
     severity: Severity = field(default=Severity.WARNING)
     early: bool = False  #: said because somebody asked: the run stands still, for less than its hang timeout
     expect: str | None = None  #: the word that declares it (`dtobs.expectations`); None: its code's, "": none does
-    fault: bool | None = None  #: more than a note although a word declares it; None: where its code is critical
+    fault: bool | None = None  #: more than a note although a word declares it; None: critical or not merely possible
 
     def __post_init__(self) -> None:
         known = _known(self.code)
         object.__setattr__(self, "ranks", tuple(sorted(int(r) for r in self.ranks)))
         word = known.expect if self.expect is None else self.expect if self.expect in EXPECTATIONS else ""
-        fault = known.severity is Severity.CRITICAL if self.fault is None else self.fault
+        sure = known.severity is Severity.CRITICAL or self.confidence is not Confidence.POSSIBLE
+        fault = sure if self.fault is None else self.fault
         note = word and not fault and not EXPECTATIONS[word].costs
         severity = Severity.WARNING if self.early else Severity.NOTE if note else known.severity
         step, how = self.next_step or known.next_step, how_to_declare(word) if word else ""

@@ -11,7 +11,7 @@ from dtobs import detectors
 from dtobs.catalogue import CATALOGUE
 from dtobs.detectors import run_detectors
 from dtobs.expectations import EXPECTATIONS, rules_of
-from dtobs.findings import Finding, Severity, exit_code
+from dtobs.findings import Confidence, Finding, Severity, exit_code
 from dtobs.testing.fake_run import FakeRun
 
 REPOSITORY = Path(__file__).parents[2]
@@ -61,15 +61,19 @@ def test_every_word_declares_something():
 def test_what_may_be_meant_says_how_to_declare_it(name: str):
     code = CATALOGUE[name]
     plain, known = Finding(name, "seen", (0,)), Finding(name, "seen", (0,), fault=False)
+    possible = Finding(name, "seen", (0,), Confidence.POSSIBLE)
     how = f'Where it is meant: session.policy(expect="{code.expect}") or dtobs run --expect {code.expect}.'
     assert plain.next_step.endswith(how) and plain.next_step.count("Where it is meant") == 1
     if EXPECTATIONS[code.expect].costs:
         assert known.severity is Severity.WARNING, "time and memory are lost, meant or not"
     else:
         assert known.severity is Severity.NOTE
-        assert exit_code([known]) == 0
-    if code.severity is Severity.CRITICAL:
-        assert plain.severity is Severity.CRITICAL, "a detector says where a grave matter may be meant"
+        assert exit_code([known]) == 3, "0 is for nothing"
+    assert plain.severity is code.severity, "it is likely a mistake, unless a detector knows better"
+    if code.severity is Severity.WARNING:
+        assert possible.severity is known.severity
+    else:
+        assert possible.severity is Severity.CRITICAL, "a detector says where a grave matter may be meant"
     assert Finding(name, "seen", (0,), fault=True).severity is code.severity
 
 

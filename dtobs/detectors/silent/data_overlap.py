@@ -62,7 +62,6 @@ def data_overlap(view: RunView) -> list[Finding]:
                     tuple(ranks),
                     Confidence.CERTAIN if equal.sum() >= 2 * LEAST_STEPS else Confidence.LIKELY,
                     step=int(steps[0]),
-                    fault=rule == {"differ"},
                     evidence=(
                         {
                             "what": "input digests",
