@@ -24,7 +24,7 @@ _RECEIVED = ("gloo-sizes", "nccl-truncated")
 """Lines of a rank to which a peer sent another size: either of them may be the odd one, and often it is the peer."""
 _SUPPOSED = ("nccl-mismatch", "fingerprint-alone")
 """Lines that name a rank and say that they suppose it: "at and around this rank"."""
-_NAMING = ("nccl-twice", "gradient-nan")
+_NAMING = ("nccl-twice", "loss-nan", "gradient-nan")
 """Lines that name the rank they are about, whoever prints them."""
 _TOLD_LATE = ("device-lost",)
 """What a driver says of a device that it has reset: a kernel that never ends brings it to that as well."""
@@ -174,8 +174,9 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"{receiver} got {got} bytes from a peer where its own call has {wanted}: their calls differ{site}"
     if first.kind == "nccl-mismatch":
         return f"NCCL supposes that calls differ around {who}: {told}"
-    if code == "gradient-nonfinite":
-        return f"{who} computed a gradient that is not finite{site}: {told}"
+    if code in ("loss-nonfinite", "gradient-nonfinite"):
+        what = "loss" if code == "loss-nonfinite" else "gradient"
+        return f"{who} computed a {what} that is not finite{site}: {told}"
     if code == "unused-parameters":
         return f"a backward on {who} left out parameters that DDP waits for{site}"
     return f"{who}: {told}{site}"

@@ -154,6 +154,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("device-lost", ROOT, ("UR_RESULT_ERROR_DEVICE_LOST", "ZE_RESULT_ERROR_DEVICE_LOST", "HSA_STATUS_ERROR_EXCEPTION"), "", "device-fault"),
     _row("device-lost", ROOT, "HW Exception by GPU node", r"reason ?: ?(?:GPU Hang|ECC)", "device-fault"),
     _row("illegal-address", ROOT, ("illegal memory access was encountered", " error: misaligned address", " error: invalid program counter", " error: unspecified launch failure", " error: an illegal instruction", "Memory access fault by GPU", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal memory access encountered"), "", "illegal-address"),
+    _row("loss-nan", ROOT, "in local forward loss", r"(?:Rank |on rank )(?P<rank>\d{1,7})\b.{0,200}found (?:NaN|Inf) in local forward loss", "loss-nonfinite"),
     _row("gradient-nan", ROOT, ("in local grad norm", "Unexpected result nan", "Unexpected result inf"), r"(?:Rank |on rank )(?P<rank>\d{1,7})\b.{0,200}(?:found (?:NaN|Inf) in local grad norm|grad norm)", "gradient-nonfinite"),
     _row("exception", ROOT, "watchdog thread terminated with exception: CUDA error: ", r"exception: (?P<message>CUDA error: (?!driver shutting down|context is destroyed)[^\r\n]{1,200})", "uncaught-exception"),
     # --- disk ---

@@ -345,6 +345,22 @@ row(
     ("gradient-nonfinite", (11,)),
 )
 row(
+    "Megatron's exception names the rank whose loss is NaN",
+    trace(
+        "rerun_state_machine.py:331",
+        "ValueError: Rank 5, node n2, device 1, iteration 81: Unexpected result nan (message='found NaN in local forward loss "
+        "calculation')",
+    ),
+    ("loss-nonfinite", (5,)),
+)
+row(
+    "the loss in the words of older Megatron",
+    trace(
+        "pretrain_gpt.py:77", "AssertionError: Rank 3: found NaN in local forward loss calculation. Device: 3, node: n1"
+    ),
+    ("loss-nonfinite", (3,)),
+)
+row(
     "an assertion within a kernel, as NCCL meets it",
     "678c7278cb2d:26024:27098 [1] include/alloc.h:125 NCCL WARN Cuda failure 710 'device-side assert triggered'\n"
     "678c7278cb2d:26024:27098 [1] NCCL INFO include/alloc.h:246 -> 1\n"
