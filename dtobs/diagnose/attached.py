@@ -100,6 +100,12 @@ def diagnose_attached(
     notes.append(
         f"{count(LOOKS, 'look')} within {duration_text(seconds)}, {count(len(looked), 'process', 'processes')}"
     )
+    without = [one.pid for one in processes if _loads(one.pid, b"libtorch", proc) is False]
+    if without:
+        notes.append(
+            f"{count(len(without), 'process', 'processes')} ({', '.join(map(str, without[:8]))}) without PyTorch:"
+            " no training is seen there, so that this says nothing of the job"
+        )
     ended = tuple(sorted(one.process.rank for one in looked if not one.states[-1].alive))
     if ended:
         notes.append(f"{count(len(ended), 'process', 'processes')} ended during the looks")
@@ -192,7 +198,7 @@ def _status(one: Looked, stack: RankStack) -> RankStatus:
 def _ras(processes: Sequence[TrainingProcess]) -> list[SourceFindings]:
     """What NCCL RAS says, where the environment names its address or NCCL is loaded."""
     addresses = {one.setting("NCCL_RAS_ADDR") for one in processes} - {""}
-    if not addresses and any(_loads_nccl(one.pid) for one in processes):
+    if not addresses and any(_loads(one.pid, b"libnccl") for one in processes):
         addresses = {_RAS_ADDRESS}
     told = []
     for address in sorted(addresses)[:1]:
@@ -207,12 +213,13 @@ def _ras(processes: Sequence[TrainingProcess]) -> list[SourceFindings]:
     return told
 
 
-def _loads_nccl(pid: int) -> bool:
+def _loads(pid: int, library: bytes, proc: Path = Path("/proc")) -> bool | None:
+    """Whether a process has a library of that name loaded; None where that cannot be read."""
     try:
-        with Path(f"/proc/{pid}/maps").open("rb") as file:
-            return b"libnccl" in file.read(16 << 20)
+        with (proc / str(pid) / "maps").open("rb") as file:
+            return library in file.read(16 << 20)
     except OSError:
-        return False
+        return None
 
 
 def _flight_recorder(processes: Sequence[TrainingProcess]) -> list[SourceFindings]:

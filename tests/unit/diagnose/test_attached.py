@@ -63,6 +63,15 @@ def test_rank_that_computes_is_at_work(tmp_path: Path):
     assert "rank 1 is at work" in " ".join(found.notes)
 
 
+def test_a_process_without_torch_says_nothing_of_the_job(tmp_path: Path):
+    job(tmp_path)
+    assert not any("without PyTorch" in note for note in look(tmp_path, hung).notes), "its maps cannot be read"
+    (tmp_path / "110" / "maps").write_text("7f00-7f10 r-xp 0 0:0 9 /usr/lib/libtorch_cpu.so\n")
+    (tmp_path / "111" / "maps").write_text("7f00-7f10 r-xp 0 0:0 9 /usr/lib/libc.so.6\n")
+    (said,) = [note for note in look(tmp_path, hung).notes if "without PyTorch" in note]
+    assert said == "1 process (111) without PyTorch: no training is seen there, so that this says nothing of the job"
+
+
 def test_no_permission_is_one_line(tmp_path: Path):
     job(tmp_path)
 
