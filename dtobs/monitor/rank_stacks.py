@@ -14,12 +14,15 @@ from pathlib import Path
 from dtobs.host import pyspy
 from dtobs.host.process import start_ticks
 from dtobs.host.pyspy import NoStacks
+from dtobs.host.stacks import parse_stacks
 from dtobs.words import duration_text
 
 __all__ = ["MAX_BYTES", "NoStacks", "by_pyspy", "by_signal", "catches"]
 
 MAX_BYTES = 4 << 20
 _POLL_SECONDS = 0.03
+_STILL_POLLS = 4
+"""For how many looks in a row the file must not have grown: a rank on a busy host may be interrupted between lines."""
 
 
 def by_signal(pid: int, ticks: int, number: int, file: Path, seconds: float) -> str:
@@ -42,13 +45,14 @@ def by_signal(pid: int, ticks: int, number: int, file: Path, seconds: float) -> 
     finally:
         os.close(fd)
     deadline = time.monotonic() + seconds
-    size = before
+    size, still = before, 0
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         now = _size(file)
-        if now > before and now == size:  # it has stopped growing: the dump is written in one go
-            return _tail(file, before)
+        still = still + 1 if now == size else 0
         size = now
+        if now > before and still >= _STILL_POLLS and _is_whole(said := _tail(file, before)):
+            return said
     if size > before:
         return _tail(file, before)
     raise NoStacks(f"no stacks in {file.name} after {duration_text(seconds)}")
@@ -69,6 +73,11 @@ def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
+
+
+def _is_whole(said: str) -> bool:
+    """Whether a dump may end here: faulthandler writes it piece by piece, and nothing after the last line."""
+    return said.endswith("\n") and bool(parse_stacks(said))
 
 
 def _size(file: Path) -> int:

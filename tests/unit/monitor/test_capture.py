@@ -11,6 +11,7 @@ import pytest
 from dtobs.events import Phase
 from dtobs.host.process import ProcessState, start_ticks
 from dtobs.host.pyspy import find_pyspy
+from dtobs.host.stacks import parse_stacks
 from dtobs.monitor import rank_stacks, worker_server
 from dtobs.monitor.capture import capture_ranks, make_room
 from dtobs.recording.capture import Capture, load_capture
@@ -47,6 +48,20 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 def stuck_in_user_code():
     print('ready', flush=True); sys.stdin.read()
 stuck_in_user_code()
+"""
+
+
+PIECES = """
+import signal, sys, time
+def dump(*_):
+    thread = 'Thread 0x%d (most recent call first):\\n', '  File "a.py', '", line 3 in work\\n'
+    for piece in (thread[0] % 1, ''.join(thread[1:]) + thread[0] % 2 + thread[1], thread[2]):
+        with open(sys.argv[1], 'a') as file:
+            file.write(piece)
+        time.sleep(0.2)
+signal.signal(int(sys.argv[2]), dump)
+print('ready', flush=True)
+sys.stdin.read()
 """
 
 
@@ -102,6 +117,14 @@ def test_a_rank_without_a_worker_server_is_asked_by_signal(tmp_path: Path, monke
         seen = capture_ranks(load_run(run.directory.root), "a test").ranks[0]
     assert (seen.gil, seen.flight_recorder, seen.notes) == ("unknown", None, ())
     assert any(thread.mentions("stuck_in_user_code") for thread in seen.stacks)
+
+
+def test_a_dump_that_is_written_in_pieces_is_read_whole(tmp_path: Path):
+    """As by a rank that is interrupted in the middle, on a host where others want the processor."""
+    file = tmp_path / "stacks.txt"
+    with child(PIECES, file, NUMBER) as process:
+        said = rank_stacks.by_signal(process.pid, 0, NUMBER, file, 5)
+    assert [len(thread.frames) for thread in parse_stacks(said)] == [1, 1]
 
 
 def test_a_stopped_rank_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
