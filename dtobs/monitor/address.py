@@ -1,6 +1,7 @@
 """``monitor.json``: which monitors watch this run and where each can be asked.
 
-``{"<node>": {"address", "pid", "started", "ended"}}``; `address` is None without HTTP and after the end.
+``{"<node>": {"address", "pid", "started", "ended", "last_pass"}}``; `address` is None without HTTP and after the end,
+`last_pass` a `LastPass` once a rank has closed its recording.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from dtobs.errors import TargetError
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
+from dtobs.recording.watched import LastPass
 
 
 def announce(run: RunDirectory, node: int, address: str | None) -> None:
@@ -27,6 +29,11 @@ def withdraw(run: RunDirectory, node: int) -> None:
     """Say that this monitor has ended; who watched, and when, stays readable. Raises RecordingDisabled, OSError."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     _change(run, node, {"address": None, "ended": now})
+
+
+def looked(run: RunDirectory, node: int, last: LastPass) -> None:
+    """Say up to when this monitor has looked at the run. Raises RecordingDisabled, OSError."""
+    _change(run, node, {"last_pass": vars(last)})
 
 
 def addresses(run: RunDirectory) -> dict[int, str]:

@@ -73,6 +73,7 @@ def start(args: argparse.Namespace) -> int:
         monitor = Monitor(run, args.node, timing=Timing(tick=args.interval), on_hang=policy)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: monitor.stop())
+        signal.signal(signal.SIGURG, lambda *_: None)  # wakes the loop: a rank that closed waits for its last pass
         _watch(monitor, run, args)
     finally:
         lock.release()

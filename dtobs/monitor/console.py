@@ -47,11 +47,14 @@ class Console:
             self._told.add(finding.code)
             self._say(f"{finding.code}: {finding.summary}; more with: dtobs diagnose {self._root}", watched)
 
-    def cleared(self, finding: Finding, lost_seconds: float, watched: Iterable[Watched]) -> None:
-        """Tell that what was told of is over."""
+    def cleared(
+        self, finding: Finding, lost_seconds: float, watched: Iterable[Watched], *, run_ended: bool = False
+    ) -> None:
+        """Tell that what was told of is over, and whether the run goes on."""
         if finding.code in self._told:
             self._told.remove(finding.code)
-            self._say(f"{finding.code} is over after {duration_text(lost_seconds)}: the run goes on", watched)
+            then = "the run has ended since" if run_ended else "the run goes on"
+            self._say(f"{finding.code} is over after {duration_text(lost_seconds)}: {then}", watched)
 
     def _say(self, text: str, watched: Iterable[Watched]) -> None:
         self._lines += 1

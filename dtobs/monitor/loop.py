@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -14,10 +15,12 @@ from pathlib import Path
 from dtobs.detectors import run_detectors
 from dtobs.detectors.hangs.stall import finished, last_movement_ns, moved_on, stall
 from dtobs.errors import DtobsError, RecordingDisabled
+from dtobs.events import RankState
 from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding, Trait
 from dtobs.host.process import ProcessState, boot_id, cores_used
+from dtobs.monitor.address import looked
 from dtobs.monitor.cluster_capture import ClusterCapture, NodeCapture
 from dtobs.monitor.console import Console
 from dtobs.monitor.devices import Devices
@@ -38,6 +41,7 @@ from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.uncounted_time import read_excused, write_excused
 from dtobs.recording.view import RunView, load_run
+from dtobs.recording.watched import LastPass
 from dtobs.timeline.whatif import RecentWhatIf
 
 log = logging.getLogger("dtobs.monitor")
@@ -103,6 +107,7 @@ class Monitor:
         self._stop = threading.Event()
         self._next_pass = 0.0
         self._idle_since: float | None = None
+        self._closed = 0  # ranks that had closed their recording at the last look
         self._scraped: float | None = None
         self._scrapes = 0
         self._said: set[str] = set()
@@ -142,6 +147,8 @@ class Monitor:
                 self.excuses.asleep(pause)
                 ended = self.watch.wait(pause)
                 self.excuses.awake()
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 64)  # what a signal wrote has done its work
                 for watched, state in ended:
                     log.info("rank %d (process %d): %s", watched.rank, watched.pid, state.ending)
                     told = -(state.exit_code or 0) in END_SIGNALS
@@ -178,12 +185,15 @@ class Monitor:
         if self.ranks.any_at_work() and (quiet or self.watchdog.stalled is not None):  # also to see a stall end
             developing = self._ask_watchdog()
         self._look_around()
+        if self.ranks.closed() > self._closed:
+            self._next_pass = 0.0  # rank 0 waits for this pass before it says what was found
+        self._closed = self.ranks.closed()
         if self.ranks.watched and now >= self._next_pass and self._settled():
             self.detect()
         self._flush()
         if self._over(now):
             return -1.0
-        busy = developing > 0.5 or self._idle_since is not None or self.ranks.any_gone()
+        busy = developing > 0.5 or self._idle_since is not None or self.ranks.any_gone() or self._closed > 0
         return self.timing.tick_developing if busy else self.timing.tick
 
     def _look_around(self) -> None:
@@ -252,6 +262,7 @@ class Monitor:
                 self._tell(entry)
             if self._acts_on(found):
                 self.journal.flush()  # what follows is worth knowing the reason of
+        self._enter_pass(view)
         cost = time.process_time() - begin
         self.stats.passes += 1
         self.stats.pass_seconds = cost
@@ -259,6 +270,17 @@ class Monitor:
         if self.ranks.any_gone():
             pause = min(pause, 1.0)  # what follows a death follows quickly
         self._next_pass = time.monotonic() + pause
+
+    def _enter_pass(self, view: RunView) -> None:
+        """Say for the run's last line up to when the detectors have looked, once a rank has closed its recording."""
+        if not (self.leads and self._closed):
+            return
+        states = view.pages["state"]
+        whole = len(states) >= view.world_size and bool((states == RankState.CLOSED).all())
+        try:
+            looked(self.run_dir, self.node, LastPass(self.ranks.attempt, view.now_ns, whole))
+        except (RecordingDisabled, OSError) as error:
+            self._say(str(error))
 
     def _ending(self, view: RunView) -> bool:
         """Whether a rank is gone or was told to end."""
@@ -271,7 +293,7 @@ class Monitor:
                 self.console.found(entry.finding, self.ranks.watched)
             elif entry.finding.since_ns:
                 lost = (entry.until_ns - entry.finding.since_ns) / 1e9
-                self.console.cleared(entry.finding, lost, self.ranks.watched)
+                self.console.cleared(entry.finding, lost, self.ranks.watched, run_ended=not self.ranks.any_at_work())
         except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
             self.fail("console", f"the console cannot be written: {type(error).__name__}: {error}")
 

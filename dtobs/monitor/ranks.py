@@ -82,6 +82,10 @@ class NodeRanks:
             for w, p in zip(self.watched, self.pages, strict=True)
         )
 
+    def closed(self) -> int:
+        """How many ranks of this node have closed their recording."""
+        return int((self.pages["state"] == RankState.CLOSED).sum())
+
     def ended_well(self) -> bool:
         """Whether every rank closed its recording or exited with 0: nobody restarts such a job."""
         return all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 from dtobs.errors import DtobsError
@@ -11,14 +12,41 @@ from dtobs.recording.journal import Entry, open_entries, read_journal
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView, load_run
-from dtobs.recording.watched import monitor_gone
+from dtobs.recording.watched import last_pass, monitor_gone, monitor_lives
 from dtobs.words import count, duration_text
 
 _LEAST_BYTES = 1 << 16
+_PATIENCE_SECONDS = 3.0
+"""For the monitor's last pass: its own start takes a second or two, and a run of a few steps ends before."""
+_POLL_SECONDS = 0.02
 
 
-def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
-    """What the run did with its time, and in a last line what its monitor has found so far."""
+def await_last_pass(
+    run: RunDirectory, node: int, attempt: int, since_ns: int, patience_seconds: float = _PATIENCE_SECONDS
+) -> bool:
+    """Wait a few seconds at most until the monitor has looked at the whole run; whether it has.
+
+    `since_ns` (monotonic) tells this run from one that ended in the same directory before. True as well where there is
+    nothing to wait for: the run directory was removed, or the monitor has ended.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while run.run_json.exists():
+        last = last_pass(run, node)
+        if last is not None and last.attempt == attempt and last.t_ns > since_ns and last.whole:
+            return True
+        if run.monitor_lock(node).exists() and not monitor_lives(run, node):
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def last_word(root: Path, attempt: int, steps: int, *, failed: bool, seen: bool = True) -> str:
+    """What the run did with its time, and in a last line what its monitor has found.
+
+    `seen`: whether the monitor has looked at all of it.
+    """
     run = RunDirectory(root)
     if not run.run_json.exists():
         return f"the run directory {root} was removed while the run went on: nothing of it is left to look at"
@@ -41,7 +69,12 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool) -> str:
         parts.append("the disk of the run directory is full, so that what was found last may not have been written")
     if failed:
         parts.append("ended by an exception")
-    if not parts:
+    if not seen and not parts:
+        said = (
+            f"nothing found so far in {count(steps, 'step')}, but the monitor has not looked at the end of the run yet:"
+            f" dtobs diagnose {root}"
+        )
+    elif not parts:
         said = f"nothing found in {count(steps, 'step')}"
     else:
         said = f"{', '.join(parts)}; more with: dtobs diagnose {root}"

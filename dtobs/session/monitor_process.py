@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,13 @@ class MonitorProcess:
             if made is not None:
                 made.close()  # it is the monitor's alone
         self.pid = self._process.pid
+
+    def wake(self) -> bool:
+        """Ask it for a pass now; whether it lives. A monitor that still starts ignores the signal, as any program."""
+        if self._process.poll() is not None:
+            return False
+        self._process.send_signal(signal.SIGURG)
+        return True
 
     def let_go(self) -> None:
         """Forget it without waiting."""

@@ -174,20 +174,25 @@ class LiveSession(Session):
         for undo in (*reversed(self._undo), self._probes.progress.finish, self._probes.remove):
             self._attempt(undo)
         failed = self._recorder.page.get("state") == RankState.FAILED
-        steps = int(self._recorder.page.get("steps_done"))
+        steps, began_ns = (int(self._recorder.page.get(name)) for name in ("steps_done", "attach_ns"))
         state = RankState.FAILED if failed else RankState.CLOSED
         self._attempt(lambda: self._recorder.close(state))
         if self._monitor is not None:
-            self._monitor.let_go()
+            monitor, self._monitor = self._monitor, None
+            lives = monitor.wake()
             if self._who.rank == 0 and "DTOBS_RUN_NAME" not in os.environ:  # `dtobs run` has a last word of its own
-                self._attempt(lambda: self._say_last_word(steps, failed=failed))
+                self._attempt(lambda: self._say_last_word(steps, began_ns, failed=failed, wait=lives and not failed))
+            monitor.let_go()
 
-    def _say_last_word(self, steps: int, *, failed: bool) -> None:
-        from dtobs.session.last_word import last_word
+    def _say_last_word(self, steps: int, began_ns: int, *, failed: bool, wait: bool) -> None:
+        from dtobs.session.last_word import await_last_pass, last_word
 
-        if os.environ.get("DTOBS_CONSOLE") != "0":
-            said = last_word(self.run_dir, self.attempt, steps, failed=failed)
-            sys.stderr.write(f"dtobs: {said}\n")
+        if os.environ.get("DTOBS_CONSOLE") == "0":
+            return
+        run = self._recorder.run_dir
+        seen = not wait or await_last_pass(run, self._who.node, self.attempt, began_ns)
+        said = last_word(self.run_dir, self.attempt, steps, failed=failed, seen=seen)
+        sys.stderr.write(f"dtobs: {said}\n")
 
     def abandon(self) -> None:
         """In a forked child: the recording is the parent's, so nothing here may write to it or end it."""

@@ -41,6 +41,14 @@ def test_a_hang_is_told_once_where_the_training_speaks(rank):
     ]
 
 
+def test_a_hang_that_is_over_when_the_run_ends_does_not_say_that_the_run_goes_on(rank):
+    console = Console(Path("runs/x"))
+    console.found(HANG, watched(rank))
+    console.cleared(HANG, 166.0, watched(rank), run_ended=True)
+    _, said = rank.communicate()
+    assert said.decode().splitlines()[1] == "dtobs: rank-not-joined is over after 3 min: the run has ended since"
+
+
 def test_what_a_rank_that_hangs_calls_while_it_is_ended_is_no_matter_of_its_own(rank):
     mismatch = Finding("collective-mismatch", "different collectives", (0, 1), Confidence.CERTAIN, since_ns=2)
     ended = Console(Path("runs/x"))

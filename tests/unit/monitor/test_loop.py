@@ -20,6 +20,7 @@ from dtobs.recording.capture import Capture
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, load_run
+from dtobs.recording.watched import last_pass
 from dtobs.testing.fake_run import FakeRun
 
 DEAD = Finding("rank-dead", "rank 1 is gone", (1,))
@@ -113,6 +114,18 @@ def test_passes_keep_their_budget(run: FakeRun):
     for _ in range(5):
         monitor.tick()
     assert monitor.stats.passes == 1  # 0.05 s of work at a thousandth of a core: the next is a minute away
+
+
+def test_the_last_pass_comes_at_once_when_the_ranks_close_and_says_what_it_has_seen(run: FakeRun):
+    monitor = Monitor(run.directory, 0, detect=nothing, timing=Timing(pass_min=1000, pass_max=1000))
+    monitor.tick()
+    assert last_pass(run.directory, 0) is None
+    for passes, rank in enumerate(run.ranks, start=2):
+        rank.close()
+        assert monitor.tick() <= monitor.timing.tick_developing
+        seen = last_pass(run.directory, 0)
+        assert seen is not None
+        assert (seen.whole, monitor.stats.passes) == (passes == 3, passes)
 
 
 def test_only_the_lowest_node_judges_the_run(tmp_path: Path):

@@ -101,6 +101,9 @@ def test_the_policy_reaches_the_monitor(
 
         def let_go(self) -> None: ...
 
+        def wake(self) -> bool:
+            return False
+
     monkeypatch.setattr(session, "MonitorProcess", Monitor)
     monkeypatch.setenv(start.ON_HANG, variable)
     attach(make_model(), monitor=True, on_hang=given)

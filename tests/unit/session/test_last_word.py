@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
 
 from dtobs.findings import Finding
-from dtobs.monitor.address import announce, withdraw
+from dtobs.monitor.address import announce, looked, withdraw
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.lock import NodeLock
 from dtobs.recording.rundir import RunDirectory
-from dtobs.session.last_word import last_word
+from dtobs.recording.watched import LastPass
+from dtobs.session.last_word import await_last_pass, last_word
 from dtobs.session.start import _timeout
 
 STOPPED = Finding("rank-stopped", "rank 1 is suspended", (1,), since_ns=10**9)
@@ -49,6 +51,43 @@ def test_nothing_is_found_by_a_monitor_that_was_killed(tmp_path: Path):
     assert said.startswith("its monitor was killed, so that nobody looked for hangs and findings until the end; more")
     withdraw(run, 0)
     assert last_word(tmp_path, 0, 9, failed=False) == "nothing found in 9 steps"
+
+
+def test_the_last_line_waits_for_the_pass_that_saw_the_whole_run(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    lock = NodeLock(run.monitor_lock(0))
+    assert lock.acquire()
+    announce(run, 0, None)
+    for not_it in (
+        LastPass(0, 9, True),
+        LastPass(0, 20, False),
+        LastPass(1, 20, True),
+    ):  # another run's, a part, another
+        looked(run, 0, not_it)
+        assert not await_last_pass(run, 0, 0, 10, patience_seconds=0.0), not_it
+    done = Timer(0.1, lambda: looked(run, 0, LastPass(0, 20, True)))
+    done.start()
+    assert await_last_pass(run, 0, 0, 10, patience_seconds=60.0)
+    done.join()
+    lock.release()
+
+
+def test_nobody_waits_for_a_monitor_that_is_gone(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    assert not await_last_pass(run, 0, 0, 10, patience_seconds=0.0), "it still starts"
+    lock = NodeLock(run.monitor_lock(0))
+    assert lock.acquire()
+    lock.release()
+    assert await_last_pass(run, 0, 0, 10, patience_seconds=60.0)
+    assert await_last_pass(RunDirectory(tmp_path / "removed"), 0, 0, 10, patience_seconds=60.0)
+
+
+def test_what_the_monitor_has_not_seen_is_not_called_healthy(tmp_path: Path):
+    said = last_word(tmp_path, 0, 5, failed=False, seen=False)
+    assert said == (
+        "nothing found so far in 5 steps, but the monitor has not looked at the end of the run yet:"
+        f" dtobs diagnose {tmp_path}"
+    )
 
 
 def test_a_disk_that_is_full_may_have_swallowed_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
