@@ -104,6 +104,7 @@ def _causes(
         stuck_ranks=stuck,
         complaining=frozenset(s.rank for s in live if s.rank is not None and s.role in (Role.CASCADE, Role.STUCK)),
         timed_out=any(s.kind == "work-timeout" for s in live),
+        fatal_sites={s.rank: s.fields["site"] for s in live if s.kind == "fatal-site"},
     )
     found = crashes(scene)
     if not found and not _interrupted(live, ended, scene.timed_out):

@@ -8,9 +8,10 @@ consequence.
 from __future__ import annotations
 
 import re
+import signal
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtobs.findings import CATALOGUE, Confidence, Finding
@@ -36,6 +37,10 @@ _WITHOUT_MULTICAST = (
 )
 _DIFFERS = re.compile(r"Tensor (?:Tensor )?(?:shapes|dtypes|device)|Op type|Tensor dtypes: ")
 _LAUNCHER = re.compile(r"elastic|ChildFailedError|SignalException|CalledProcessError|exitcode")
+_UNITS = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
+_HOLDS = re.compile(r"Process (\d{1,10}) has (\d{1,6}\.\d\d) ([KMG]iB) memory in use")
+"""Where the driver does not know, the amount has eleven digits."""
+_RESERVED = re.compile(r"(\d{1,6}\.\d\d) ([KMG]iB) is (?:allocated by PyTorch|reserved by PyTorch but unallocated)")
 _EVIDENCE = 8
 _SHOWN = 220
 
@@ -49,6 +54,17 @@ class Scene:
     stuck_ranks: frozenset[int]
     complaining: frozenset[int]  #: ranks with a cascade line
     timed_out: bool
+    fatal_sites: dict[int | None, str] = field(default_factory=dict)  #: where Python stood when a signal ended it
+
+    def fatal_site(self, ranks: Sequence[int]) -> str:
+        """Where the only rank of a crash stood, as its own lines tell or, for want of others, nobody's."""
+        if len(ranks) > 1:
+            return ""
+        own = self.fatal_sites.get(ranks[0] if ranks else None) or self.fatal_sites.get(None)
+        return f" at {own}" if own else ""
+
+
+_CRASHED = "Look at the line shown: native code that it calls crashed; run it with compute-sanitizer or under gdb."
 
 
 def crashes(scene: Scene) -> list[Finding]:
@@ -187,12 +203,17 @@ def _most_telling(signs: Sequence[Sign]) -> str:
 
 
 def _other_process(text: str) -> str:
-    """The memory that processes other than the rank's own hold on its device, where the message says so."""
-    at = text.find("Process ")
-    if at < 0 or ("GiB memory in use" not in text and "MiB memory in use" not in text):
-        return ""
-    words = text[at : at + 80].split()
-    return f"; process {words[1]} holds {words[3]} {words[4]} of it" if len(words) > 4 and words[2] == "has" else ""
+    """The memory that the largest process other than the rank's own holds on its device, where the message says so.
+
+    PyTorch calls its own process "this process", but in a container, where the driver knows it by another number, it
+    is one of those that the message lists: the one whose memory is nearest to what PyTorch reserved, or the largest.
+    """
+    held = [(float(amount) * _UNITS[unit], f"process {pid} holds {amount} {unit} of it")
+            for pid, amount, unit in _HOLDS.findall(text)]  # fmt: skip
+    if "this process has" not in text and held:
+        reserved = sum(float(amount) * _UNITS[unit] for amount, unit in _RESERVED.findall(text))
+        held.remove(min(held, key=lambda one: abs(one[0] - reserved)) if reserved else max(held))
+    return f"; {max(held)[1]}" if held else ""
 
 
 def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
@@ -266,20 +287,22 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
         return None
     first = quiet[0]
     on = f" on {first.host}" if first.host else ""
+    site = "" if first.signal == signal.SIGKILL else scene.fatal_site(ranks)
     everyone = len(ranks) > 1 and len(ranks) == len({e.rank for e in scene.endings})
     return Finding(
         "rank-dead",
-        f"{ranks_text(ranks) if ranks else 'a rank'} ended by {first.words()}{on}",
+        f"{ranks_text(ranks) if ranks else 'a rank'} ended by {first.words()}{on}{site}",
         ranks,
         Confidence.LIKELY if not everyone else Confidence.POSSIBLE,
         evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in quiet[:_EVIDENCE]),
+        next_step=_CRASHED if site else "",
     )
 
 
 def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
     """Ranks that ended with an error code where no line says why; nothing where a rank complains of another one."""
     if signalled := [s for s in live if s.kind == "signalled"]:
-        return [_signalled(signalled)]
+        return [_signalled(signalled, scene)]
     if workers := [s for s in live if s.kind == "worker-died"]:
         ranks = tuple(sorted({int(s.fields["worker"]) for s in workers if "worker" in s.fields}))
         who = f"worker {ranks[0]}" if ranks else "a worker"
@@ -311,15 +334,17 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
     ]
 
 
-def _signalled(signs: Sequence[Sign]) -> Finding:
+def _signalled(signs: Sequence[Sign], scene: Scene) -> Finding:
     """A shell or Python itself tells which signal ended a process."""
     ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
     first = signs[0]
     what = first.fields.get("signal") or first.fields["alone"]
     who = ranks_text(ranks) if ranks else "a process of the job"
     killed = ": its host or container may have run out of memory" if what == "Killed" else ""
-    text = f"{who} ended by a signal ({what}){killed}: {_cut(first.text)}"
-    return Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(signs))
+    site = scene.fatal_site(ranks)
+    text = f"{who} ended by a signal ({what}){site}{killed}: {_cut(first.text)}"
+    step = _CRASHED if site else ""
+    return Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(signs), next_step=step)
 
 
 def _records(signs: Iterable[Sign]) -> tuple[dict[str, Any], ...]:

@@ -33,8 +33,11 @@ _NEVER_RAISED = ("Exception ignored in", "--- Logging error ---")
 _FOLLOWS = 3
 _UTC = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
-_COLLECTIVE_FRAME = re.compile(r"#\d{1,4} (?P<name>\S{1,120}) from (?P<file>[^:]{1,400}):(?P<line>\d{1,9})")
 _COLLECTIVE_STACK = "Stack trace of the failed collective"
+_COLLECTIVE_FRAME = re.compile(r"#\d{1,4} (?P<name>\S{1,120}) from (?P<file>[^:]{1,400}):(?P<line>\d{1,9})")
+_FATAL, _FATAL_STACK = "Fatal Python error: ", "Current thread 0x"
+_FATAL_LINES, _OF_FATAL = 400, (_FATAL_STACK, "Thread 0x", "File ", "Python runtime state: ")
+_FATAL_FRAME = re.compile(r'File "(?P<file>[^"]{1,400})", line (?P<line>\d{1,9}) in (?P<name>\S{1,120})')
 _INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python3|/torch/")
 
 
@@ -75,6 +78,7 @@ class Track:
     told_at: str = ""  #: what the latest line calls the time
     losses: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     seconds: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
+    norms: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
 
     @property
     def step(self) -> int | None:
@@ -108,7 +112,8 @@ class LogEvidence:
         self._repeated: dict[tuple[int, str, str], int] = {}  #: (file, rank, key) → its place in `signs`
         self._traces: dict[Writer, Trace] = {}
         self._announced: dict[Writer, int] = {}  #: the line that says of the next traceback that nobody gets it
-        self._stacks: dict[Writer, int] = {}
+        self._stacks: dict[Writer, int] = {}  #: lines so far of a stack that is told
+        self._fatal: set[Writer] = set()  #: whose stack has not yet come to the thread that failed
         self._table: FailureTable | None = None
         self._order = 0
         self._file, self._name, self._place = 0, "", LogPlace()
@@ -124,6 +129,7 @@ class LogEvidence:
         self._traces.clear()
         self._announced.clear()
         self._stacks.clear()
+        self._fatal.clear()
         self._dull.clear()
         self._table = None
         self._file, self._name, self._place = file, name, place
@@ -170,6 +176,9 @@ class LogEvidence:
         if text.startswith(_COLLECTIVE_STACK):
             self._stacks[writer] = 0
             return
+        if text.startswith(_FATAL):
+            self._stacks[writer] = 0
+            self._fatal.add(writer)
         idle = raw.translate(None, _HEX) if text.startswith("NCCL INFO") and "environment" not in text else b""
         if idle in self._idle:
             return
@@ -228,7 +237,7 @@ class LogEvidence:
                 self._table = None
             return True
         if writer in self._stacks:
-            return self._collective_stack(writer, text, where)
+            return self._stack(writer, text, where)
         trace = self._traces.get(writer)
         if trace is None:
             return False
@@ -243,21 +252,26 @@ class LogEvidence:
             return False
         return not trace.strange
 
-    def _collective_stack(self, writer: Writer, text: str, where: str) -> bool:
-        frame = _COLLECTIVE_FRAME.match(text.strip())
+    def _stack(self, writer: Writer, text: str, where: str) -> bool:
+        """Whether the line belongs to a stack, the innermost frame first; the first of the user's own is kept."""
+        line = text.strip()
         self._stacks[writer] += 1
+        if writer in self._fatal:  # stacks of other threads come first
+            if line.startswith(_FATAL_STACK) or self._stacks[writer] > _FATAL_LINES:
+                self._fatal.discard(writer)
+                self._stacks[writer] = 0
+            return not line or line.startswith(_OF_FATAL)
+        collective = _COLLECTIVE_FRAME.match(line)
+        frame = collective or _FATAL_FRAME.match(line)
         if frame is None or self._stacks[writer] > 80:
-            if text.strip():
+            if line:
                 del self._stacks[writer]
                 return False
             return True
         if not _INSTALLED.search(frame["file"]):
-            site = f"{frame['file']}:{frame['line']} in {frame['name']}"
-            self._keep(
-                Sign(
-                    "call-site", Role.INFO, "", writer, {"site": site}, text[:_MAX_TEXT], where, self._order, self._file
-                )
-            )
+            kind = "call-site" if collective else "fatal-site"
+            fields = {"site": f"{frame['file']}:{frame['line']} in {frame['name']}"}
+            self._keep(Sign(kind, Role.INFO, "", writer, fields, text[:_MAX_TEXT], where, self._order, self._file))
             del self._stacks[writer]
         return True
 
@@ -284,6 +298,8 @@ class LogEvidence:
             track.losses.append((told.step or 0, told.loss, where))
         if told.seconds is not None:
             track.seconds.append((told.step or 0, told.seconds, where))
+        if told.norm is not None:
+            track.norms.append((told.step or 0, told.norm, where))
         return True
 
     def _keep(self, sign: Sign) -> bool:

@@ -19,7 +19,7 @@ _BEFORE, _AFTER, _LEAST_AFTER = 48, 16, 6
 _SCATTERS, _TIMES, _BEYOND = 12.0, 1.5, 3.0
 """A leap is so many times the usual scatter, so many times the usual loss, and so many times the largest one before."""
 _LONG_BEFORE = 256
-_EARLY, _LATE, _WARM_UP = 64, 32, 8
+_EARLY, _LATE, _WARM_UP, _FEWEST = 64, 32, 8, 24
 _SLOWER = 1.3
 
 Told = tuple[int, float, str]
@@ -44,10 +44,11 @@ def paces(tracks: Mapping[int | None, Track]) -> list[str]:
     """A note where steps take longer, or less, than they did earlier in the same log."""
     for track in tracks.values():
         seconds = [(step, value) for step, value, _ in _advancing(track.seconds) if value > 0][_WARM_UP:]
-        if len(seconds) < _EARLY + _LATE:
+        if len(seconds) < _FEWEST:
             continue
-        early = sorted(value for _, value in seconds[:_EARLY])
-        late = sorted(value for _, value in seconds[-_LATE:])
+        third = len(seconds) // 3
+        early = sorted(value for _, value in seconds[: min(_EARLY, third)])
+        late = sorted(value for _, value in seconds[-min(_LATE, third) :])
         was, now = median(early), median(late)
         apart = late[len(late) // 4] > early[-len(early) // 10] or late[-len(late) // 4] < early[len(early) // 10]
         if apart and max(now / was, was / now) >= _SLOWER:

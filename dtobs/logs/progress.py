@@ -12,17 +12,20 @@ from dataclasses import dataclass
 
 _NUMBER = r"[+-]?(?:\d{1,20}(?:,\d{3}){0,5}(?:\.\d{0,20})?(?:[eE][+-]?\d{1,3})?|nan|inf|NaN|Inf|infinity|NAN|INF)"
 _STEP = re.compile(
-    r"(?:\b(?:global[_ ]step|global step|[Ss]tep|STEP|[Ii]teration|[Ii]ter|ITER|it|batch|Batch)\b['\"\]]?\s{0,4}[:=#]?\s{0,4}\[?)(\d{1,12})(?!\d)"
+    r"(?:\b(?:global[_ ]step|global step|[Ss]teps?|STEP|[Ii]teration|[Ii]ter|ITER|it|batch|Batch)\b['\"\]]?\s{0,4}[:=#]?\s{0,4}\[?)(\d{1,12})(?!\d)"
 )
 _BAR = re.compile(r"(?<!\d)(\d{1,12})/(\d{1,12}) \[[\d:?]{1,12}<")
 _LOSS = re.compile(
     rf"(?<![\w/.])(?:(?:lm|train|training|train/|total|avg|average|mean|reduced_train)[_ /]?)?[Ll](?:oss|OSS)(?:_step)?(?:/train)?\b['\"\]]?\s{{0,4}}[:=]?\s{{0,4}}\[?(?:tensor\()?({_NUMBER})(?![\w.]*[a-zA-Z%]{{2}})"
 )
+_NORM = re.compile(
+    rf"\b[Gg]rad(?:ient)?[_ ][Nn]orm\b['\"]?\s{{0,4}}[:=]\s{{0,4}}['\"]?({_NUMBER})(?![\w.]*[a-zA-Z]{{2}})"
+)
 _SECONDS = (
     (re.compile(r"elapsed time per iteration \(ms\): ([\d.]{1,20})"), 1e-3),
     (
         re.compile(
-            r"\b(?:step[_ ]time|time[_ /]per[_ ]step|iter_time|time/step)\s{0,4}[:=(s)]{1,5}\s{0,4}([\d.]{1,20}) ?(?!ms)s?\b"
+            r"\b(?:step[_ ]time|time[_ /]per[_ ]step|iter_time|iter time|time/step)\s{0,4}[:=(s)]{1,5}\s{0,4}([\d.]{1,20}) ?(?!ms)s?\b"
         ),
         1.0,
     ),
@@ -43,6 +46,7 @@ class LoggedProgress:
     step: int | None
     loss: float | None
     seconds: float | None
+    norm: float | None = None  #: of the gradients
 
 
 def parse(text: str) -> LoggedProgress | None:
@@ -55,14 +59,19 @@ def parse(text: str) -> LoggedProgress | None:
     step = int(found[1]) if found else int(bar[1]) if bar else None
     if step is None:
         loss = _LOSS.search(text) if text.lstrip().startswith("{'loss'") else None
-        return None if loss is None else LoggedProgress(None, _value(loss[1]), None)
+        return None if loss is None else LoggedProgress(None, _value(loss[1]), None, _norm(text))
     if _NOT_TRAINING.search(text):
         return LoggedProgress(None, None, None) if bar is None and found is None else LoggedProgress(step, None, None)
     loss = _LOSS.search(text)
     value = _value(loss[1]) if loss else None
     if loss is None and bar is None and not _SECONDS[0][0].search(text):
         return None
-    return LoggedProgress(step, value, _seconds(text))
+    return LoggedProgress(step, value, _seconds(text), _norm(text))
+
+
+def _norm(text: str) -> float | None:
+    found = _NORM.search(text)
+    return _value(found[1]) if found else None
 
 
 def _seconds(text: str) -> float | None:

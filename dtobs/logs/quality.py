@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from dtobs.findings import Confidence, Finding
 from dtobs.logs.evidence import Sign, Track
 
 _RECOVERED = 3
+_UNSETTLED = 24
+"""PyTorch's scaler begins at 2^16 and halves: it needs no more skipped steps than that to come below 2^-8."""
+_ZERO_LOSSES = 2
 
 
 def findings(tracks: Mapping[int | None, Track], live: Sequence[Sign], crashed: bool) -> list[Finding]:
     """The findings; a crash is told before them."""
-    return [*_loss(tracks), *_transport(live)]
+    return [*(_loss(tracks) or _gradients(tracks)), *_transport(live)]
 
 
 def _loss(tracks: Mapping[int | None, Track]) -> list[Finding]:
@@ -49,6 +53,31 @@ def _loss(tracks: Mapping[int | None, Track]) -> list[Finding]:
             evidence=(record,),
         )
     ]
+
+
+def _gradients(tracks: Mapping[int | None, Track]) -> list[Finding]:
+    """Gradients that are not finite in every one of the last lines, more often than a loss scaler needs to settle.
+
+    A loss of exactly zero beside them is what Hugging Face's Trainer prints of a loss that is not finite.
+    """
+    found: list[tuple[int, str, int | None]] = []
+    for rank, track in tracks.items():
+        losses = {step: loss for step, loss, _ in track.losses}
+        bad = list(takewhile(lambda one: not math.isfinite(one[1]), reversed(track.norms)))
+        zero = sum(losses.get(step) == 0.0 for step, _, _ in bad)
+        if len(bad) >= _UNSETTLED or (zero >= _ZERO_LOSSES and zero == len(bad)):
+            found.append((bad[-1][0], bad[-1][2], rank))
+    if not found:
+        return []
+    step, where, _ = min(found, key=lambda one: one[0])
+    ranks = tuple(sorted(rank for at, _, rank in found if rank is not None and at == step))
+    record = {"what": f"the gradients' norm is not finite in step {step} and in every line after it", "where": where}
+    text = f"the norm of the gradients is not finite from step {step} on"
+    next_step = "Look at the batches and the loss scale of the steps before; lower the learning rate or clip earlier."
+    finding = Finding(
+        "gradient-nonfinite", text, ranks, Confidence.LIKELY, step=step, evidence=(record,), next_step=next_step
+    )
+    return [finding]
 
 
 def _transport(live: Sequence[Sign]) -> list[Finding]:

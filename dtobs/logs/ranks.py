@@ -109,6 +109,7 @@ def world_size(signs: list[Sign], evidence: LogEvidence, ranks: RankMap) -> tupl
     sizes += [rank + 1 for sign in signs if (rank := rank_of(sign)) is not None and rank < MAX_WORLD]
     sizes += [entry.rank + 1 for entry in evidence.failures if entry.rank is not None and entry.rank < MAX_WORLD]
     sizes += [task + 1 for task in ranks.tasks or () if task < MAX_WORLD]
+    sizes += _launched(signs, evidence)
     told = [
         int(sign.fields[name])
         for sign in signs
@@ -119,6 +120,23 @@ def world_size(signs: list[Sign], evidence: LogEvidence, ranks: RankMap) -> tupl
     largest = max(sizes, default=0)
     said = max((size for size in told if size < MAX_WORLD), default=0)
     return max(largest, said), said >= largest
+
+
+def _launched(signs: list[Sign], evidence: LogEvidence) -> list[int]:
+    """By file, how many processes torchrun names when it ends its ranks: there are at least so many.
+
+    Nothing where ranks were started again: their processes have other numbers each time.
+    """
+    if any(sign.kind == "restart" for sign in signs):
+        return []
+    found: dict[int, set[int]] = {}
+    for sign in signs:
+        if sign.kind in ("closing", "exit-code") and "pid" in sign.fields:
+            found.setdefault(sign.file, set()).add(int(sign.fields["pid"]))
+    for entry in evidence.failures:
+        if entry.pid is not None:
+            found.setdefault(entry.file, set()).add(entry.pid)
+    return [len(pids) for pids in found.values()]
 
 
 def _natural(text: str) -> list[tuple[int, str | int]]:

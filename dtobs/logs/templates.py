@@ -157,6 +157,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("loss-nan", ROOT, "in local forward loss", r"(?:Rank |on rank )(?P<rank>\d{1,7})\b.{0,200}found (?:NaN|Inf) in local forward loss", "loss-nonfinite"),
     _row("gradient-nan", ROOT, ("in local grad norm", "Unexpected result nan", "Unexpected result inf"), r"(?:Rank |on rank )(?P<rank>\d{1,7})\b.{0,200}(?:found (?:NaN|Inf) in local grad norm|grad norm)", "gradient-nonfinite"),
     _row("exception", ROOT, "watchdog thread terminated with exception: CUDA error: ", r"exception: (?P<message>CUDA error: (?!driver shutting down|context is destroyed)[^\r\n]{1,200})", "uncaught-exception"),
+    _row("exception", ROOT, ("cuDNN error: CUDNN_STATUS_", "CUDA error: CUBLAS_STATUS_"), r"(?P<type>RuntimeError): (?P<message>cuDNN error: [^\r\n]{1,200}|CUDA error: CUBLAS_STATUS_[^\r\n]{1,200})", "uncaught-exception"),
     # --- disk ---
     _row("evicted", ROOT, ("was low on resource: ephemeral-storage", "ephemeral local storage usage exceeds the total limit"), "", "disk-full"),
     _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),
@@ -171,6 +172,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("exit-code", TEARDOWN, "failed (exitcode:", r"failed \(exitcode: (?P<exit>-?\d{1,6})\) local_rank: (?P<local>\d{1,7}) \(pid: (?P<pid>\d{1,9})\)"),
     _row("restart", INFO, "will restart worker group", r"(?P<left>\d{1,6})/(?P<all>\d{1,6}) attempts left"),
     _row("forced", TEARDOWN, "forcefully exiting", r"process (?P<pid>\d{1,9}) via"),
+    _row("closing", TEARDOWN, "Sending process", r"Sending process (?P<pid>\d{1,9}) closing signal"),
     _row("closing", TEARDOWN, ("closing signal SIG", "via signal SIG", "Sending process")),
     _row("interrupted", TEARDOWN, ("death signal, shutting down workers", "DUE TO TIME LIMIT", "DUE TO PREEMPTION", "DUE TO PREEMPT", "CANCELLED AT", "CANCELLED by", "SIGTERM received", "Received SIGTERM", "got signal: 15", "got signal: 1", "got signal: 2", "Received SIGUSR1", "slurmstepd: error: *** JOB", "slurmstepd: error: *** STEP", "caught signal 15", "Requeuing job")),
     _row("interrupted", TEARDOWN, ("preempted", "Preempted"), r"\b[Pp]reempted\b"),

@@ -27,6 +27,7 @@ _PREFIX = re.compile(
     r"|\s{0,8}(\d{1,6}): (?=  File |Thread |Current thread|Fatal|Timeout)"
 )
 _PYSPY_PROCESS = re.compile(r"Process (\d{1,9}): ")
+_CRASHED = re.compile("Fatal Python error: (?!Aborted)")
 _THREAD = re.compile(r"(?:Current thread|Thread) (?:0x[0-9a-f]{1,20}|\d{1,20})\b(?P<rest>[^\n]{0,200})", re.IGNORECASE)
 _FAULT_FRAME = re.compile(
     r"\s{1,8}File \"(?P<file>[^\"]{1,1000})\", line (?P<line>\d{1,9}|\?\?\?) in (?P<function>[^\n]{1,300})"
@@ -161,6 +162,8 @@ def _blocks(text: str, where: str, named: int | None) -> list[_Block]:
         line = line[prefix.end() :] if prefix else line
         if _PYSPY_PROCESS.match(line) or line.startswith(("Fatal Python error", "Timeout (")):
             open_by.pop(rank, None)
+            if rank is None and _CRASHED.match(line):  # where a process ended, not where it waits: the logs tell it
+                open_by[rank] = _Block(rank, "", [])
             continue
         block = open_by.get(rank)
         if head := _THREAD.match(line):

@@ -256,6 +256,11 @@ row(
     "[rank5]: RuntimeError: NCCL Error 2: unhandled system error",
     ("network-stalled", ()),
 )
+row(
+    "cuDNN, without a traceback",
+    "step 10 loss 1.0\nRuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    ("uncaught-exception", ()),
+)
 # --- clusters ---
 row(
     "memory of a device in lines of eighty characters, srun tells who failed",

@@ -72,6 +72,33 @@ def test_steps_that_became_slower(tmp_path: Path, form: str):
     assert found.findings == ()
 
 
+def test_steps_that_became_slower_in_a_short_log(tmp_path: Path):
+    lines = [FORMS[next(iter(FORMS))](n, 2.0, 5.1 if n < 20 else 9.8) for n in range(40)]
+    assert any("before" in note and "since about step 20" in note for note in judged(tmp_path, lines).notes)
+
+
+TRAINER = "{{'loss': {}, 'grad_norm': {}, 'learning_rate': 2e-05, 'epoch': {:.2f}}}"
+
+
+def test_gradients_that_stay_not_finite(tmp_path: Path):
+    lines = [TRAINER.format(*(("0.0", "nan") if n > 4 else (1.3, 0.9)), n / 10) for n in range(8)]
+    found = judged(tmp_path, lines)
+    assert [(one.code, one.step) for one in found.findings] == [("gradient-nonfinite", 6)]
+    megatron = [
+        f"iteration {n}/ 500 | lm loss: 2.0 | loss scale: 1.0 | grad norm: {'inf' if n > 5 else 1.2} |"
+        for n in range(40)
+    ]
+    found = judged(tmp_path, megatron)
+    assert [(one.code, one.step) for one in found.findings] == [("gradient-nonfinite", 6)]
+
+
+def test_gradients_while_the_scaler_settles(tmp_path: Path):
+    lines = [TRAINER.format(1.3, "inf" if n < 16 else 0.9, n / 10) for n in range(20)]
+    assert judged(tmp_path, lines).findings == ()
+    assert judged(tmp_path, lines[:16]).findings == ()
+    assert judged(tmp_path, [TRAINER.format("0.0", "0.0", n / 10) for n in range(20)]).findings == ()
+
+
 def test_last_step_is_exact_in_a_long_log(tmp_path: Path):
     lines = [f"2026-11-20 12:{n // 600 % 60:02}:{n // 10 % 60:02} step {n} loss 2.0" for n in range(6005)]
     lines += ["Traceback (most recent call last):", '  File "/h/train.py", line 3, in step', "KeyError: 'x'"]

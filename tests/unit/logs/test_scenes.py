@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.diagnose import diagnose_logs
+from dtobs.diagnose.target import diagnose_target
 
 WORK = "[rank{r}]:[E1206 18:44:12.7 ProcessGroupNCCL.cpp:607] [Rank {g}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={s}, OpType={op}, NumelIn={n}, NumelOut={n}, Timeout(ms)=600000) ran for 600061 milliseconds before timing out.\n"
 STATUS = "[rank{r}]:[E1206 18:44:12.8 ProcessGroupNCCL.cpp:2168] [PG ID {i} PG GUID {p} Rank {g}]  failure detected by watchdog at work sequence id: {s} PG status: last enqueued work: {e}, last completed work: {c}\n"
@@ -18,6 +19,18 @@ def w(r, g, s, p="0(default_pg)", op="ALLREDUCE", n=8, e=None, c=None, i=0):
         r=r, g=g, s=s, p=p, e=e or s, c=s - 1 if c is None else c, i=i
     )
 
+
+CLOSING = "W0514 11:40:15.0 140 torch/distributed/elastic/multiprocessing/api.py:897] Sending process {pid} closing signal SIGTERM\n"
+TABLE = (
+    "Failures:\n[1]:\n  time      : 2024-05-14_11:40:15\n  host      : node-a\n  rank      : {rank} (local_rank: {rank})\n"
+    "  exitcode  : -6 (pid: {pid})\n  error_file: <N/A>\n  traceback : Signal 6 (SIGABRT) received by PID {pid}\n======\n"
+)
+CRASH = (
+    "Fatal Python error: Segmentation fault\n\nThread 0x00007f1d3c7fe741 (most recent call first):\n"
+    '  File "/usr/lib/python3.11/threading.py", line 324 in wait\n\nCurrent thread 0x00007f1d3c7fe740 (most recent call first):\n'
+    '  File "/opt/lib/python3.11/site-packages/torch/_ops.py", line 9 in __call__\n  File "/w/ops.py", line 31 in fused\n'
+    '  File "/w/train.py", line 12 in <module>\nSegmentation fault (core dumped)\n'
+)
 
 SCENES = {
     "deadlock": (
@@ -36,6 +49,29 @@ SCENES = {
             + w(2, 0, 7, "3(b)", i=3)
             + "[rank3]: hello error\n"
             + w(3, 1, 7, "3(b)", i=3)
+        },
+        ("network-stalled", ()),
+    ),
+    "a console without prefixes: torchrun ends four processes, and three of them timed out": (
+        {
+            "a.log": w(0, 0, 5)
+            + w(1, 1, 5)
+            + w(2, 2, 5)
+            + CLOSING.format(pid=221)
+            + CLOSING.format(pid=224)
+            + "E0514 11:40:16.1 140 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -6) local_rank: 1 "
+            + "(pid: 222) of binary: /usr/bin/python3\n"
+            + TABLE.format(rank=2, pid=223)
+        },
+        ("rank-not-joined", (3,)),
+    ),
+    "the same where torchrun had begun again: its processes have other numbers": (
+        {
+            "a.log": "I0514 11:30:16.1 140 api.py:900] [default] Worker group FAILED. 1/3 attempts left; will restart worker group\n"
+            + w(0, 0, 5)
+            + w(1, 1, 5)
+            + w(2, 2, 5)
+            + "".join(CLOSING.format(pid=pid) for pid in (221, 222, 223, 321, 322))
         },
         ("network-stalled", ()),
     ),
@@ -257,3 +293,18 @@ def test_scene(tmp_path: Path, name: str):
         (tmp_path / file).write_text(text)
     verdict = diagnose_logs([str(tmp_path)]).verdict
     assert (None if verdict is None else (verdict.code, verdict.ranks)) == wanted
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+def test_a_crash_in_native_code_is_told_with_the_users_line(tmp_path: Path, prefix: str):
+    crash = "".join(prefix + line for line in CRASH.splitlines(keepends=True))
+    path = tmp_path / "a.log"
+    path.write_text(
+        f"step 10 loss 1.0\n{crash}" + CLOSING.format(pid=221) + TABLE.format(rank=1, pid=222).replace("6", "11")
+    )
+    found = diagnose_target([str(path)])
+    assert found.verdict is not None
+    assert found.verdict.code == "rank-dead"
+    assert found.verdict.ranks == (1,)
+    assert "at /w/ops.py:31 in fused" in found.verdict.summary
+    assert 0 not in found.ranks or not found.ranks[0].stack
