@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from dtobs.logs import prefix, progress
 from dtobs.logs.failure_table import Failed, FailureTable
 from dtobs.logs.places import LogPlace
-from dtobs.logs.templates import GROUP, Role, match
+from dtobs.logs.templates import GROUP, Role, has_digits, match, says_nothing
 from dtobs.logs.traces import STARTS, Raised, Trace, rank_named
 
 _KEPT = {"work-timeout": 64, "work-status": 64, "transport": 24, "exception": 12, "world": 3, "completed": 8}
@@ -24,7 +24,7 @@ _WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced"})
 """Rows that an exception's message may quote of another process: the exception itself is the rank's own."""
 _DIGITS = b"0123456789"
 _HEX = _DIGITS + b"abcdef"
-_ALIKE, _TAKEN, _SHAPES = 2000, 16, 4096
+_ALIKE, _TAKEN, _SHAPES, _SHAPED = 2000, 16, 4096, 400
 """Of progress lines that look alike but for their digits, all but every sixteenth are left after so many, later all but
 every sixty-fourth."""
 OF_TORCH = "torch"
@@ -106,6 +106,7 @@ class LogEvidence:
         self.left_out = 0
         self._skipped: dict[bytes, tuple[int, int, bytes]] = {}  #: of lines that look alike the latest not read
         self._boring: Counter[bytes] = Counter()  #: progress lines without their digits
+        self._nothing: set[bytes] = set()  #: lines without their digits of which no row of the table speaks
         self._idle: set[bytes] = set()  #: lines of NCCL that mean nothing, without the digits of their numbers
         self._dull: set[bytes] = set()  #: lines of transports inside a host, of which a file has told enough
         self._kept: Counter[tuple[str, Writer]] = Counter()
@@ -147,7 +148,7 @@ class LogEvidence:
     def add_line(self, number: int, raw: bytes) -> None:
         """Read one line."""
         self._order += 1
-        shape = raw[:400].translate(None, _DIGITS)
+        shape = raw[:_SHAPED].translate(None, _DIGITS)
         if not (self._traces or self._stacks or self._table is not None):
             if shape in self._dull:
                 return
@@ -182,8 +183,11 @@ class LogEvidence:
         idle = raw.translate(None, _HEX) if text.startswith("NCCL INFO") and "environment" not in text else b""
         if idle in self._idle:
             return
-        found = match(text)
+        known = shape in self._nothing and len(raw) <= _SHAPED and not has_digits(text)
+        found = None if known else match(text)
         if found is None:
+            if not known and len(self._nothing) < _SHAPES and len(raw) <= _SHAPED and says_nothing(text):
+                self._nothing.add(shape)
             if self._progress(writer, text, where, raw):
                 if shape in self._boring or len(self._boring) < _SHAPES:
                     self._boring[shape] += 1

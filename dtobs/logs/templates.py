@@ -210,6 +210,23 @@ ANCHORS: tuple[bytes, ...] = (
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
 
 
+_LITERALS = tuple({literal for row in TEMPLATES for literal in row.literals})
+_WITH_DIGITS = tuple(literal for literal in _LITERALS if any(letter.isdigit() for letter in literal))
+
+
+def says_nothing(text: str) -> bool:
+    """Whether the table has no row for the line, nor for any other that differs from it in digits only.
+
+    The exceptions are lines with a literal that has digits itself: see `has_digits`.
+    """
+    return not any(literal in text for literal in _LITERALS)
+
+
+def has_digits(text: str) -> bool:
+    """Whether the line holds a literal of the table that has digits itself, as ``Errno 28]``."""
+    return any(literal in text for literal in _WITH_DIGITS)
+
+
 def match(text: str) -> tuple[Template, dict[str, str]] | None:
     """The row that fits the line, with its fields (those that are there), or None."""
     for row in TEMPLATES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+from dtobs.diagnose import diagnose_logs
 from dtobs.logs.reader import LogFile
 from dtobs.logs.templates import ANCHORS
 
@@ -32,3 +33,13 @@ def test_every_line_while_it_is_hot(tmp_path: Path):
     for _, line in LogFile(path).lines(ANCHORS, lambda: 0 < len(seen) < 4):
         seen.append(line)
     assert seen == [b"Traceback", b"b", b"", b"c", b"rror"]
+
+
+def test_lines_that_differ_in_digits_only(tmp_path: Path):
+    """Of a form that means nothing only some numbers may mean something."""
+    lines = [f"writing shard {n}: failed, [Errno {17 if n < 20 else 28}]" for n in range(21)]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(["step 1 loss 2.0", *lines]))
+    verdict = diagnose_logs([str(path)]).verdict
+    assert verdict is not None
+    assert verdict.code == "disk-full"
