@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.calls.agree import Disagreement, disagreements
+from dtobs.calls.agree import Agreement, Disagreement, disagreements
 from dtobs.calls.lost_step import LostStep, Program, believed
 from dtobs.calls.words import lost_step_text, mismatch_text
 from dtobs.findings import Confidence, Finding
@@ -23,10 +23,20 @@ _THING = {
 }
 
 
+def _agreements(dumps: Dumps) -> list[Agreement]:
+    """What the calls of each operation must agree on.
+
+    Element types are left out where some of the job's recorders did not write them, as those of torch 2.4 do not.
+    """
+    typed = all(operation.typed for operation in dumps.operations)
+    told = [operation.agreement for operation in dumps.operations]
+    return told if typed else [tuple(one for one in each if one[0] != "dtype-mismatch") for each in told]
+
+
 def fitting(dumps: Dumps, aligned: Aligned) -> npt.NDArray[np.int32]:
     """A column that is equal for calls that fit together."""
     numbers: dict[object, int] = {}
-    fits = [numbers.setdefault(operation.agreement, len(numbers)) for operation in dumps.operations]
+    fits = [numbers.setdefault(agreement, len(numbers)) for agreement in _agreements(dumps)]
     return np.array(fits, np.int32)[aligned.op] if len(aligned.op) else aligned.op
 
 
@@ -45,7 +55,7 @@ def program(dumps: Dumps, aligned: Aligned) -> Program:
 
 def find_mismatches(dumps: Dumps, aligned: Aligned) -> list[Disagreement]:
     """The first call of each group on which its ranks do not agree: everything after it is shifted. Pure."""
-    agreements = [operation.agreement for operation in dumps.operations]
+    agreements = _agreements(dumps)
     found: dict[int, Disagreement] = {}
     for one in disagreements(
         aligned,

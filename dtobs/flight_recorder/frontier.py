@@ -37,6 +37,7 @@ def frontiers(dumps: Dumps, aligned: Aligned) -> dict[int, Frontier]:
     bounds = np.append(np.flatnonzero(np.append(True, pair_group[1:] != pair_group[:-1])), len(start))
     row_of = np.full(dumps.world_size + 1, -1, np.int64)
     row_of[dumps.rank_numbers] = np.arange(len(dumps.ranks))
+    wrapped = np.array([dump.first_record > 0 for dump in dumps.ranks])
     result = {}
     for begin, end in pairwise(bounds):
         index = int(pair_group[begin])
@@ -48,11 +49,15 @@ def frontiers(dumps: Dumps, aligned: Aligned) -> dict[int, Frontier]:
         absent = info.members[member_rows < 0].astype(np.int64)
         # Nobody waits in a group of one: of a group whose ranks are those that were seen, another dump is missing.
         more = int(info.inferred and len(info.members) == 1 and bool(dumps.missing_ranks))
+        waits = pending[begin:end]
+        # A ring that begins with calls that are not completed has lost others of which nobody knows whether they were.
+        lost = wrapped[rows] & (waits == seq[start[begin:end]])
+        waits = np.where(lost, waits.min(), waits)
         result[index] = Frontier(
             group=index,
             rows=np.concatenate([rows, silent]),
             issued=np.append(seq[last[begin:end]], np.zeros(pad, np.int64)),
-            pending=np.append(pending[begin:end], np.full(pad, NOTHING_PENDING)),
+            pending=np.append(waits, np.full(pad, NOTHING_PENDING)),
             last_entry=np.append(entry[last[begin:end]], np.full(pad, -1)),
             pending_entry=np.append(pending_entry[begin:end], np.full(pad, -1)),
             absent=absent,

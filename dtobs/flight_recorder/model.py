@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.flight_recorder.columns import ENTRY_DTYPE
-from dtobs.flight_recorder.operations import Operation
+from dtobs.flight_recorder.operations import EntryKind, Operation
 
 DEFAULT_GROUP = "default_pg"
 """PyTorch's description of the group of all ranks."""
@@ -91,6 +91,38 @@ class Dumps:
         """The entries of row r are ``entries[bounds[r] : bounds[r + 1]]``."""
         rows = np.arange(len(self.ranks) + 1, dtype=self.row.dtype)  # of another type, numpy would copy the table
         return [int(place) for place in np.searchsorted(self.row, rows)]
+
+    def rank_at(self, group: int, place: int) -> int:
+        """The rank with this number in a group; −1 where the dumps do not tell."""
+        listed = self._places.get(group)
+        if listed is not None:
+            return listed.get(place, -1)
+        members = self.groups[group].members
+        return int(members[place]) if place < len(members) else -1
+
+    @cached_property
+    def _places(self) -> dict[int, dict[int, int]]:
+        """Of groups whose ranks no dump lists and that send: who has which number, by their own sends and receives.
+
+        The ranks that were seen stand for all of them only where these numbers agree with it.
+        """
+        entries = self.entries
+        inferred = np.array([group.inferred for group in self.groups] or [False])
+        sent = (entries["kind"] == EntryKind.SEND) | (entries["kind"] == EntryKind.RECV)
+        halves = np.flatnonzero(sent & inferred[entries["group"]]) if len(entries) else np.zeros(0, np.int64)
+        group, source, target = (entries[name][halves] for name in ("group", "source", "target"))
+        own = np.where(entries["kind"][halves] == EntryKind.SEND, source, target)
+        told = np.unique(np.stack([group, own, self.rank_numbers[self.row[halves]]]), axis=1)
+        found: dict[int, dict[int, int]] = {}
+        for index, place, rank in told.T.tolist():
+            places = found.setdefault(index, {})
+            places[place] = -1 if place in places else rank
+        for index, places in found.items():
+            inside = group == index
+            members = dict(enumerate(self.groups[index].members.tolist()))
+            if max(source[inside].max(), target[inside].max()) < len(members) and places.items() <= members.items():
+                found[index] = members
+        return found
 
     @property
     def world_size(self) -> int:

@@ -140,6 +140,11 @@ class Operation:
         return tuple(sorted({*(self.input_dtypes if inputs else ()), *(self.output_dtypes if outputs else ())}))
 
     @property
+    def typed(self) -> bool:
+        """Whether its recorder wrote the element types of its tensors."""
+        return bool(self.input_dtypes or self.output_dtypes) or not (self.input_sizes or self.output_sizes)
+
+    @property
     def agreement(self) -> tuple[tuple[str, object], ...]:
         """What the calls of all ranks must agree on, by the code of a disagreement."""
         return (

@@ -30,11 +30,8 @@ def pending_pairs(dumps: Dumps) -> list[PendingPair]:
     for channel in np.unique(channels[is_open]):
         inside = halves[slice(*np.searchsorted(sorted_channels, [channel, channel + 1]))]
         first = entries[inside[0]]
-        members = dumps.groups[int(first["group"])].members
-        source, target = int(first["source"]), int(first["target"])
-        if max(source, target) >= len(members):
-            continue  # the group is not known well enough to say who is meant
-        pair = (int(members[source]), int(members[target]))
+        group, source, target = int(first["group"]), int(first["source"]), int(first["target"])
+        pair = (dumps.rank_at(group, source), dumps.rank_at(group, target))
         sends = inside[(entries["kind"][inside] == EntryKind.SEND) & (ranks[dumps.row[inside]] == pair[0])]
         recvs = inside[(entries["kind"][inside] == EntryKind.RECV) & (ranks[dumps.row[inside]] == pair[1])]
         result += _pair(dumps, sends, recvs, pair)

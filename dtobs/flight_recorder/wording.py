@@ -39,11 +39,9 @@ class Words:
         text = str(self.dumps.operations[int(record["signature"])])
         if int(record["source"]) < 0:
             return text
-        members = self.dumps.groups[int(record["group"])].members
-        source, target = int(record["source"]), int(record["target"])
-        if max(source, target) >= len(members):
-            return text
-        return f"{text} (rank {members[source]} to rank {members[target]})"
+        group = int(record["group"])
+        source, target = (self.dumps.rank_at(group, int(record[end])) for end in ("source", "target"))
+        return f"{text} (rank {source} to rank {target})" if min(source, target) >= 0 else text
 
     def family(self, entry: int) -> str:
         """``all_reduce``: an entry's operation without sizes, under the one name that all its spellings share."""
