@@ -19,7 +19,7 @@ def _status(rank: Rank) -> RankStatus:
     return RankStatus(
         rank=rank.rank,
         state=rank.state.value,
-        step=rank.step,
+        step=None if rank.stepless else rank.step,
         phase=rank.phase,
         last_collective=str(call or ""),
         site=str(call.site or "") if call is not None else "",

@@ -19,6 +19,7 @@ from dtobs.events import Kind, Phase, RankState, phase_name
 from dtobs.host.process import signal_name
 from dtobs.host.stacks import Frame, ThreadStack, main_thread
 from dtobs.recording.meta import Group, Meta, Op, Site
+from dtobs.recording.stepless import stepless
 
 if TYPE_CHECKING:
     from dtobs.host.process import ProcessState
@@ -45,6 +46,7 @@ class State(StrEnum):
 
     STARTING = "starting"  #: attached, no step seen yet
     RUNNING = "running"
+    TAKING_PART = "taking part"  #: in the calls of others, without steps of its own: a parameter server, an actor
     LOADING = "loading"  #: in the part of the step that gets its data
     WAITING = "waiting"  #: blocked on communication with other ranks
     SILENT = "silent"  #: no sign of life for many of its own steps, and nothing says why
@@ -157,7 +159,7 @@ class Rank:
         if self.get("phase") == Phase.DATA:
             return State.LOADING
         if said == RankState.STARTING:
-            return State.STARTING
+            return State.TAKING_PART if self.stepless else State.STARTING
         if said != RankState.RUNNING:
             return State.UNKNOWN
         return State.SILENT if self._too_quiet else State.RUNNING
@@ -186,14 +188,25 @@ class Rank:
         return self.process is None or self.process.alive
 
     @property
+    def stepless(self) -> bool:
+        """Whether it takes part in the calls of others and takes no steps of its own."""
+        return self.rank in stepless(self.view)
+
+    @property
+    def _attached_for_good(self) -> bool:
+        return self.get("phase") == Phase.STARTUP and self.stepless
+
+    @property
     def phase(self) -> str:
-        """The name of the phase it is in, "" outside of any."""
-        return phase_name(self.get("phase"), self.meta.phases)
+        """The name of the phase it is in, "" outside of any; the start-up of a rank without steps is over."""
+        return "" if self._attached_for_good else phase_name(self.get("phase"), self.meta.phases)
 
     @property
     def phase_seconds(self) -> float | None:
         """How long it has been in its phase."""
-        return self.since("phase_begin_ns") if self.moving and self.get("phase") else None
+        return (
+            self.since("phase_begin_ns") if self.moving and self.get("phase") and not self._attached_for_good else None
+        )
 
     @property
     def waited_seconds(self) -> float | None:

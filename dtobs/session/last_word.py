@@ -58,6 +58,8 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool, seen: bool 
     over = [e for e in entries if e.event == "cleared" and CATALOGUE[e.finding.code].family == "hangs"]
     stood = sum(e.lost_seconds for e in over) + sum(_stood(view, e) for e in came if view is not None)
     spent = _spent(view)
+    if view is not None and len(view.pages):
+        steps = max(steps, int(view.pages["steps_done"].max()))  # rank 0 may take none of its own
     parts = []
     if found:
         parts.append(f"found {', '.join(found)}")

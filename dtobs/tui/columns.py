@@ -123,7 +123,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("host", "host", 14, 9, False, lambda r, s: [(words.shorten(r.host, 14) or NONE, "dim")]),
     Column("place", "place", 22, 10, False, lambda r, s: [(words.shorten(r.place, 22) or NONE, "dim")]),
     Column("state", "state", 19, 0, False, _state, "state"),
-    Column("step", "step", 7, 0, True, lambda r, s: [(f"{r.step:,}", "")]),
+    Column("step", "step", 7, 0, True, lambda r, s: [(f"{r.step:,}", "") if r.steps else (NONE, "dim")]),
     Column("phase", "phase", 17, 3, False, _phase),
     Column("busy", "busy", 8, 1, True, _time("busy_seconds"), "busy"),
     Column("wait", "wait", 8, 1, True, _time("wait_seconds"), "wait"),

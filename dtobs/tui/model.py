@@ -17,6 +17,7 @@ from dtobs.events import phase_name
 from dtobs.findings import Finding, Severity
 from dtobs.recording.journal import Entry
 from dtobs.recording.rank import ENDED, LONG_PHASES, State
+from dtobs.recording.stepless import stepless
 from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import ideal, recent_shares
 from dtobs.timeline.pipeline import pipelines
@@ -296,9 +297,10 @@ def _still(view: RunView, step_seconds: float | None) -> str:
     slow = max([step_seconds or 0.0, *(view.pages["step_ns"] / 1e9).tolist()])
     if quiet.seconds < max(_STILL_SECONDS, _STILL_STEPS * slow):
         return ""
-    if (view.pages["steps_done"] == 0).any() and quiet.seconds < _FIRST_STEP_SECONDS:
+    none = set(view.pages["rank"][view.pages["steps_done"] == 0].tolist()) - stepless(view)
+    if none and quiet.seconds < _FIRST_STEP_SECONDS:
         return ""
-    longer = {int(phase) for phase in view.pages["phase"].tolist()} & set(LONG_PHASES)
+    longer = {rank.get("phase") for rank in view.each_rank() if rank.phase} & set(LONG_PHASES)
     if longer and not quiet.exceeded:
         return f"in {phase_name(min(longer))} for {words.age(quiet.seconds)}"
     limit = "" if quiet.exceeded or not math.isfinite(quiet.threshold_seconds) else f" ({_limit(quiet)})"

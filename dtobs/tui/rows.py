@@ -56,6 +56,7 @@ class RankRow:
     doing: str  #: the state with what it waits for: "waits in all_reduce"
     level: Level
     step: int
+    steps: bool  #: whether it takes steps of its own
     phase: str
     phase_seconds: float | None
     busy_seconds: float | None  #: own time of a step, median of the last 16
@@ -158,6 +159,7 @@ def _row(rank: Rank, late: float | None, accused: Accused, usual: tuple[float, f
         doing=_doing(rank),
         level=_level(rank),
         step=rank.step,
+        steps=not rank.stepless,
         phase="" if over else rank.phase,
         phase_seconds=rank.phase_seconds,
         busy_seconds=own if done else None,

@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from dtobs.events import Phase, RankState
 from dtobs.recording.rank import END_SIGNALS
+from dtobs.recording.stepless import FIRST_STEPS, stepless
 from dtobs.recording.uncounted_time import excused_ns
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
@@ -41,8 +42,6 @@ DEFAULT_FLOOR_SECONDS = 60.0
 STEP_FACTOR = 4.0
 FIRST_STEP_FACTOR = 5.0
 """A rank that has done no step yet may take this many floors: lazy initialisation, autotuning, compilation."""
-_FIRST_STEPS = 3
-"""Where a rank has done so many, one that has done none is not in its first: an actor or an evaluator does none."""
 PHASE_FACTORS: dict[int, float] = {
     Phase.STARTUP: 8.0,
     Phase.COMPILE: 30.0,
@@ -127,7 +126,7 @@ def quiet_period(view: RunView) -> Stall | None:
     since_ns = last_movement_ns(view)
     moment = _moment(view, since_ns)
     seconds = max(0, moment - since_ns - excused_ns(view.excused, since_ns, moment)) / 1e9
-    threshold, why = _fixed_threshold(pages)
+    threshold, why = _fixed_threshold(view, pages)
     if view.paused and any(process.alive for process in view.processes.values()):
         threshold, why = float("inf"), f"{view.root / 'paused'} is there"
     if seconds > threshold:  # only now is it worth reading the step histories
@@ -187,9 +186,10 @@ def _early(view: RunView, pages: npt.NDArray[np.void], threshold: float) -> floa
 
 def _may_be_stuck(view: RunView, pages: npt.NDArray[np.void]) -> bool:
     """Whether no rank is at long work: who starts, saves or validates, and does not wait, was seen to use no core."""
-    if (pages["phase"] == Phase.COMPILE).any():
+    phases = _phases(view, pages)
+    if (phases == Phase.COMPILE).any():
         return False
-    long = np.isin(pages["phase"], (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION)) | _in_first_step(pages)
+    long = np.isin(phases, (Phase.STARTUP, Phase.CHECKPOINT, Phase.VALIDATION)) | _in_first_step(pages)
     return all(
         view.cores.get(rank, 1.0) <= RESTING_CORES
         for rank in pages["rank"][long & (pages["wait_since_ns"] == 0)].tolist()
@@ -238,7 +238,7 @@ def _floor(pages: npt.NDArray[np.void]) -> tuple[float, str]:
 def _in_first_step(pages: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """bool[R]: ranks that have done no step, while no other has done several."""
     steps = pages["steps_done"]
-    first: npt.NDArray[np.bool_] = (steps == 0) & (steps.max(initial=0) < _FIRST_STEPS)
+    first: npt.NDArray[np.bool_] = (steps == 0) & (steps.max(initial=0) < FIRST_STEPS)
     return first
 
 
@@ -256,12 +256,19 @@ def _compiling(view: RunView, since_ns: int) -> int | None:
     return None
 
 
-def _fixed_threshold(pages: npt.NDArray[np.void]) -> tuple[float, str]:
+def _phases(view: RunView, pages: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """int64[R]: the phase of each rank; 0 of those that take no steps, whose start-up never ends."""
+    started = (pages["phase"] == Phase.STARTUP) & np.isin(pages["rank"], list(stepless(view)))
+    phases: npt.NDArray[np.int64] = np.where(started, 0, pages["phase"])
+    return phases
+
+
+def _fixed_threshold(view: RunView, pages: npt.NDArray[np.void]) -> tuple[float, str]:
     choices = [_floor(pages)]
     floor = choices[0][0]
     if _in_first_step(pages).any():
         choices.append((FIRST_STEP_FACTOR * floor, "a rank has not finished its first step"))
-    phases = set(pages["phase"].tolist())
+    phases = set(_phases(view, pages).tolist())
     choices += [
         (factor * floor, f"a rank is in {Phase(phase).name.lower()}")
         for phase, factor in PHASE_FACTORS.items()
