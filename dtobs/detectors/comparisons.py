@@ -17,6 +17,7 @@ from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.replica_divergence import apart_on_purpose
 from dtobs.expectations import is_declared
 from dtobs.recording.laws import UPDATES
+from dtobs.recording.stepless import FIRST_STEPS
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
@@ -38,6 +39,7 @@ def comparisons_off(view: RunView) -> list[Off]:
     """Everything that is off, each once."""
     found = [
         *_unwatched(view),
+        *_unrecorded(view),
         *_launched_as_many(view),
         *_unobserved(view),
         *_audit(view),
@@ -152,6 +154,17 @@ def _batch_norm(view: RunView) -> Iterator[Off]:
                 " alone, so the same samples on another number of ranks train another model;"
                 " torch.nn.SyncBatchNorm.convert_sync_batchnorm makes them those of all ranks",
             )
+
+
+def _unrecorded(view: RunView) -> Iterator[Off]:
+    """Ranks that do not record though the others train: below `dtobs run` only a rank that makes an optimizer does."""
+    if view.missing_ranks and int(view.pages["steps_done"].max(initial=0)) >= FIRST_STEPS:
+        yield Off(
+            "ranks",
+            "not recorded",
+            f"what {ranks_text(view.missing_ranks)} did is not recorded, nor whether the others wait for it: a rank"
+            " that makes no optimizer, and trains with others that do, records with dtobs.attach()",
+        )
 
 
 def _failed(view: RunView) -> Iterator[Off]:

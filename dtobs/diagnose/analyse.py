@@ -46,7 +46,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     spent = summarise(view) if len(view.pages) and not evidence.judged else None
     notes = []
     lives = any(process.alive for process in view.processes.values())
-    if quiet is not None and not quiet.exceeded and quiet.seconds > _NOTICED_SECONDS and (lives or not view.processes):
+    told = quiet is not None and quiet.exceeded and bool(ordered)  # the verdict says it
+    if quiet is not None and not told and quiet.seconds > _NOTICED_SECONDS and (lives or not view.processes):
         notes.append(_pause(view, quiet))
     notes += [f"what came after it: {finding.summary}" for finding in caused]
     notes += _stood_until_the_end(view, ordered)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtobs.errors import TargetError, UsageError
 from dtobs.host.process import boot_id
@@ -19,7 +19,7 @@ from dtobs.recording.view import living
 
 _REFUSED = -1
 AGREE_SECONDS = 60.0
-"""How long a rank waits for rank 0 to say where the run is recorded."""
+"""How long a rank waits to be told where the run is recorded."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Identity:
     """One rank of one attempt.
 
     `attempt` is torchrun's restart count until the ranks have agreed on one. `launch` is torchrun's run id, "" when it
-    has none of its own.
+    has none of its own. `starts_monitor`: whether this rank starts the monitor of its node.
     """
 
     rank: int
@@ -36,6 +36,7 @@ class Identity:
     node: int
     attempt: int
     launch: str = ""
+    starts_monitor: bool = False
 
     @classmethod
     def find(cls, environment: Mapping[str, str] | None = None) -> Identity:
@@ -83,8 +84,19 @@ _agreed: dict[str, int] = {}
 """How often this process has agreed on a run, so that a second time gets a key of its own."""
 
 
-def resolve_run_dir(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> tuple[Path, int]:
+class Agreement(NamedTuple):
+    """What the ranks have agreed on: where, in which attempt, and whether this rank is the one that decided."""
+
+    path: Path
+    attempt: int
+    first: bool
+
+
+def resolve_run_dir(asked: str | os.PathLike[str] | None, name: str, who: Identity) -> Agreement:
     """The run's directory, absolute, and the number of this attempt in it, the same on all ranks.
+
+    Rank 0 decides; below `dtobs run` on one host the first rank that asks does, since rank 0 asks for nothing where it
+    has no optimizer (a parameter server), and a rank that waits for it keeps the training waiting.
 
     The directory is `asked`, else DTOBS_RUN_DIR, else a new one that rank 0 chooses. The attempt is the first that
     has not recorded there: a restart by torchrun, or a later job in the same directory, overwrites nothing. Where
@@ -95,16 +107,19 @@ def resolve_run_dir(asked: str | os.PathLike[str] | None, name: str, who: Identi
     path = Path(given).absolute() if given else None
     store = _store() if who.world_size > 1 else None
     if store is None and who.world_size > 1:
-        return path or _choose(name, who), who.attempt
+        return Agreement(path or _choose(name, who), who.attempt, who.rank == 0)
     count = _agreed.get("count", 0)
     _agreed["count"] = count + 1
     key = f"dtobs/run/{_generation(who)}/{count}"
-    if store is not None and who.rank != 0:
+    first = who.rank == 0
+    if store is not None and path is not None and one_host(who):
+        first = store.add(f"{key}/first", 1) == 1
+    if store is not None and not first:
         store.wait([key], timedelta(seconds=AGREE_SECONDS))
         chosen, attempt = json.loads(store.get(key))
         if attempt == _REFUSED:
             raise UsageError(chosen)
-        return path or Path(chosen), int(attempt)
+        return Agreement(path or Path(chosen), int(attempt), first=False)
     path = path or _choose(name, who)
     refusal = _another_job(path) if given is not None else ""
     attempt = _REFUSED if refusal else _free_attempt(RunDirectory(path))
@@ -112,7 +127,12 @@ def resolve_run_dir(asked: str | os.PathLike[str] | None, name: str, who: Identi
         store.set(key, json.dumps([refusal or str(path), attempt]))
     if refusal:
         raise UsageError(refusal)
-    return path, attempt
+    return Agreement(path, attempt, first=True)
+
+
+def one_host(who: Identity) -> bool:
+    """Whether all ranks are on this host and `dtobs run` started them, so that every one finds the same."""
+    return "DTOBS_RUN_NAME" in os.environ and _number(os.environ, "LOCAL_WORLD_SIZE", 0) == who.world_size
 
 
 def _another_job(path: Path) -> str:

@@ -144,6 +144,11 @@ class LiveSession(Session):
         return self._who.local_rank
 
     @property
+    def starts_monitor(self) -> bool:
+        """Whether this rank starts the monitor of its node."""
+        return self._who.starts_monitor
+
+    @property
     def attempt(self) -> int:
         """How often the job has been started in this run directory before."""
         return self._who.attempt

@@ -17,7 +17,7 @@ from dtobs.recording.policy import VARIABLE as ON_HANG
 from dtobs.recording.policy import Policy
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory, new_run_path
-from dtobs.session.identity import Identity, resolve_run_dir
+from dtobs.session.identity import Identity, one_host, resolve_run_dir
 from dtobs.session.nodes import VARIABLE
 from dtobs.session.run_info import describe_run
 from dtobs.session.session import LiveSession, Session
@@ -86,7 +86,7 @@ def attach(
         session.policy(expect=expected.split(","))
     _close_at_exit(session)
     _register_fork()
-    if monitor and os.environ.get("DTOBS_MONITOR") != "0" and session.local_rank == 0:
+    if monitor and os.environ.get("DTOBS_MONITOR") != "0" and session.starts_monitor:
         bind = monitor_bind if monitor_bind is not None else os.environ.get(VARIABLE, "")
         try:
             session.start_monitor(bind, lambda text: sys.stderr.write(f"dtobs: {text}\n"), _policy(on_hang))
@@ -130,8 +130,9 @@ def _start(
     from dtobs.session.probe_set import references, together
 
     who = Identity.find()
-    root, attempt = resolve_run_dir(run_dir, name, who)
-    who = replace(who, attempt=attempt)
+    root, attempt, first = resolve_run_dir(run_dir, name, who)
+    watches = first if one_host(who) else who.local_rank == 0
+    who = replace(who, attempt=attempt, starts_monitor=watches)
     run = RunDirectory(root)
     run.create()
     recorder = Recorder(run, who.rank, who.world_size, local_rank=who.local_rank, node=who.node, attempt=who.attempt)
@@ -139,7 +140,7 @@ def _start(
         recorder, who.rank, who.world_size, together(model), references(optimizer), mesh, replicas, levels
     )
     recorder.page.set(hang_timeout_ns=int((hang_timeout or 0) * 1e9))
-    if who.rank == 0 or (who.local_rank == 0 and not run.run_json.exists()):  # a disk that rank 0 does not see
+    if first or (who.local_rank == 0 and not run.run_json.exists()):  # a disk that rank 0 does not see
         said = describe_run(name, who, mesh, config)
         if who.attempt > 0:  # the run began with its first attempt
             said["started"] = run.read_run().get("started", said["started"])

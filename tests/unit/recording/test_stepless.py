@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.stall import quiet_period
 from dtobs.diagnose.status import statuses
 from dtobs.events import RankState
@@ -66,3 +67,14 @@ def test_a_hang_of_such_a_job_is_found_as_soon_as_in_any_other(tmp_path: Path):
     assert quiet is not None
     assert quiet.exceeded
     assert quiet.why == "the default hang timeout"
+
+
+def test_what_an_unrecorded_rank_does_is_said_not_to_be_seen(tmp_path: Path):
+    run = FakeRun(tmp_path, world=3)
+    for rank in (run.rank(1), run.rank(2)):
+        rank.step().step()
+    assert "ranks" not in {off.check for off in comparisons_off(view(run))}, "it may come yet"
+    for rank in (run.rank(1), run.rank(2)):
+        rank.step().collective(wait=True)
+    (said,) = (off.text for off in comparisons_off(view(run)) if off.check == "ranks")
+    assert said.startswith("what rank 0 did is not recorded, nor whether the others wait for it")

@@ -246,11 +246,11 @@ def test_without_the_queue_of_callbacks_backward_is_still_seen(
 
 def test_a_second_run_in_a_directory_is_another_attempt(tmp_path: Path):
     who = Identity(rank=0, world_size=1, local_rank=0, node=0, attempt=0)
-    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 0)
+    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 0, True)
     Recorder(RunDirectory(tmp_path), 0, 1).close()
-    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 1)
+    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 1, True)
     Recorder(RunDirectory(tmp_path), 3, 4, attempt=1).close()  # rank 0 was on a node with a disk of its own
-    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 2)
+    assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 2, True)
 
 
 def test_ranks_under_agents_that_count_restarts_differently_find_each_other(
@@ -263,10 +263,24 @@ def test_ranks_under_agents_that_count_restarts_differently_find_each_other(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     first = Identity(rank=0, world_size=2, local_rank=0, node=0, attempt=1)
     late = Identity(rank=1, world_size=2, local_rank=0, node=1, attempt=0)
-    assert resolve_run_dir(tmp_path, "run", first) == (tmp_path, 0)
+    assert resolve_run_dir(tmp_path, "run", first) == (tmp_path, 0, True)
     monkeypatch.setattr(identity, "_agreed", {})
     monkeypatch.setattr(identity, "AGREE_SECONDS", 1.0)
-    assert resolve_run_dir(tmp_path, "run", late) == (tmp_path, 0)
+    assert resolve_run_dir(tmp_path, "run", late) == (tmp_path, 0, False)
+
+
+def test_nobody_waits_below_dtobs_run_for_a_rank_0_that_never_makes_an_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = HashStore()
+    monkeypatch.setattr(identity, "_store", lambda: store)
+    monkeypatch.setattr(identity, "AGREE_SECONDS", 1.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("DTOBS_RUN_NAME", "run")
+    for rank, first in ((2, True), (1, False), (0, False)):
+        monkeypatch.setattr(identity, "_agreed", {})
+        who = Identity(rank, world_size=3, local_rank=rank, node=0, attempt=0)
+        assert resolve_run_dir(tmp_path, "run", who) == (tmp_path, 0, first)
 
 
 def test_every_rank_of_a_second_live_job_is_refused_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -280,7 +294,7 @@ def test_every_rank_of_a_second_live_job_is_refused_the_directory(tmp_path: Path
             resolve_run_dir(tmp_path, "run", Identity(rank, world_size=2, local_rank=rank, node=0, attempt=0))
     for mine in (os.getpid(), os.getppid()):
         monkeypatch.setattr(identity, "living", lambda path, mine=mine: {0: mine})
-        assert resolve_run_dir(tmp_path, "run", Identity(0, 1, 0, 0, 0)) == (tmp_path, 0)
+        assert resolve_run_dir(tmp_path, "run", Identity(0, 1, 0, 0, 0)) == (tmp_path, 0, True)
 
 
 def test_a_second_live_job_trains_on_unrecorded(
