@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.timeline.kineto.names import KernelKind, TracedCall, call_of, kernel_kind, operation, ranks_of, whole
-from dtobs.timeline.kineto.stream import Event, EventStream
+from dtobs.timeline.kineto.stream import Event, EventStream, arguments
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -31,7 +32,6 @@ _SYNC = ("Synchronize", "StreamWaitValue")
 _ALLOCATION = ("Malloc", "Free", "HostAlloc", "MemCreate", "MemMap", "MemUnmap", "MemRelease", "HostRegister")
 _DATA = ("enumerate(DataLoader)", "DataLoader.", "dataloader")
 _NUMBERS = {int, float}
-_HEAD = itemgetter("cat", "name", "ts", "dur", "ph")
 _HOST_COMMUNICATION = ("gloo:", "mpi:", "ucc:", "xccl:", "nccl:")
 
 
@@ -92,7 +92,7 @@ class _Columns:
         self.steps: list[tuple[int, float, float]] = []
         self.begun: dict[tuple[str, str], list[Event]] = {}  #: by thread: beginnings whose ends have not come
         self.kinds: dict[str, str] = {}  #: of the names of the runtime's calls
-        self.handlers: dict[str, Callable[[Event, str, float, float, dict[str, Any]], None]] = {
+        self.handlers: dict[str, Callable[[Event, str, float, float], None]] = {
             **dict.fromkeys(("cpu_op", "user_annotation", "operator", "Operator"), self._host),
             **dict.fromkeys((*_RUNTIME, "Runtime"), self._runtime),
             **dict.fromkeys(("kernel", "Kernel"), self._kernel),
@@ -113,15 +113,14 @@ class _Columns:
 
     def add_batch(self, batch: list[Event]) -> None:
         """Take what is of use from a batch of events."""
-        handlers, operator = self.handlers, self.spans["op"].extend
-        for event in batch:
-            try:
-                category, name, begin, duration, phase = _HEAD(event)
-            except KeyError:
+        handlers = self.handlers
+        for event in self._operators(batch):
+            category, name, begin, duration = event.cat, event.name, event.ts, event.dur
+            if event.ph != "X":
                 if (whole_event := self._paired(event)) is not None:
                     self.add_batch([whole_event])
                 continue
-            if phase != "X" or type(name) is not str or type(category) is not str:
+            if type(name) is not str or type(category) is not str:
                 continue
             handler = handlers.get(category)
             if handler is None:
@@ -133,36 +132,46 @@ class _Columns:
             if type(begin) not in _NUMBERS or type(duration) not in _NUMBERS:
                 begin, duration = _number(begin), _number(duration)
             if 0 <= duration < LATEST_US and -LATEST_US < begin < LATEST_US:
-                if name[:6] == "aten::" and category == "cpu_op":
-                    operator((begin, begin + duration))
-                    continue
-                args = event.get("args")
-                handler(event, name, begin, begin + duration, args if type(args) is dict else {})
+                handler(event, name, begin, begin + duration)
+
+    def _operators(self, batch: list[Event]) -> Iterable[Event]:
+        """Take PyTorch's operators, most of what a file has, all at once; what is left is taken one by one."""
+        try:
+            chosen = [e.cat == "cpu_op" and e.ph == "X" and e.name[:6] == "aten::" for e in batch]
+            operators = list(compress(batch, chosen))
+            begin = np.array([e.ts for e in operators], np.float64)
+            duration = np.array([e.dur for e in operators], np.float64)
+        except (TypeError, ValueError, OverflowError):  # something is no text or no number
+            return batch
+        known = (duration >= 0) & (duration < LATEST_US) & (np.abs(begin) < LATEST_US)
+        self.spans["op"].frombytes(np.stack([begin, begin + duration], 1)[known].tobytes())
+        return compress(batch, map(not_, chosen))
 
     def _paired(self, event: Event) -> Event | None:
         """The whole event that an end (E) closes with the last open beginning (B) of its thread, None where there is
         none. Kineto writes whole events (X); other tools that rewrite traces do not.
         """
-        phase, begin = event.get("ph"), event.get("ts")
-        where = (str(event.get("pid")), str(event.get("tid")))
-        if phase == "B" and len(self.begun) < MOST_NAMES:
+        where = (str(event.pid), str(event.tid))
+        if event.ph == "B" and len(self.begun) < MOST_NAMES:
             self.begun.setdefault(where, []).append(event)
-        elif phase == "E" and self.begun.get(where):
+        elif event.ph == "E" and self.begun.get(where):
             first = self.begun[where].pop()
-            return {**first, "ph": "X", "dur": _number(begin) - _number(first.get("ts"))}
+            first.ph, first.dur = "X", _number(event.ts) - _number(first.ts)
+            return first
         return None
 
-    def _kernel(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
+    def _kernel(self, event: Event, name: str, begin: float, end: float) -> None:
+        args = arguments(event)
         call = self.call(args)
         self._device(event, name, begin, end, args, KernelKind.COMMUNICATION if call >= 0 else kernel_kind(name), call)
 
-    def _memory(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
-        self._device(event, name, begin, end, args, KernelKind.MEMORY, -1)
+    def _memory(self, event: Event, name: str, begin: float, end: float) -> None:
+        self._device(event, name, begin, end, arguments(event), KernelKind.MEMORY, -1)
 
     def _device(
         self, event: Event, name: str, begin: float, end: float, args: dict[str, Any], kind: KernelKind, call: int
     ) -> None:
-        where = (event.get("pid"), args.get("stream", event.get("tid")))
+        where = (event.pid, args.get("stream", event.tid))
         try:
             stream = self.streams[where]
         except (KeyError, TypeError):
@@ -175,9 +184,10 @@ class _Columns:
             (self.number(name), stream, kind, args.get("correlation", -1), args.get("External id", -1), call),
         )
 
-    def _runtime(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
+    def _runtime(self, event: Event, name: str, begin: float, end: float) -> None:
+        args = arguments(event)
         self.runtime.extend((begin, end))
-        _row(self.runtime_rows, (args.get("correlation", -1), args.get("External id", -1), event.get("tid", -1)))
+        _row(self.runtime_rows, (args.get("correlation", -1), args.get("External id", -1), event.tid))
         what = self.kinds.get(name)
         if what is None:
             what = "sync" if any(w in name for w in _SYNC) else "alloc" if any(w in name for w in _ALLOCATION) else ""
@@ -186,19 +196,20 @@ class _Columns:
         if what:
             self.spans[what].extend((begin, end))
 
-    def _host(self, event: Event, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
+    def _host(self, event: Event, name: str, begin: float, end: float) -> None:
         if name.startswith("aten::"):
             self.spans["op"].extend((begin, end))
         elif name == "record_param_comms":
+            args = arguments(event)
             call = self.call(args)
             if call >= 0:
                 self.records.extend((begin, end))
-                _row(self.record_rows, (call, args.get("External id", -1), event.get("tid", -1)))
+                _row(self.record_rows, (call, args.get("External id", -1), event.tid))
         elif name.startswith("ProfilerStep"):
             self.steps.append((whole(name.partition("#")[2], -1), begin, end))
         elif name.startswith(_HOST_COMMUNICATION):
             self.host.extend((begin, end))
-            _row(self.host_rows, (self.number(name), event.get("tid", -1), self.call(args)))
+            _row(self.host_rows, (self.number(name), event.tid, self.call(arguments(event))))
         elif name.startswith(_DATA):
             self.spans["data"].extend((begin, end))
 

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dtobs.timeline.kineto import stream
 from dtobs.timeline.kineto.analyse import analyse
+from dtobs.timeline.kineto.load import load
 from tests.unit.timeline.kineto.test_strangers_elsewhere import straight
 
 Event = dict[str, Any]
@@ -172,3 +175,39 @@ def test_beginnings_without_ends_and_ends_without_beginnings_count_for_nothing(t
     loose = [{"ph": "E", "pid": 0, "tid": 7, "ts": 500}, {"ph": "B", "cat": "kernel", "name": "k", "pid": 0, "tid": 8}]
     (tmp_path / "rank0.json").write_bytes(beside(*loose))
     assert straight(analyse([tmp_path])) == pytest.approx(truth(), abs=1e-3)
+
+
+ODD_EVENTS = (
+    '{"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": "7.5", "dur": 2, "pid": 1, "tid": 1}',
+    '{"ph": "X", "cat": "cpu_op", "name": "aten::mul", "ts": 9, "dur": 1, "pid": 1, "tid": 1, "args": []}',
+    '{"ph": "X", "cat": "cpu_op", "name": null, "ts": 9, "dur": 1, "args": null}',
+    '{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 12, "args": {"a": 1}}',
+    '{"ph": "X", "cat": ["kernel"], "name": "aten::mm", "ts": 12, "dur": 3}',
+    '{"ph": "B", "cat": "kernel", "name": "gemm", "ts": 20, "pid": 0, "tid": 7,'
+    ' "args": {"stream": 7, "correlation": 4}}',
+    '{"ph": "E", "ts": 29, "pid": 0, "tid": 7}',
+    '{"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1, "dur": 1, "tid": 1,'
+    ' "args": {"correlation": 4}}',
+    '{"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "ts": 30, "dur": 5, "pid": 0,'
+    ' "tid": 8, "args": {"stream": 8, "Collective name": "allreduce", "In msg nelems": 8, "dtype": "Float"}}',
+    "17",
+)
+
+
+@pytest.mark.parametrize("odd", ["", ', {"ph": "X", "cat": "cpu_op", "name": "aten::nan", "ts": NaN, "dur": 1}'])
+@pytest.mark.parametrize("block", [64, 4 << 20])
+def test_odd_events_are_read_alike_with_and_without_the_fast_parser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str, block: int
+):
+    path = tmp_path / "rank0.json"
+    path.write_text('{"distributedInfo": {"rank": 0}, "traceEvents": [' + ", ".join(ODD_EVENTS) + odd + "]}")
+    monkeypatch.setattr(stream, "BLOCK", block)
+    ways = [load(path)]
+    monkeypatch.setattr(stream, "_PARSE", stream._standard)
+    monkeypatch.setattr(stream, "_PARSE_ARGS", json.loads)
+    ways.append(load(path))
+    for rank in ways:
+        assert (rank.rank, rank.damage, len(rank.operators)) == (0, "", 2)
+        assert sorted(zip(rank.device.begin, rank.device.end, strict=True)) == [(20, 29), (30, 35)]
+        assert sorted(rank.launch[~np.isnan(rank.launch)]) == [1]
+        assert [(call.op, call.nbytes) for call in rank.calls] == [("all_reduce", 32)]
