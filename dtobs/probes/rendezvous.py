@@ -64,7 +64,7 @@ def wrap_init_process_group(
 
 
 def _timed(waiting: Arrival, after: Arrival) -> Arrival:
-    return become(after, after.state, waited=max(0.0, after.since - waiting.since))
+    return become(after, after.state, waited=max(0, after.since_ns - waiting.since_ns) / 1e9)
 
 
 def caller() -> str:

@@ -25,7 +25,7 @@ State = Literal["started", "waiting", "met", "failed"]
 
 @dataclass(frozen=True)
 class Arrival:
-    """One rank on its way. Times are UTC seconds.
+    """One rank on its way. Times are UTC seconds; those in ns are of its host's monotonic clock, which nobody sets.
 
     `state`: "started" (the process runs and has not asked for the group), "waiting" (inside ``init_process_group``),
     "met", or "failed" (it raised `error`). `site` is the user's line that asked. `patience` is the hang timeout that
@@ -42,6 +42,8 @@ class Arrival:
     boot_id: str = ""
     began: float = 0.0
     since: float = 0.0  #: in `state` since
+    began_ns: Natural = 0
+    since_ns: Natural = 0
     waited: float = 0.0  #: seconds inside init_process_group, once that is over
     site: str = ""
     error: str = ""
@@ -50,7 +52,7 @@ class Arrival:
 
 def arrive(rank: int, world_size: int, attempt: int, patience: float = 0.0) -> Arrival:
     """This process, on its way."""
-    now = time.time()
+    now, now_ns = time.time(), time.monotonic_ns()
     return Arrival(
         rank,
         world_size,
@@ -61,6 +63,8 @@ def arrive(rank: int, world_size: int, attempt: int, patience: float = 0.0) -> A
         boot_id=boot_id(),
         began=now,
         since=now,
+        began_ns=now_ns,
+        since_ns=now_ns,
         patience=patience,
     )
 
@@ -99,17 +103,24 @@ def seconds_waited(arrival: Arrival) -> float | None:
         return arrival.waited
     if arrival.state != "waiting" or lives(arrival) is False:
         return None
-    return max(0.0, time.time() - arrival.since)
+    return _seconds_since(arrival, arrival.since, arrival.since_ns)
 
 
 def seconds_on_the_way(arrival: Arrival) -> float:
     """Seconds since its process was first seen."""
-    return max(0.0, time.time() - arrival.began)
+    return _seconds_since(arrival, arrival.began, arrival.began_ns)
+
+
+def _seconds_since(arrival: Arrival, then: float, then_ns: int) -> float:
+    """By the monotonic clock on the host of `arrival`; by UTC on another, whose clock may be set differently."""
+    if then_ns and arrival.boot_id == boot_id():
+        return max(0, time.monotonic_ns() - then_ns) / 1e9
+    return max(0.0, time.time() - then)
 
 
 def become(arrival: Arrival, state: State, **changes: Any) -> Arrival:
     """The same rank a moment later."""
-    return replace(arrival, state=state, since=time.time(), **changes)
+    return replace(arrival, state=state, since=time.time(), since_ns=time.monotonic_ns(), **changes)
 
 
 def _folder(root: Path) -> Path:

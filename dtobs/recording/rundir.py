@@ -132,6 +132,16 @@ class RunDirectory:
         """Ranks that have a folder here, in order."""
         return _numbers(self.root / "ranks")
 
+    def unreadable(self) -> list[str]:
+        """What of it this user may not read and nobody would miss: without it a run looks healthy or empty."""
+        exits = [self.exits(node) for node in self.nodes()]
+        paths = (self.findings, self.root / "nodes", self.captures, *exits)
+        return [
+            f"cannot read {path}: Permission denied, so what it holds is not seen here"
+            for path in paths
+            if path.exists() and not os.access(path, os.R_OK)
+        ]
+
     def create(self) -> None:
         """Make the directory, private to the user. Raises RecordingDisabled."""
         try:

@@ -320,7 +320,7 @@ def load_run(
     run = RunDirectory(root)
     if not root.is_dir():
         raise TargetError(f"there is no directory {root}. Give a run directory (runs/<UTC time>-<name>)")
-    damaged: list[str] = []
+    damaged = run.unreadable()
     parts: list[npt.NDArray[np.void]] = []
     for node in run.nodes():
         try:

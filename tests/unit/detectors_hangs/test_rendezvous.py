@@ -25,7 +25,9 @@ NOW = 1_700_000_000.0
 @pytest.fixture(autouse=True)
 def clock_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a loaded machine takes, no second passes between an arrival and the look at it."""
-    monkeypatch.setattr("dtobs.recording.arrivals.time", SimpleNamespace(time=lambda: NOW))
+    monkeypatch.setattr(
+        "dtobs.recording.arrivals.time", SimpleNamespace(time=lambda: NOW, monotonic_ns=lambda: int(NOW * 1e9))
+    )
 
 
 @pytest.fixture
@@ -37,12 +39,12 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def on_its_way(rank: int, seconds: float) -> Arrival:
-    return replace(arrive(rank, WORLD, 0, PATIENCE), began=NOW - seconds)
+    return replace(arrive(rank, WORLD, 0, PATIENCE), began=NOW - seconds, began_ns=int((NOW - seconds) * 1e9))
 
 
 def waits(rank: int, seconds: float) -> Arrival:
     waiting = become(on_its_way(rank, seconds), "waiting", site="/me/train.py:8 in main")
-    return replace(waiting, since=NOW - seconds)
+    return replace(waiting, since=NOW - seconds, since_ns=int((NOW - seconds) * 1e9))
 
 
 def dead_pid() -> int:
@@ -50,6 +52,17 @@ def dead_pid() -> int:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     return process.pid
+
+
+def test_a_clock_that_is_set_while_ranks_wait_makes_nobody_late(run, monkeypatch):
+    """UTC of this host jumps by an hour; and another host's clock was an hour behind all along."""
+    elsewhere = replace(waits(1, 3605.0), boot_id="of another machine")
+    for arrival in (waits(0, 5.0), elsewhere):
+        write_arrival(run, arrival)
+    for hours in (1, -1, 0):
+        clock = SimpleNamespace(time=lambda h=hours: NOW + 3600 * h, monotonic_ns=lambda: int(NOW * 1e9))
+        monkeypatch.setattr("dtobs.recording.arrivals.time", clock)
+        assert found(load_run(run.root)) == {}
 
 
 def test_ranks_that_never_started_started_and_ended_are_told_apart(run):

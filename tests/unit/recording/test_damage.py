@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,6 +273,19 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
         "/run.json",
         "/captures/2030/capture.json",
         "/ranks/00001/events-0.ring",
+    ]
+
+
+def test_what_another_user_keeps_to_themselves_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may run as root, who may read everything."""
+    run = FakeRun(tmp_path, 2).steps(1)
+    run.directory.findings.touch()
+    assert load_run(tmp_path).damaged == []
+    denied = {run.directory.findings, tmp_path / "nodes"}
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in denied)
+    assert load_run(tmp_path).damaged == [
+        f"cannot read {path}: Permission denied, so what it holds is not seen here"
+        for path in (run.directory.findings, tmp_path / "nodes")
     ]
 
 
