@@ -112,8 +112,9 @@ def _causes(
             meetings.named(live, heard)
             or meetings.across_backends(live, hangs(groups, heard))
             or meetings.others(live, heard, ended)
-            or unexplained(scene, live)
         )
+        if not found or (found[0].code == "dumps-missing" and any(s.kind == "signalled" for s in live)):
+            found = unexplained(scene, live) or found
     return found or meetings.at_barrier(live, heard, evidence.moved)
 
 

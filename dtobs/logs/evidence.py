@@ -336,7 +336,8 @@ def sign_of(raised: Raised, writer: Writer, where: str, order: int, file: int) -
     if raised.communicates:
         fields["comm"] = "yes"
     kind, role, code = "exception", Role.ROOT, "uncaught-exception"
-    if found is not None and found[0].role is not Role.INFO and found[0].kind not in _WORDS_OF_ANOTHER:
+    lost_server = raised.client and found is not None and found[0].role is Role.CASCADE
+    if found is not None and not (lost_server or found[0].role is Role.INFO or found[0].kind in _WORDS_OF_ANOTHER):
         kind, role, code = found[0].kind, found[0].role, found[0].code
         fields |= found[1]
     if raised.type == "TimeoutError" and "shm_broadcast" in raised.site:  # vLLM waits for its workers

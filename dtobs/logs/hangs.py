@@ -275,6 +275,20 @@ def _all_in(stall: LoggedStall, heard: Heard) -> Finding:
             next_step="Give the logs of these ranks as well (torchrun --log-dir, SLURM %t): nothing accuses them.",
         )
     p2p = stall.standing.of_pairs
+    past = [rank for rank, seq in stall.waits_in.items() if seq > stall.seq]
+    if past and not p2p:  # a call that some may complete before the others have come
+        text = not_completed_text(
+            stall.waiting, stall.call(), stall.standing.site, f"{ranks_do(past, 'wait')} in later ones"
+        )
+        alone = len(past) > 1 and len(past) > len(stall.waiting)
+        return Finding(
+            "device-stopped" if alone else "network-stalled",
+            text,
+            stall.waiting if alone else (),
+            Confidence.POSSIBLE,
+            group=stall.group.label or None,
+            evidence=evidence([*standings, *(stall.group.standings[rank] for rank in past)]),
+        )
     return Finding(
         "p2p-unmatched" if p2p else "network-stalled",
         all_issued_text(stall.waiting, stall.call(), stall.standing.site),

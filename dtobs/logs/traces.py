@@ -23,6 +23,7 @@ _INSTALLED = re.compile(
     r"|/(?:torchrun|accelerate|deepspeed)$|/dtobs/(?:probes|session|integrations)/)"
 )
 _COMMUNICATION = re.compile(r"/torch/(?:distributed|_C)/|/deepspeed/comm/")
+_CLIENT = re.compile(r"/(?:urllib3|urllib|requests|httpx|httpcore|http|aiohttp|botocore|boto3|s3fs|gcsfs|fsspec)[/.]")
 _OF_RANK = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
 _MAX_LINES = 600
 _MAX_STRANGERS = 60
@@ -38,6 +39,7 @@ class Raised:
     launcher: bool  #: raised in the launcher (torchrun, accelerate), not in a rank
     communicates: bool  #: raised inside torch.distributed
     text: str
+    client: bool = False  #: raised below a client of HTTP: it lost a server, and no peer
 
 
 class Trace:
@@ -48,7 +50,7 @@ class Trace:
         self.ignored = ignored  #: nobody gets it, and the process goes on
         self.strange = False  #: the last line was somebody else's
         self._own = self._any = ""
-        self._launcher = self._communicates = False
+        self._launcher = self._communicates = self._client = False
         self._lines = self._strangers = 0
 
     def feed(self, text: str) -> Raised | bool:
@@ -61,6 +63,7 @@ class Trace:
             place = f"{frame['file']}:{frame['line']}" + (f" in {frame['name']}" if frame["name"] else "")
             self._any = place
             self._communicates = bool(_COMMUNICATION.search(frame["file"]))
+            self._client |= bool(_CLIENT.search(frame["file"]))
             if not _INSTALLED.search(frame["file"]):
                 self._own = place
             if "torch/distributed/run.py" in frame["file"] or "accelerate/commands" in frame["file"]:
@@ -84,6 +87,7 @@ class Trace:
             self._launcher,
             self._communicates,
             text.strip(),
+            self._client,
         )
 
 

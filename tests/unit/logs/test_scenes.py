@@ -25,6 +25,12 @@ TABLE = (
     "Failures:\n[1]:\n  time      : 2024-05-14_11:40:15\n  host      : node-a\n  rank      : {rank} (local_rank: {rank})\n"
     "  exitcode  : -6 (pid: {pid})\n  error_file: <N/A>\n  traceback : Signal 6 (SIGABRT) received by PID {pid}\n======\n"
 )
+LOST_SERVER = (
+    'Traceback (most recent call last):\n  File "/w/train.py", line 9, in <module>\n    for batch in loader:\n'
+    '  File "/w/data.py", line 44, in __iter__\n    yield self.client.get(key)\n'
+    '  File "/usr/lib/python3.11/site-packages/urllib3/connectionpool.py", line 715, in urlopen\n    self._make_request(\n'
+    "ConnectionResetError: [Errno 104] Connection reset by peer\n"
+)
 CRASH = (
     "Fatal Python error: Segmentation fault\n\nThread 0x00007f1d3c7fe741 (most recent call first):\n"
     '  File "/usr/lib/python3.11/threading.py", line 324 in wait\n\nCurrent thread 0x00007f1d3c7fe740 (most recent call first):\n'
@@ -74,6 +80,25 @@ SCENES = {
             + "".join(CLOSING.format(pid=pid) for pid in (221, 222, 223, 321, 322))
         },
         ("network-stalled", ()),
+    ),
+    "a rank's reader lost its server, and its peers wait": (
+        {"rank0.log": w(0, 0, 5), "rank2.log": w(2, 2, 5), "rank1.log": LOST_SERVER},
+        ("uncaught-exception", (1,)),
+    ),
+    "a broadcast that three have left and one has not": (
+        {"a.log": w(0, 0, 11) + w(1, 1, 11) + w(3, 3, 11) + w(2, 2, 10, op="BROADCAST")},
+        ("device-stopped", (2,)),
+    ),
+    "a broadcast that its root has left": (
+        {"a.log": w(0, 0, 11) + w(1, 1, 10, op="BROADCAST")},
+        ("network-stalled", ()),
+    ),
+    "a pod whose shell says that its process was killed": (
+        {
+            "a.log": "".join(f"[pod/trainer-0/pytorch] {line}\n" for line in w(0, 0, 5).splitlines())
+            + "[pod/trainer-1/pytorch] step 5 loss 2\n[pod/trainer-1/pytorch] Killed\n"
+        },
+        ("rank-dead", ()),
     ),
     "one of two completed what the other waits in": (
         {"a.log": w(0, 0, 5) + w(1, 1, 6)},
