@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dtobs.host.process import ProcessState
     from dtobs.recording.view import RunView
 
+_UNKNOWN_CALL = "collective"
 BRIEF_WAIT_SECONDS = 1.0
 """A shorter wait for other ranks is part of every step and not a state."""
 _SILENT_SECONDS = 10.0
@@ -80,7 +81,10 @@ class LastCall:
     def __str__(self) -> str:
         if self.peer >= 0:
             return f"{self.op.op} #{self.seq} {'to' if self.op.op == 'send' else 'from'} rank {self.peer}"
-        return f"{self.op} #{self.seq}{f' of {self.group}' if self.group is not None else ''}"
+        name = (
+            str(self.op) if self.op.op != _UNKNOWN_CALL else _UNKNOWN_CALL
+        )  # it has arguments, and nobody knows which
+        return f"{name} #{self.seq}{f' of {self.group}' if self.group is not None else ''}"
 
     @property
     def short(self) -> str:
@@ -159,7 +163,9 @@ class Rank:
         if self.get("phase") == Phase.DATA:
             return State.LOADING
         if said == RankState.STARTING:
-            return State.TAKING_PART if self.stepless else State.STARTING
+            if self.stepless:
+                return State.SILENT if (self.silent_seconds or 0.0) >= _SILENT_SECONDS else State.TAKING_PART
+            return State.STARTING
         if said != RankState.RUNNING:
             return State.UNKNOWN
         return State.SILENT if self._too_quiet else State.RUNNING
@@ -248,7 +254,7 @@ class Rank:
 
     def _call(self, op: int, seq: int, group: int, site: int, peer: int = -1) -> LastCall:
         meta = self.meta
-        what = meta.ops.get(op) or Op("collective" if peer < 0 else "message")
+        what = meta.ops.get(op) or Op(_UNKNOWN_CALL if peer < 0 else "message")
         return LastCall(what, seq, meta.groups.get(group), meta.sites.get(site), peer)
 
     @property

@@ -55,13 +55,13 @@ class TopApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "quit", "Quit", key_display="q", priority=False),
-        Binding("space,p", "pause", "Pause/go on", key_display="space"),
+        Binding("question_mark", "help", "Help", key_display="?"),
+        Binding("space,p", "pause", "Pause", key_display="space"),
         Binding("s", "sort", "Sort"),
-        Binding("r", "reverse", "Reverse"),
+        Binding("r", "reverse", "Reverse", show=False),  # help has it: 80 columns hold eight keys
         Binding("f", "filter", "Suspicious"),
         Binding("h", "history", "History"),
-        Binding("t", "profile", "Trace 3 steps"),
-        Binding("question_mark", "help", "Help", key_display="?"),
+        Binding("t", "profile", "Trace"),
     ]
 
     def __init__(

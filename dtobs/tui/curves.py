@@ -16,7 +16,7 @@ from dtobs.tui.model import Curve, ScreenFrame
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _AROUND = 12
 """Lines that head, borders, keys and the title of the table take."""
-_MIN_HEIGHT, _MAX_HEIGHT, _MIN_WIDTH = 3, 12, 24
+_MIN_HEIGHT, _MAX_HEIGHT, _MIN_WIDTH = 3, 20, 24
 _LABEL = Style(color=palette.GREY)
 _LINE = Style(color=palette.TEAL)
 

@@ -67,6 +67,7 @@ def test_a_hang_of_such_a_job_is_found_as_soon_as_in_any_other(tmp_path: Path):
     assert quiet is not None
     assert quiet.exceeded
     assert quiet.why == "the default hang timeout"
+    assert run.view(later=70.0).rank(0).state is State.SILENT
 
 
 def test_what_an_unrecorded_rank_does_is_said_not_to_be_seen(tmp_path: Path):
