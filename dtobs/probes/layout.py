@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -139,8 +140,9 @@ def _copy(tensor: torch.Tensor, copies: tuple[int, ...]) -> tuple[int, int]:
 
 
 def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
-    """The DDP wrappers in `model`, outermost first."""
-    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    """The DDP wrappers in `model`, outermost first, without those whose process group was destroyed."""
+    found = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    return [ddp for ddp in found if ddp.process_group in distributed_c10d._world.pg_group_ranks]
 
 
 def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> ParameterLayout:

@@ -59,6 +59,7 @@ class GroupTable:
     def __init__(self, meta: MetaWriter) -> None:
         self._meta = meta
         self._states: dict[int, GroupState] = {}
+        self._made: dict[tuple[str, tuple[int, ...]], int] = {}  # a destroyed world's names are given out again
         self.dimensions: dict[int, int] = {}  #: by number of the group: as `dimension` has it
 
     def state(self, group: dist.ProcessGroup) -> GroupState:
@@ -76,7 +77,8 @@ class GroupTable:
         self._states = {k: s for k, s in self._states.items() if s.reference() is not None}
         ranks = global_ranks(group)
         name = group.group_name
-        state = GroupState(group, group_id(name, ranks), ranks)
+        again = self._made[name, ranks] = self._made.get((name, ranks), 0) + 1
+        state = GroupState(group, group_id(f"{name}~{again}" if again > 1 else name, ranks), ranks)
         self._meta.define(
             "group",
             state.number,

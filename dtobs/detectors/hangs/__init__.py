@@ -48,6 +48,7 @@ RULES: tuple[Callable[[Situation, frozenset[int]], Told], ...] = (
     p2p_unmatched.find,
     group_deadlock.find,
     device_stopped.find,
+    rank_not_joined.unrecorded,
     network_stalled.find,
     uncaught_exception.unexplained,
     rank_dead.aborted,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtobs.detectors.hangs.situation import Absence, Situation
+from dtobs.detectors.hangs.situation import Absence, Situation, constructing
 from dtobs.host.stacks import Frame, ThreadStack
 from dtobs.words import duration_text, ranks_do, ranks_text
 
@@ -109,6 +109,11 @@ def where(situation: Situation, rank: int) -> str:
     return " ".join(part for part in (f"in {phase}" if phase else "", line) if part) or "at a place nobody recorded"
 
 
+def _in_construction(situation: Situation, rank: int) -> str:
+    name = constructing(situation.view, rank)
+    return f" in {name} {line_of(situation, rank)}" if name else ""
+
+
 def waiting_evidence(situation: Situation, absence: Absence) -> list[Evidence]:
     """The peers that wait, and how far every rank of the group came."""
     calls, found = situation.calls, []
@@ -160,5 +165,5 @@ def waiters(situation: Situation, absence: Absence) -> str:
     if not ranks:
         return "its peers wait"
     longest = duration_text(max(situation.waited_seconds(rank) for rank in ranks))
-    place = f" {waits_in(situation, ranks[0])}" if absence.group else ""
+    place = f" {waits_in(situation, ranks[0])}" if absence.group else _in_construction(situation, ranks[0])
     return f"{ranks_do(ranks, 'have', 4)} waited {longest}{place}"

@@ -93,7 +93,7 @@ def _sizes(op: Op, stopped: bool) -> Hashable:
 _WAYS: tuple[tuple[str, Callable[[Op, bool], Hashable]], ...] = (
     ("collective-mismatch", lambda op, stopped: (op.op, op.root)),
     ("dtype-mismatch", lambda op, stopped: tuple(sorted(set(op.dtypes))) or None),
-    ("reduce-op-mismatch", lambda op, stopped: op.reduce_op or None),
     ("shape-mismatch", _sizes),
+    ("reduce-op-mismatch", lambda op, stopped: op.reduce_op or None),
 )
 """Code, and what ranks must agree on, None where they need not; the first that differs is the matter."""

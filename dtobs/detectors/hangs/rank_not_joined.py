@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dtobs.detectors.hangs.absent import together
 from dtobs.detectors.hangs.describe import (
+    blocked_in,
     group_name,
     stack_evidence,
     still_working,
@@ -53,6 +54,31 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
             )
         )
     return situation.told(found)
+
+
+def unrecorded(situation: Situation, left: frozenset[int]) -> Told:
+    """One finding for ranks that wait, as far as anything shows, for ranks of which nothing is recorded."""
+    stalled = situation.stall
+    if stalled is None or situation.absences or situation.view.contacts or not left.issuperset(stalled.ranks):
+        return Told()  # of other nodes' ranks `lost_nodes` tells
+    waiting = {rank: unseen for rank in sorted(situation.blocked) if (unseen := situation.unrecorded(rank))}
+    if not waiting:
+        return Told()
+    first, unseen = next(iter(waiting.items()))
+    longest = duration_text(situation.waited_seconds(first))
+    finding = Finding(
+        "rank-not-joined",
+        f"rank {first} has waited {longest} {blocked_in(situation, first)}; nothing is recorded of "
+        f"{ranks_text(unseen)}, so that who holds it up cannot be told",
+        tuple(waiting),
+        Confidence.LIKELY,
+        step=int(situation.view.page(first)["step"]),
+        next_step="Look at these ranks with `dtobs attach PID`; dtobs.attach() in each records it, also without an "
+        "optimizer.",
+        evidence=tuple(stack_evidence(situation, first)),
+        since_ns=int(situation.view.page(first)["wait_since_ns"] or situation.view.page(first)["collective_ns"]),
+    )
+    return Told([finding])
 
 
 def _quiet(situation: Situation, rank: int) -> str:

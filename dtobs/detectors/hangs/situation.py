@@ -24,6 +24,7 @@ _GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
 TOO_LONG_SECONDS = 600.0
 """NCCL's own timeout: the longest that jobs are built to wait."""
 _COMMUNICATION = ("/torch/distributed/",)
+_CONSTRUCTION = ("init_process_group", "_new_group_with_tag")
 _NOT_COMMUNICATION = (
     "/torch/distributed/checkpoint/",
     "/torch/distributed/elastic/",
@@ -93,6 +94,12 @@ class Situation:
     def halted(self) -> dict[int, str]:
         """Living ranks that do not run at all, whatever they were doing, each with its code; {} unless stuck."""
         return {r: code for r in self.view.ranks if self.stuck and self._lives(r) and (code := _halt(self.view, r))}
+
+    def unrecorded(self, rank: int) -> tuple[int, ...]:
+        """Whom a blocked rank may wait for although nothing of them is recorded: its peer, or members of its group."""
+        at = self.blocked[rank]
+        members = (at.peer,) if at.peer >= 0 else self.calls.members(at.group) if at.group else ()
+        return tuple(sorted(set(members) - set(self.view.ranks)))
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
@@ -192,6 +199,8 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
     for rank in view.ranks:
         page = view.page(rank)
         last = Blocked(int(page["collective_group"]), int(page["collective_seq"]))
+        if constructing(view, rank):
+            last = Blocked(0, 0)  # whatever it called before is over
         if ended[rank].kind in _GAVE_UP:
             found[rank] = last
         elif ended[rank].over and rank not in standing:
@@ -204,6 +213,16 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
     if stalled is not None and not any(rank in found for rank in stalled.ranks):
         found |= _blocked_on_device(view, calls, stalled)
     return settle(calls, found)
+
+
+def constructing(view: RunView, rank: int) -> str:
+    """The function of torch in which a rank makes a process group, by the stack at the capture; "" for none."""
+    stack = view.rank(rank).stack
+    frames = stack.frames if stack is not None else ()
+    names = [f.function for f in frames if f.file.endswith("/torch/distributed/distributed_c10d.py")]
+    if not any(name in _CONSTRUCTION for name in names):
+        return ""
+    return "init_process_group" if "init_process_group" in names else "new_group"
 
 
 def _blocked_on_device(view: RunView, calls: Calls, stalled: Stall) -> dict[int, Blocked]:
@@ -240,6 +259,7 @@ def _absences(situation: Situation) -> list[Absence]:
     """Ranks that blocked ranks wait for and that are not blocked themselves, each in the call that it is missing in."""
     collectives, others = _held_up(situation)
     missing = {rank for at in [*collectives, *others] for rank in at.held_by} - set(situation.blocked)
+    missing &= set(situation.view.ranks)  # of the others nobody knows what they do (`rank_not_joined.unrecorded`)
     first = missing_in(collectives, missing)
     left = missing.difference(*(ranks for ranks, _ in first))
     return sorted(

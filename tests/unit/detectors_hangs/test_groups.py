@@ -112,3 +112,22 @@ def test_one_cause_in_two_groups_is_one_finding_with_all_ranks(code: str, tmp_pa
     (finding,) = found(view).values()
     assert (finding.code, finding.ranks) == (code, (2, 3))
     assert "ranks 2 and 3" in finding.summary
+
+
+def test_a_rank_that_makes_a_new_world_does_not_wait_in_a_call_of_the_old_one(training):
+    """Its peer never came to the second init_process_group; the barrier that ended the first world is over."""
+    run = training(2)
+    for rank in run.ranks:
+        rank.collective("barrier")
+    inside = stack(
+        "/x/site-packages/torch/distributed/distributed_c10d.py:2000 _new_process_group_helper",
+        "/x/site-packages/torch/distributed/distributed_c10d.py:1700 init_process_group",
+        "/me/train.py:11 main",
+    )
+    view = captured(run.view(later=61), rank_0=inside, rank_1=stack("/me/train.py:10 main"))
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks) == ("rank-not-joined", (1,))
+    assert finding.summary.startswith(
+        "rank 1 has not joined: rank 0 has waited 61 s in init_process_group at /me/train.py:11 in main, "
+        "and rank 1 is at /me/train.py:10 in main"
+    )

@@ -20,6 +20,7 @@ def op(name: str = "all_reduce", reduce_op: str = "sum", shape: tuple[int, ...] 
         (op(shape=(4, 9)), "shape-mismatch"),
         (op(dtype="float64"), "dtype-mismatch"),
         (op(reduce_op="max"), "reduce-op-mismatch"),
+        (op(reduce_op="avg", shape=(4, 9)), "shape-mismatch"),  # it aborts ranks, which another reduction never does
         (op("broadcast", ""), "collective-mismatch"),
     ],
 )

@@ -1,0 +1,61 @@
+"""Process groups that are destroyed and made again in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtobs.probes.layout import find_layout, model_tensors, wrappers
+from dtobs.probes.process_groups import GroupTable
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Any:
+    """Makes a world of one rank; each call destroys the one before."""
+    made = []
+
+    def make() -> dist.ProcessGroup:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        made.append(tmp_path / str(len(made)))
+        dist.init_process_group("gloo", init_method=f"file://{made[-1]}", rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_calls_of_a_new_world_are_not_taken_for_those_of_the_old_one_of_the_same_name(world):
+    table = GroupTable(SimpleNamespace(define=lambda *_, **__: None))  # type: ignore[arg-type]
+    old = world()
+    before = table.state(old)
+    before.seq = 135
+    assert table.state(old) is before
+    new = world()
+    assert new.group_name == old.group_name
+    after = table.state(new)
+    assert after.number != before.number
+    assert after.seq == 0
+
+
+def test_a_wrapper_of_a_destroyed_world_is_passed_over(world):
+    world()
+    net = nn.Linear(2, 2)
+    first = DistributedDataParallel(net)
+    assert wrappers(first) == [first]
+    world()
+    second = DistributedDataParallel(net)
+    both = nn.ModuleList([first, second])
+    assert wrappers(both) == [second]
+    assert find_layout(both).kind == "ddp"
+    assert [t.row.name for t in model_tensors(both)]
+    assert torch.isfinite(second(torch.ones(1, 2))).all()
