@@ -29,7 +29,7 @@ from dtobs.timeline.chrome import chrome_trace
 from dtobs.timeline.partition import partition
 from dtobs.timeline.picture import bubble_line, svg, text
 from dtobs.timeline.pipeline import pipelines, read_steps
-from dtobs.timeline.pipeline_advice import advise
+from dtobs.timeline.pipeline_advice import advise, layers_of
 from dtobs.timeline.spans import Timeline, timeline
 from dtobs.tui.source import newest_run
 
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
             print(line)
         for bubble in bubbles:
             print(bubble_line(bubble))
-        for line in dict.fromkeys(advice.line() for step in steps for advice in advise(step)):
+        tried = (advice for step in steps for advice in advise(step, layers_of(view, step.plan)))
+        for line in dict.fromkeys(advice.line() for advice in tried):
             print(f"try {line}")
     if output is not None:
         _write(output, found, bubbles[0] if len(bubbles) == 1 else None)
