@@ -59,12 +59,17 @@ def _origin(diagnosis: Diagnosis) -> str:
     hosts = dict.fromkeys(status.host for status in diagnosis.ranks.values() if status.host)
     parts = [
         f"{escape(diagnosis.target)}, {count(diagnosis.world_size, 'rank')}",
-        f"started {escape(known['started'])}" if "started" in known else "",
+        f"started {escape(_moment(known['started']))}" if "started" in known else "",
         f"on {escape(', '.join(list(hosts)[:4]))}{' …' if len(hosts) > 4 else ''}" if hosts else "",
         f"command <code>{escape(known['argv'])}</code>" if "argv" in known else "",
         f"written {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
     ]
     return f'<p class="quiet">{"<br>".join(part for part in parts if part)}</p>'
+
+
+def _moment(started: str) -> str:
+    """``2026-11-24T01:50:11+00:00`` as what stands below it: ``2026-11-24 01:50:11 UTC``."""
+    return started.removesuffix("+00:00").replace("T", " ") + " UTC" if started.endswith("+00:00") else started
 
 
 def _prose(text: str) -> str:
