@@ -65,7 +65,7 @@ class RunView:
     _clock: dict[int, int] = field(default_factory=dict, repr=False)  # by rank: added to the times of its host
     _windows: dict[int, StepWindow] = field(default_factory=dict, repr=False)
     _meta: dict[int, Meta] = field(default_factory=dict, repr=False)
-    _meta_size: dict[int, int] = field(default_factory=dict, repr=False)
+    _meta_size: dict[int, tuple[Path, int]] = field(default_factory=dict, repr=False)
     _kept_steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)  # of an earlier look
     _kept_events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
@@ -160,7 +160,7 @@ class RunView:
         """What the numbers in the recording of `rank` stand for."""
         if rank not in self._meta:
             path = RunDirectory(self.root).meta(rank, self._attempt(rank))
-            self._meta_size[rank] = _size(path)
+            self._meta_size[rank] = path, _size(path)
             self._meta[rank] = meta = read_meta(path)
             for raised in meta.exceptions if self._clock.get(rank) else []:
                 if isinstance(raised.get("t_ns"), int):
@@ -407,9 +407,9 @@ def _reuse(view: RunView, previous: RunView | None) -> None:
         if sum(records.nbytes for records in kept.values()) > KEPT_BYTES:
             kept.clear()
     for rank in same & previous._meta_size.keys():
-        size = _size(RunDirectory(view.root).meta(rank, before[rank][0]))
-        if size == previous._meta_size[rank]:
-            view._meta[rank], view._meta_size[rank] = previous._meta[rank], size
+        path, size = previous._meta_size[rank]
+        if _size(path) == size:
+            view._meta[rank], view._meta_size[rank] = previous._meta[rank], (path, size)
 
 
 def _identities(view: RunView) -> dict[int, tuple[int, ...]]:
