@@ -195,9 +195,12 @@ class LiveSession(Session):
         if os.environ.get("DTOBS_CONSOLE") == "0":
             return
         run = self._recorder.run_dir
-        seen = not wait or await_last_pass(run, self._who.node, self.attempt, began_ns)
-        said = last_word(self.run_dir, self.attempt, steps, failed=failed, seen=seen)
-        sys.stderr.write(f"dtobs: {said}\n")
+        seen = not wait
+        try:
+            seen = seen or await_last_pass(run, self._who.node, self.attempt, began_ns)
+        finally:  # also for somebody who interrupts the wait
+            said = last_word(self.run_dir, self.attempt, steps, failed=failed, seen=seen)
+            sys.stderr.write(f"dtobs: {said}\n")
 
     def abandon(self) -> None:
         """In a forked child: the recording is the parent's, so nothing here may write to it or end it."""

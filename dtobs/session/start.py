@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -176,8 +177,13 @@ def _shown(run_dir: str | os.PathLike[str] | None, name: str) -> Path:
 
 def _close_at_exit(session: LiveSession) -> None:
     """Close when the interpreter ends; a child of multiprocessing ends without running atexit."""
-    atexit.register(session.close)
-    session.on_close(lambda: atexit.unregister(session.close))
+
+    def close() -> None:
+        with suppress(KeyboardInterrupt):  # from somebody who does not wait for the last line
+            session.close()
+
+    atexit.register(close)
+    session.on_close(lambda: atexit.unregister(close))
     if parent_process() is not None:
         finalizer = Finalize(session, session.close, exitpriority=100)
         session.on_close(lambda: finalizer.cancel())

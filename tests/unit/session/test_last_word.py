@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -80,6 +82,27 @@ def test_nobody_waits_for_a_monitor_that_is_gone(tmp_path: Path):
     lock.release()
     assert await_last_pass(run, 0, 0, 10, patience_seconds=60.0)
     assert await_last_pass(RunDirectory(tmp_path / "removed"), 0, 0, 10, patience_seconds=60.0)
+
+
+@pytest.mark.exhaustive
+def test_who_interrupts_the_wait_is_told_what_was_not_seen(tmp_path: Path):
+    program = """
+import os, signal, sys, time
+import torch
+import dtobs
+from dtobs.session import last_word
+
+def interrupted(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+last_word.await_last_pass = interrupted
+dtobs.attach(torch.nn.Linear(2, 2), run_dir=sys.argv[1])
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    (said,) = ended.stderr.splitlines()
+    assert said.startswith("dtobs: nothing found so far in 0 steps, but the monitor has not looked at the end")
 
 
 def test_what_the_monitor_has_not_seen_is_not_called_healthy(tmp_path: Path):
