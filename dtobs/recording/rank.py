@@ -81,9 +81,8 @@ class LastCall:
     def __str__(self) -> str:
         if self.peer >= 0:
             return f"{self.op.op} #{self.seq} {'to' if self.op.op == 'send' else 'from'} rank {self.peer}"
-        name = (
-            str(self.op) if self.op.op != _UNKNOWN_CALL else _UNKNOWN_CALL
-        )  # it has arguments, and nobody knows which
+        # An unknown call has arguments, and nobody knows which.
+        name = _UNKNOWN_CALL if self.op.op == _UNKNOWN_CALL else str(self.op)
         return f"{name} #{self.seq}{f' of {self.group}' if self.group is not None else ''}"
 
     @property

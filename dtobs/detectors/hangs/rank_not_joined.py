@@ -70,8 +70,8 @@ def unrecorded(situation: Situation, left: frozenset[int]) -> Told:
         "rank-not-joined",
         f"rank {first} has waited {longest} {blocked_in(situation, first)}; nothing is recorded of "
         f"{ranks_text(unseen)}, so that who holds it up cannot be told",
-        tuple(waiting),
-        Confidence.LIKELY,
+        unseen,
+        Confidence.POSSIBLE,
         step=int(situation.view.page(first)["step"]),
         next_step="Look at these ranks with `dtobs attach PID`; dtobs.attach() in each records it, also without an "
         "optimizer.",
