@@ -115,7 +115,8 @@ class OptimizerSteps(Probe):
         self.after: list[Callable[[], object]] = []
 
     def install(self) -> None:
-        self._inside, self._compiler = 0, compiler_is_there()
+        # A model may turn up in a closure, inside a step whose end is still to come.
+        self._inside, self._compiler = int(self.context.stepping is not None), compiler_is_there()
         optimizers = self.context.watched_optimizers()
         others = len(self.context.optimizers) > 1
         for number, optimizer in optimizers.items():

@@ -332,6 +332,22 @@ class Progress:
         self.finish_step()
         self.start_step(int(self._ints[_STEP]) + 1)
 
+    def take_part(self, steps: int) -> None:
+        """The others have done `steps` steps more, in which this rank had no data: its next step is numbered as theirs.
+
+        A loop that numbers its own steps is left to it.
+        """
+        if threading.get_ident() != self.thread or not self.active or self.explicit_steps or steps <= 0:
+            return
+        if self._pending:
+            self._next_step()
+        self.flush()
+        if self.in_step:  # it has only begun: since the optimizer's last step there was no forward
+            self.in_step = False
+            self.start_step(int(self._ints[_STEP]) + steps)
+        else:
+            self._ints[_STEP] += steps
+
     @property
     def in_backward(self) -> bool:
         """Whether a backward runs: an optimizer that steps now does so as soon as a gradient is there."""

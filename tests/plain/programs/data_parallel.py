@@ -222,19 +222,20 @@ def ddp_unused_parameters(rank: int, world: int, watch: Watch) -> list[float]:
 
 @program()
 def ddp_join(rank: int, world: int, watch: Watch) -> list[float]:
-    """Uneven numbers of batches, brought to an end by Join."""
+    """Uneven numbers of batches in each of several epochs, brought to an end by Join."""
     model = DDP(mlp())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch(model, optimizer)
     losses = []
-    with Join([model]):
-        for step in range(STEPS + 4 * rank):
-            x, y = batch(rank, step)
-            optimizer.zero_grad()
-            loss = mse(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    for _ in range(3):
+        with Join([model]):
+            for step in range(STEPS // 3 + 4 * rank):
+                x, y = batch(rank, step)
+                optimizer.zero_grad()
+                loss = mse(model(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
     assert_learned(losses)
     assert_replicas_equal(model.parameters())
     return losses
