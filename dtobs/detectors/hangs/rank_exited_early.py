@@ -33,7 +33,7 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
     steps = f" after {done} steps, of which its peers did {others}" if done != others else f" after {done} steps"
     return Finding(
         "rank-exited-early",
-        f"{ranks_text(ranks)} {_how(situation, first.rank)}{steps}, while {waiters(situation, first)}",
+        f"{ranks_text(ranks)} {_how(situation, first.rank)}{steps}, {_peers(situation, first, len(ranks))}",
         ranks,
         Confidence.CERTAIN,
         step=int(view.page(first.rank)["step"]),
@@ -45,6 +45,13 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
         next_step="" if not situation.endings[first.rank].exit_code else _LEFT_NEXT,
         since_ns=first.since_ns,
     )
+
+
+def _peers(situation: Situation, absence: Absence, count: int) -> str:
+    lost = [rank for rank in absence.waiting if situation.endings[rank].kind is End.PEER_LOST]
+    if absence.group or not lost:
+        return f"while {waiters(situation, absence)}"
+    return f"and {ranks_text(lost)} lost the connection to {'it' if count == 1 else 'them'}"
 
 
 def _how(situation: Situation, rank: int) -> str:

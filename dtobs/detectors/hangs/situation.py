@@ -280,7 +280,10 @@ def _awaited(situation: Situation, rank: int, at: Blocked) -> list[int]:
     if at.peer >= 0:
         return [at.peer]
     if not at.group:  # blocked, nobody knows where: anyone who is not blocked may be the reason
-        return [r for r in view.ranks if r != rank and not situation.endings[r].over]
+        if others := [r for r in view.ranks if r != rank and not situation.endings[r].over]:
+            return others
+        lost = situation.endings[rank].kind is End.PEER_LOST
+        return [r for r in view.ranks if lost and situation.endings[r].kind in LEFT]  # whose connection it was
     return calls.behind(at.group, at.seq)
 
 

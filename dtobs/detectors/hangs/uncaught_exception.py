@@ -10,6 +10,7 @@ What to do next: fix the exception at the line shown.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
 from dtobs.detectors.hangs.endings import End, Ending, all_told
@@ -34,7 +35,21 @@ def unexplained(situation: Situation, left: frozenset[int]) -> Told:
         return Told()
     ended = [e for e in situation.endings.values() if e.kind in _UNEXPLAINED and e.rank in left]
     first = sorted(ended, key=lambda e: (e.t_ns, e.rank))[:1]
-    return Told([_finding(situation, first, Confidence.POSSIBLE)] if first else [])
+    found = [_finding(situation, first, Confidence.POSSIBLE)] if first else []
+    if first and first[0].kind is End.PEER_LOST:
+        found = [_lost(situation, first[0], found[0])]
+    return Told(found)
+
+
+def _lost(situation: Situation, ending: Ending, finding: Finding) -> Finding:
+    """What a broken connection says: that a peer has gone, and not which, nor that this rank did anything wrong."""
+    place, unseen = _place(ending), situation.view.missing_ranks
+    why = f"nothing is recorded of {ranks_text(unseen)}" if unseen else "nothing recorded says which peer, or why"
+    return replace(
+        finding,
+        summary=f"rank {ending.rank} lost the connection to a peer{f' at {place}' if place else ''}; {why}",
+        next_step="Look in the console for the rank that failed before this one: a lost connection is a consequence.",
+    )
 
 
 def _alike(endings: Sequence[Ending]) -> list[list[Ending]]:

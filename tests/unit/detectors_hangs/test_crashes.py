@@ -183,6 +183,33 @@ def test_a_lost_connection_that_nothing_explains_is_possible(training):
     fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
     (finding,) = found(run.view(later=1)).values()
     assert (finding.code, finding.ranks, finding.confidence) == ("uncaught-exception", (0,), "possible")
+    assert finding.summary == "rank 0 lost the connection to a peer; nothing recorded says which peer, or why"
+    assert finding.next_step.startswith("Look in the console for the rank that failed before this one")
+
+
+def test_a_connection_to_a_rank_without_a_recording_was_lost(tmp_path):
+    run = FakeRun(tmp_path / "run", 3)
+    run.rank(0).step()
+    fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1)).values()
+    assert finding.summary.endswith("; nothing is recorded of ranks 1 and 2")
+
+
+def test_a_stage_that_ended_a_batch_early_is_named_where_only_messages_are_sent(tmp_path):
+    """A stage skipped one step of a pipeline, and left while its neighbours wait for its next message."""
+    run = FakeRun(tmp_path / "run", 3)
+    for rank in run.ranks:
+        for _ in range(19 if rank.number == 1 else 20):
+            rank.step()
+    run.rank(1).close()
+    for number in (0, 2):
+        fails(run.rank(number), "RuntimeError", GLOO_CLOSED)
+    processes = {0: gone(1), 1: gone(0), 2: gone(-15)}
+    (finding,) = found(run.view(later=1, processes=processes)).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
+    assert finding.summary == (
+        "rank 1 ended normally after 19 steps, of which its peers did 20, and ranks 0 and 2 lost the connection to it"
+    )
 
 
 def test_abort_of_a_communication_library_is_explained_by_the_mismatch(training):
