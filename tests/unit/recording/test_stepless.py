@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from dtobs.detectors.comparisons import comparisons_off
@@ -79,3 +80,8 @@ def test_what_an_unrecorded_rank_does_is_said_not_to_be_seen(tmp_path: Path):
         rank.step().collective(wait=True)
     (said,) = (off.text for off in comparisons_off(view(run)) if off.check == "ranks")
     assert said.startswith("what rank 0 did is not recorded, nor whether the others wait for it")
+
+
+def test_the_published_schema_knows_every_state():
+    schema = json.loads(Path("dtobs/reports/diagnosis.schema.json").read_text(encoding="utf-8"))
+    assert schema["$defs"]["rank"]["properties"]["state"]["enum"] == [state.value for state in State]
