@@ -187,7 +187,7 @@ def _heard(
     evidence: LogEvidence, ranks: RankMap, live: list[Sign], world: int, tracks: dict[int | None, Track]
 ) -> Heard:
     known = {rank for file, writer in evidence.writers if (rank := ranks.rank(writer, file)) is not None}
-    known |= {int(sign.fields["rank"]) for sign in live if sign.kind == "world" and "rank" in sign.fields}
+    known |= {int(sign.fields["rank"]) for sign in live if sign.kind == "member"}
     known |= {rank for sign in live if (rank := rank_of(sign)) is not None}
     known |= {int(sign.fields["rank"]) for sign in live if sign.kind == "store-barrier-waits"}
     steps = {rank: track.step for rank, track in tracks.items() if rank is not None and track.step is not None}
@@ -233,6 +233,8 @@ def _notes(
         notes.append(
             f"vLLM's engine waited for its workers many times ({waits[-1].where}): their stacks say where they stand"
         )
+    if not findings and not tracks:
+        notes += _not_registered(live)
     steps = [track.step for track in tracks.values() if track.step is not None]
     if findings and steps:
         latest = max((t for t in tracks.values() if t.step is not None), key=lambda t: (t.step or 0, t.told_at))
@@ -243,6 +245,16 @@ def _notes(
         if named:
             notes.append(f"the launcher lists {ranks_text(named)} as failed, the first of them by the clock only")
     return notes
+
+
+def _not_registered(live: list[Sign]) -> list[str]:
+    """A note on ranks that have not said that they initialise, as Lightning's others have, and then no line came."""
+    members = {int(s.fields["rank"]): int(s.fields["members"]) for s in live if s.kind == "member"}
+    missing = sorted(set(range(min(max(members.values(), default=0), _MAX_RANKS_SHOWN))) - set(members))
+    if len(members) < 2 or not missing or any("started" in s.fields for s in live):
+        return []
+    others = ranks_text(sorted(members))
+    return [f"{ranks_text(missing)} did not say to initialise, as {others} did: where the job stands still, look there"]
 
 
 def _attempts(signs: list[Sign], evidence: LogEvidence) -> list[str]:

@@ -12,7 +12,15 @@ from dtobs.logs.places import LogPlace
 from dtobs.logs.templates import GROUP, Role, has_digits, match, says_nothing
 from dtobs.logs.traces import STARTS, Raised, Trace, rank_named
 
-_KEPT = {"work-timeout": 64, "work-status": 64, "transport": 24, "exception": 12, "world": 3, "completed": 8}
+_KEPT = {
+    "work-timeout": 64,
+    "work-status": 64,
+    "transport": 24,
+    "exception": 12,
+    "world": 3,
+    "member": 4096,
+    "completed": 8,
+}
 _KEPT_OTHERWISE = 8
 _LATEST = "store-barrier-waits"
 """Lines that are printed every ten seconds: of each rank and barrier the latest counts, and how often it was said."""

@@ -10,7 +10,16 @@ from dtobs.logs.frontier import default_rank, rank_of
 
 _DIGITS = re.compile(r"(\d+)")
 MAX_WORLD = 1_000_000
-_SIZED = ("world", "nccl-init", "nccl-ready", "nccl-ended", "store-barrier", "store-waits", "store-barrier-waits")
+_SIZED = (
+    "world",
+    "member",
+    "nccl-init",
+    "nccl-ready",
+    "nccl-ended",
+    "store-barrier",
+    "store-waits",
+    "store-barrier-waits",
+)
 """Lines that tell how many ranks a job or one of its groups has."""
 
 

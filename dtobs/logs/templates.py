@@ -192,7 +192,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
     _row("completed", INFO, ("worker group successfully finished", "train_runtime", "`Trainer.fit` stopped", "Training completed", "Training complete", "training complete", "Finished training", "finished training", "Training finished", "training done", "Training done", "Training is done", "exiting program at iteration", "Training finished successfully")),
     # --- facts of the job ---
-    _row("world", INFO, ("world_size", "world size", "GLOBAL_RANK", "Num processes:", "Starting with", "WORLD_SIZE"), r"(?:[wW]orld[ _]size|WORLD_SIZE|Num processes)['\"]?\s{0,4}[:=]{0,2}\s{0,4}(?P<size>\d{1,7})|GLOBAL_RANK: (?P<rank>\d{1,7}), MEMBER: \d{1,7}/(?P<members>\d{1,7})|Starting with (?P<started>\d{1,7}) processes"),
+    _row("member", INFO, "GLOBAL_RANK: ", r"GLOBAL_RANK: (?P<rank>\d{1,7}), MEMBER: \d{1,7}/(?P<members>\d{1,7})"),
+    _row("world", INFO, ("world_size", "world size", "Num processes:", "Starting with", "WORLD_SIZE"), r"(?:[wW]orld[ _]size|WORLD_SIZE|Num processes)['\"]?\s{0,4}[:=]{0,2}\s{0,4}(?P<size>\d{1,7})|Starting with (?P<started>\d{1,7}) processes"),
     _row("launch", INFO, "nproc_per_node", r"nproc_per_node\s{0,8}[:=]\s{0,4}(?P<nproc>\d{1,5})"),
 )
 # fmt: on

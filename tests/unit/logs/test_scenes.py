@@ -333,3 +333,24 @@ def test_a_crash_in_native_code_is_told_with_the_users_line(tmp_path: Path, pref
     assert found.verdict.ranks == (1,)
     assert "at /w/ops.py:31 in fused" in found.verdict.summary
     assert 0 not in found.ranks or not found.ranks[0].stack
+
+
+MEMBER = "Initializing distributed: GLOBAL_RANK: {}, MEMBER: {}/8\n"
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ("", True),
+        ("All distributed processes registered. Starting with 8 processes\n", False),
+        ("step 1 loss 2.0\n", False),
+    ],
+)
+def test_a_rank_that_lightning_waits_for(tmp_path: Path, after: str, said: bool):
+    (tmp_path / "a.log").write_text("".join(MEMBER.format(r, r + 1) for r in (0, 1, 2, 3, 4, 6, 7)) + after)
+    found = diagnose_logs([str(tmp_path / "a.log")])
+    assert found.findings == ()
+    assert (
+        any(note.startswith("rank 5 did not say to initialise, as ranks 0-4, 6 and 7 did") for note in found.notes)
+        == said
+    )
