@@ -1,0 +1,118 @@
+"""`dtobs whatif` against a second simulation: random jobs, made once as they were and once with ideal durations.
+
+The job of `tests.unit.timeline.jobs` is simulated rank by rank without a graph of operations; the definitions are those
+of "Understanding Stragglers in Large Model Training Using What-if Analysis" (arXiv 2505.05713).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtobs.timeline.operations import read_table
+from dtobs.timeline.whatif import whatif
+from tests.unit.timeline.jobs import HEAD, Row, job, write
+
+Place = tuple[str, int, int, int, int]
+KINDS = ("forward-compute", "backward-compute", "forward-recv", "backward-recv")
+
+
+class Known:
+    """A job whose durations are drawn at random, each known before the table is written."""
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        self.shape = (
+            chance.choice((1, 2, 3, 4)),
+            chance.choice((1, 2, 4)),
+            chance.choice((1, 3)),
+            chance.choice((1, 4)),
+        )
+        slow = {(chance.randrange(self.shape[1]), chance.randrange(self.shape[0])): chance.choice((1.0, 1.7))}
+        self.made: dict[Place, float] = {}
+        self.chance, self.slow = chance, slow
+        self.rows = job(*self.shape, self._draw)
+        by_kind = {kind: [t for place, t in self.made.items() if place[0] == kind] for kind in KINDS}
+        self.ideal = {k: float(np.mean(v) if "compute" in k else np.median(v)) for k, v in by_kind.items() if v}
+
+    def _draw(self, op: str, s: int, d: int, p: int, m: int) -> float:
+        if op == "grads-sync":
+            return 1.0
+        least, most = {"forward-compute": (8e6, 14e6), "backward-compute": (15e6, 30e6)}.get(op, (1e5, 2e6))
+        factor = self.slow.get((d, p), 1.0) if "compute" in op else 1.0
+        return self.made.setdefault((_kind(op), s, d, p, m), float(int(self.chance.uniform(least, most) * factor)))
+
+    def time(self, keeps: Callable[[Place], bool]) -> float:
+        """The job's time when only what `keeps` says has its own duration."""
+
+        def take(op: str, s: int, d: int, p: int, m: int) -> float:
+            if op == "grads-sync":
+                return 1.0
+            place = (_kind(op), s, d, p, m)
+            return self.made[place] if keeps(place) else self.ideal[place[0]]
+
+        return _span(job(*self.shape, take))
+
+
+def _kind(op: str) -> str:
+    """A message is waited for by its receiver: it is the receive whose duration counts."""
+    return op.replace("-send", "-recv")
+
+
+def _span(rows: list[Row]) -> float:
+    return max(row[7] + row[8] for row in rows) - min(row[7] for row in rows)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_second_simulation_gives_the_same_answers_for_rows_in_any_order(seed: int, tmp_path: Path):
+    known = Known(seed)
+    shuffled = list(known.rows)
+    random.Random(seed).shuffle(shuffled)
+    found = whatif(read_table(write(shuffled, tmp_path / "t.csv")))
+    ideal = known.time(lambda place: False)
+
+    def ratio(keeps: Callable[[Place], bool]) -> object:
+        return pytest.approx(known.time(keeps) / ideal, abs=2e-6)
+
+    stages, copies = known.shape[:2]
+    assert found.slowdown == ratio(lambda place: True)
+    for kind in known.ideal:
+        assert found.by_op[kind] == ratio(lambda place, kind=kind: place[0] == kind)  # type: ignore[misc]
+    for stage in range(stages):
+        assert found.by_stage[stage] == ratio(lambda place, stage=stage: place[3] == stage)  # type: ignore[misc]
+    for copy in range(copies):
+        assert found.by_dp[copy] == ratio(lambda place, copy=copy: place[2] == copy)  # type: ignore[misc]
+    for rank in range(stages * copies):
+        where = divmod(rank, stages)
+        assert found.by_rank[rank] == ratio(lambda place, where=where: place[2:4] == where)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_of_different_micro_batch_counts_without_a_cause_accuse_nobody(seed: int, tmp_path: Path):
+    chance = random.Random(seed)
+    rows: list[Row] = []
+    for step in range(6):
+        after = max((row[7] + row[8] for row in rows), default=0)
+        one = job(4, 2, 1, chance.choice((2, 4, 8)), lambda op, s, d, p, m: _even(op) * chance.uniform(0.98, 1.02))
+        rows += [(step, *row[1:7], row[7] + after, row[8]) for row in one]
+    chance.shuffle(rows)
+    found = whatif(read_table(write(rows, tmp_path / "t.csv")))
+    assert found.slowdown == pytest.approx(1.0, abs=0.03)
+    assert found.findings == []
+
+
+def _even(op: str) -> float:
+    return {"forward-compute": 10e6, "backward-compute": 20e6, "grads-sync": 1.0}.get(op, 1e5)
+
+
+def test_heads_in_capitals_with_spaces_and_in_quotes_are_the_same_table(tmp_path: Path):
+    known = Known(3)
+    plain = whatif(read_table(write(known.rows, tmp_path / "t.csv")))
+    head = ",".join(f'" {name.upper()} "' for name in HEAD.split(","))
+    text = "\r\n".join([head, *(", ".join(map(str, row)) for row in known.rows)]) + "\r\n\r\n"
+    (tmp_path / "u.csv").write_bytes(text.encode("utf-8-sig"))
+    assert whatif(read_table(tmp_path / "u.csv")).to_json() == plain.to_json()
