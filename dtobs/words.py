@@ -94,3 +94,14 @@ def bytes_text(value: float | None, *, digits: Callable[[float], str] | None = N
 def _trimmed(value: float) -> str:
     text = significant(value)
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def numbers(text: str) -> list[int]:
+    """``0-3,7`` as a list, at most 100,000 of them."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if low.isdigit() and len(low) < 8:
+            last = int(high) if high.isdigit() and len(high) < 8 else int(low)
+            found += range(int(low), min(last, int(low) + 100_000) + 1)
+    return found[:100_000]

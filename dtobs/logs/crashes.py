@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtobs.findings import CATALOGUE, Confidence, Finding
-from dtobs.logs.endings import DEADLY, LoggedEnding, numbers
+from dtobs.logs.endings import DEADLY, LoggedEnding
 from dtobs.logs.evidence import Sign
 from dtobs.logs.templates import Role
-from dtobs.words import ranks_text, verb
+from dtobs.words import numbers, ranks_text, verb
 
 _XID_OF_PROGRAMS = {"13", "31", "43", "45", "68", "69", "109"}
 _RECEIVED = ("gloo-sizes", "nccl-truncated")

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from dtobs.logs.evidence import LogEvidence, Sign
 from dtobs.logs.failure_table import Failed
 from dtobs.logs.ranks import RankMap
+from dtobs.words import numbers
 
 _EXITED = re.compile(r"Exited with exit code ([0-9]{1,5})\b")
 DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
@@ -126,14 +127,3 @@ def _srun_code(how: str) -> int | None:
         return -9
     told = _EXITED.match(how)
     return int(told[1]) if told else None
-
-
-def numbers(text: str) -> list[int]:
-    """``0-3,7`` as a list, at most 100,000 of them."""
-    found: list[int] = []
-    for part in text.split(","):
-        low, _, high = part.partition("-")
-        if low.isdigit() and len(low) < 8:
-            last = int(high) if high.isdigit() and len(high) < 8 else int(low)
-            found += range(int(low), min(last, int(low) + 100_000) + 1)
-    return found[:100_000]

@@ -44,6 +44,8 @@ def judge(samples: Sequence[Sample]) -> tuple[list[Finding], list[str]]:
             lags.append(lag)
     if lags:
         return [_cause(lags, samples)], _notes(samples)
+    if (unheard := _unheard(samples)) is not None:
+        return [unheard], _notes(samples)
     if len(samples) > 1 and (still := _still(samples)) is not None:
         return [still], _notes(samples)
     return [], _notes(samples)
@@ -190,6 +192,30 @@ def _finding(lag: _Lag, ranks: set[int] | None, samples: Sequence[Sample], *, su
     everybody = range(last.size) if last.size and lag.unnamed == rest and ranks is not None else ()
     named = tuple(rank for rank in everybody if rank not in lag.ahead) or tuple(sorted(ranks or ()))
     return Finding("rank-not-joined", text, named, Confidence.POSSIBLE, group=last.name, evidence=_where(samples))
+
+
+def _unheard(samples: Sequence[Sample]) -> Finding | None:
+    """Ranks of which RAS has no data in any sample, though it does not call them dead: it asks every process."""
+    missing = [
+        {_in_world(c, rank, sample) for c in sample.communicators.values() for rank in c.missing} for sample in samples
+    ]
+    ranks = sorted(set.intersection(*missing) - {-1})
+    processes = [process for process in samples[-1].unheard if all(process in sample.unheard for sample in samples)]
+    if not ranks and not processes:
+        return None
+    who = ranks_text(ranks) if ranks else "a rank"
+    where = f", {', '.join(processes[:4])}" if processes else ""
+    text = f"RAS has no answer of {who}{where}: it ended, stands still or cannot be reached"
+    confidence = Confidence.LIKELY if len(samples) > 1 else Confidence.POSSIBLE
+    return Finding("rank-dead", text, tuple(ranks), confidence, evidence=_where(samples))
+
+
+def _in_world(communicator: Communicator, rank: int, sample: Sample) -> int:
+    """A rank of a communicator as the job numbers it; −1 where nothing tells."""
+    if not communicator.size or communicator.size >= sample.world:
+        return rank
+    _, places = _job_places([sample])
+    return places.get(communicator.places.get(rank, ("", -1, -1)), -1)
 
 
 def _still(samples: Sequence[Sample]) -> Finding | None:

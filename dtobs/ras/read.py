@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtobs.errors import TargetError, opening
+from dtobs.words import numbers
 
 MAX_BYTES = 64 << 20
 MAX_RANKS = 1_000_000
@@ -21,6 +22,7 @@ _DIFFERENT = re.compile(r"\s{0,8}Communicator ranks have different (\w{1,40}) (?
 _MANY = re.compile(r"\s{0,8}(\d{1,7}) ranks have (?:launched up to operation (\d{1,18})|(not launched) any)")
 _ONE = re.compile(r"\s{0,8}Rank (\d{1,7}) has (?:launched up to operation (\d{1,18})|(not launched) any)")
 _MEMBER = re.compile(r"\s{0,8}Rank (\d{1,7}) -- ")
+_MISSING = re.compile(r"\s{0,8}The missing ranks?: ([\d, \-]{1,4000})")
 _DEAD = re.compile(r"\s{0,8}Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,200})")
 
 
@@ -50,6 +52,7 @@ class Sample:
     communicators: dict[str, Communicator] = field(default_factory=dict)
     world: int = 0
     dead: list[str] = field(default_factory=list)  #: processes that RAS calls dead
+    unheard: list[str] = field(default_factory=list)  #: processes of which it has no data
     silent: bool = False  #: RAS calls everything OK and tells no counts
     where: str = ""
 
@@ -110,20 +113,24 @@ def _sample_of(value: dict[str, Any], where: str) -> Sample:
         communicator = Communicator(name, _whole(entry.get("size")))
         for rank in _objects(entry.get("ranks")):
             number = _whole(rank.get("rank"))
-            if "pid" in rank:
-                place = str(rank.get("host", ""))[:80], _whole(rank["pid"]), _whole(rank.get("cuda_dev"))
-                communicator.places[number] = place
+            _place(communicator, number, rank)
             counts = rank.get("collective_counts")
             for operation, count in counts.items() if isinstance(counts, dict) else ():
                 communicator.counts.setdefault(str(operation)[:40], {})[number] = _whole(count)
         for rank in _objects(entry.get("missing_ranks")):
             status = rank.get("status")
-            communicator.missing[_whole(rank.get("rank"))] = (
-                isinstance(status, dict) and status.get("considered_dead") is True
-            )
+            number = _whole(rank.get("rank"))
+            communicator.missing[number] = isinstance(status, dict) and status.get("considered_dead") is True
+            _place(communicator, number, rank)
         sample.communicators[name + str(entry.get("secondary_hash", ""))[:80]] = communicator
         sample.world = max(sample.world, communicator.size)
     return sample
+
+
+def _place(communicator: Communicator, number: int, rank: dict[str, Any]) -> None:
+    if "pid" in rank:
+        place = str(rank.get("host", ""))[:80], _whole(rank["pid"]), _whole(rank.get("cuda_dev"))
+        communicator.places[number] = place
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
@@ -138,7 +145,7 @@ def _of_text(text: str, where: str) -> Sample:
     sample = Sample(where=where)
     current: Communicator | None = None
     operation, count = "collective", None
-    dead = False
+    listed: list[str] = []  # where the processes of the lines that follow belong
     sizes: dict[int, int] = {}
     for line in text.splitlines():
         line = line[:400]
@@ -148,14 +155,14 @@ def _of_text(text: str, where: str) -> Sample:
         elif problem := _PROBLEM.match(line):
             name, size = problem[3], sizes.get(int(problem[1]), 0)
             current = sample.communicators.setdefault(name, Communicator(name, size))
-            operation, count, dead = "collective", None, False
-        elif line.startswith("DEAD"):
-            current, dead = None, True
-        elif dead and (process := _DEAD.match(line)):
-            sample.dead.append(f"process {process[1]} on {process[2]} (GPU {process[3]})")
+            operation, count, listed = "collective", None, []
+        elif line.startswith(("DEAD", "INCOMPLETE")):
+            current, listed = None, sample.dead if line.startswith("DEAD") else sample.unheard
+        elif current is None and (process := _DEAD.match(line)):
+            listed.append(f"process {process[1]} on {process[2]} (GPU {process[3]})")
         elif current is not None:
             operation, count = _detail(line, current, operation, count)
-    sample.silent = not sample.communicators and not sample.dead
+    sample.silent = not (sample.communicators or sample.dead or sample.unheard)
     return sample
 
 
@@ -170,6 +177,8 @@ def _detail(line: str, current: Communicator, operation: str, count: int | None)
     if found := _ONE.match(line):
         current.counts.setdefault(operation, {})[int(found[1])] = int(found[2] or 0)
         return operation, None
+    if found := _MISSING.match(line):
+        current.missing |= dict.fromkeys(numbers(found[1].replace(" ", "")), False)
     if found := _MEMBER.match(line):
         rank = int(found[1])
         crowd = current.crowds.get(operation, {})

@@ -55,6 +55,14 @@ DEAD = MISMATCH.replace(
     "Errors\n======\n",
     "Errors\n======\n\nDEAD\n  1 job process is considered dead (unreachable via the RAS network)\n  Process 3487984 on node 172.16.64.213 managing GPU 5\n",
 )
+INCOMPLETE = (
+    MISMATCH.replace("MISMATCH", "INCOMPLETE").replace(
+        "Errors\n======\n",
+        "Errors\n======\n\nINCOMPLETE\n  Missing communicator data from 1 job process\n  Process 3487984 on node 172.16.64.213"
+        " managing GPU 5\n\n#0-0 (cf264af53edbe986) INCOMPLETE\n  Missing communicator data from 1 rank\n  The missing rank: 21\n",
+    )
+    + "TIMEOUT\n  Encountered 2 communication timeouts while gathering communicator data\n"
+)
 
 
 def document(counts: dict[int, int], size: int = 4) -> str:
@@ -95,6 +103,9 @@ def judged(tmp_path: Path, *texts: str) -> tuple[str, tuple[int, ...], str] | No
         ((BEHIND, BEHIND.replace("60", "62").replace("64", "66")), None),
         ((AHEAD, AHEAD), ("rank-not-joined", tuple(r for r in range(32) if r not in (12, 13)), "possible")),
         ((DEAD,), ("rank-dead", (), "likely")),
+        ((INCOMPLETE,), ("rank-dead", (21,), "possible")),
+        ((INCOMPLETE, INCOMPLETE), ("rank-dead", (21,), "likely")),
+        ((INCOMPLETE, OK), None),
         ((document({0: 9, 1: 9, 2: 8, 3: 9}),) * 2, ("rank-not-joined", (2,), "likely")),
         ((document({0: 9, 1: 9, 2: 9, 3: 9}),) * 2, ("network-stalled", (), "possible")),
         ((document({0: 9, 1: 9, 2: 9, 3: 9}), document({0: 12, 1: 12, 2: 11, 3: 12})), None),
@@ -108,6 +119,9 @@ def judged(tmp_path: Path, *texts: str) -> tuple[str, tuple[int, ...], str] | No
         "moves",
         "ahead",
         "dead",
+        "no answer once",
+        "no answer twice",
+        "answers again",
         "json behind",
         "still",
         "json moves",
