@@ -57,7 +57,7 @@ def graph(ops: Operations) -> Graph:
     lane = _lanes(ops)
     groups = _groups(ops, lane)
     needs = np.stack([_stream(ops), *_inputs(ops, lane)], axis=1)
-    return Graph(_transfers(ops, groups), needs, _levels(needs, groups))
+    return Graph(_transfers(ops, groups, needs), needs, _levels(needs, groups))
 
 
 def _lanes(ops: Operations) -> Ints:
@@ -135,6 +135,9 @@ def _inputs(ops: Operations, lane: Ints) -> tuple[Ints, Ints]:
             missing = found < 0
             found[missing] = index.find(mine[missing], step, name)
         data[mine] = found
+        receives = rows(receive)  # waits for what its sender computed, where nobody recorded the send
+        unsent = receives[index.find(receives, step, send) < 0]
+        data[unsent] = index.find(unsent, step, compute)
         sends = rows(send)
         data[sends] = index.find(sends, 0, compute)
     by_place = _key(ops.step, ops.rank, ops.stage)
@@ -195,11 +198,16 @@ def _groups(ops: Operations, lane: Ints) -> Ints:
     return groups
 
 
-def _transfers(ops: Operations, groups: Ints) -> Floats:
-    """Durations without the wait for the last member of a message or collective."""
+def _transfers(ops: Operations, groups: Ints, needs: Ints) -> Floats:
+    """Durations without the wait for the last member of a message or collective.
+
+    A receive without its send waited until what it carries was computed.
+    """
     last = np.full(len(ops), -np.inf)
     np.maximum.at(last, groups, ops.start)
     end = ops.start + ops.duration
+    carried = np.flatnonzero(ops.is_op("forward-recv", "backward-recv") & (needs[:, 1] >= 0))
+    np.maximum.at(last, groups[carried], end[needs[carried, 1]])
     waiting = ops.is_op(*MESSAGES, *SYNCS)
     found: Floats = np.where(waiting, np.clip(end - last[groups], 0.0, ops.duration), ops.duration)
     return found

@@ -1,7 +1,8 @@
 """A table of a job's operations, one row each, from CSV, Parquet or one of our own runs.
 
 The columns are those of the design: step, rank, dp, pp, vpp, microbatch, op, start_ns, duration_ns; the last two may be
-given in _us, _ms or _s. `vpp` and `microbatch` may be empty where they mean nothing.
+given in _us, _ms or _s. `vpp` and `microbatch` may be empty where they mean nothing. Commas, semicolons or tabs stand
+between the columns of a CSV.
 """
 
 from __future__ import annotations
@@ -113,9 +114,11 @@ def read_table(path: Path) -> Operations:
 
 def _csv(path: Path) -> dict[str, Sequence[object]]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
-        reader = csv.reader(stream)
+        first = stream.readline(1 << 16)
+        stream.seek(0)
+        reader = csv.reader(stream, delimiter=max(",;\t", key=first.count))
         try:
-            head = [name.strip().lower() for name in next(reader, [])]
+            head = [name.strip().lower().replace("micro_batch", "microbatch") for name in next(reader, [])]
             rows = []
             for number, row in enumerate(reader, 2):
                 if not row:

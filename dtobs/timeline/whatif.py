@@ -18,7 +18,7 @@ from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.timeline.operation_graph import Graph, graph, ideal_durations
 from dtobs.timeline.operations import COMPUTATION, MESSAGES, OPS, SYNCS, Floats, Operations, from_run
-from dtobs.words import ranks_text
+from dtobs.words import ranks_do, ranks_text
 
 SCHEMA = "dtobs.whatif/1"
 WORST = 0.03
@@ -26,6 +26,8 @@ SLOW = 1.1
 """From this S on a job is said to be slowed down, as in the paper."""
 MOST = 0.5
 LONGER = 1.1
+LEAST_PARTS, CHANCE = 4, 5.0
+"""Steps or micro-batches, and standard errors, from which on a rank is said to be slow and not to differ by chance."""
 CORRELATED, UNEVEN = 0.9, 0.05
 MOST_RANKS = 2048
 """Beyond it, ranks are judged by stage and data rank alone, as in the paper."""
@@ -140,7 +142,9 @@ def whatif(ops: Operations) -> WhatIf:
         correlation=_correlation(ops, found.duration)[0],
         findings=[],
     )
-    answer.findings = _findings(ops, found.duration, answer)
+    late = _late_ranks(ops, found.duration)
+    returned = _fixes(found, ideal, actual, best, {"late": np.isin(ops.rank, late)})["late"] if late else 0.0
+    answer.findings = _findings(ops, found.duration, answer, late, returned)
     return answer
 
 
@@ -188,8 +192,13 @@ def _correlation(ops: Operations, duration: Floats) -> tuple[float | None, float
     return float(np.corrcoef(rests[0], rests[1])[0, 1]), uneven
 
 
-def _findings(ops: Operations, duration: Floats, found: WhatIf) -> list[Finding]:
-    """The one cause that explains most, when the job is slowed down at all."""
+def _findings(
+    ops: Operations, duration: Floats, found: WhatIf, late: tuple[int, ...], returned: float
+) -> list[Finding]:
+    """The one cause that explains most, when the job is slowed down at all.
+
+    `late` are the ranks that compute longer than their stage, `returned` the share of the waste that fixing them gives.
+    """
     if found.slowdown < SLOW:
         return []
     correlation, uneven = _correlation(ops, duration)
@@ -204,6 +213,12 @@ def _findings(ops: Operations, duration: Floats, found: WhatIf) -> list[Finding]
         share = found.fix["worst_workers"]
         words = f"{waste}; the slowest {ranks_text(slow)} returns {share:.0%} of the waste when it is fixed"
         return [Finding("straggler", words, slow, Confidence.LIKELY, evidence=evidence)]
+    if late and not sequences and returned >= MOST:
+        words = (
+            f"{waste}; {ranks_do(late, 'compute')} longer than the others of the same stage, and fixing that returns"
+        )
+        words = f"{words} {returned:.0%} of the waste"
+        return [Finding("straggler", words, late, Confidence.LIKELY, evidence=evidence)]
     stage, ratio = _long_stage(ops, duration)
     if stage is not None and ratio >= LONGER and _returns(ops, stage, found) >= MOST:
         on = tuple(np.unique(ops.rank[ops.pp == stage]).tolist())
@@ -240,13 +255,54 @@ def _stage_of(ops: Operations) -> dict[int, int]:
 
 def _slow_workers(ops: Operations, duration: Floats, found: WhatIf, least: float) -> tuple[int, ...]:
     """Of the worst ranks those that compute longer than the others of their own stage."""
-    work, stage = _compute_by_rank(ops, duration), _stage_of(ops)
+    work, stage, parts = _compute_by_rank(ops, duration), _stage_of(ops), _parts_by_rank(ops, duration)
     slow = []
     for rank in found.worst:
-        peers = [work[r] for r in work if stage[r] == stage[rank] and r != rank]
-        if peers and work[rank] >= least * float(np.median(peers)):
+        peers = [r for r in work if stage[r] == stage[rank] and r != rank]
+        if not peers or work[rank] < least * float(np.median([work[r] for r in peers])):
+            continue
+        excess = float(parts[rank].mean() - np.median([parts[r].mean() for r in peers]))
+        if excess >= CHANCE * _error(rank, [rank, *peers], parts):
             slow.append(rank)
     return tuple(sorted(slow))
+
+
+def _late_ranks(ops: Operations, duration: Floats) -> tuple[int, ...]:
+    """The ranks that compute longer than their stage, where those are fewer than half of it."""
+    work, stage = _compute_by_rank(ops, duration), _stage_of(ops)
+    parts = _parts_by_rank(ops, duration)
+    late: list[int] = []
+    for one in sorted(set(stage.values())):
+        members = [rank for rank in work if stage[rank] == one]
+        usual = float(np.median([work[rank] for rank in members]))
+        slow = [rank for rank in members if work[rank] >= LONGER * usual and _by_no_chance(rank, members, parts)]
+        late += slow if 2 * len(slow) < len(members) else []
+    return tuple(sorted(late))
+
+
+def _parts_by_rank(ops: Operations, duration: Floats) -> dict[int, Floats]:
+    """What each rank computes in each step; in each micro-batch where the steps are too few to tell how these vary."""
+    mine = ops.is_op(*COMPUTATION)
+    batch = ops.microbatch if len(np.unique(ops.step)) < LEAST_PARTS else np.zeros_like(ops.step)
+    keys, part = np.unique(np.stack((ops.rank, ops.step, batch), axis=1)[mine], axis=0, return_inverse=True)
+    total = np.bincount(part.reshape(-1), duration[mine], len(keys))
+    return {int(rank): total[keys[:, 0] == rank] for rank in np.unique(keys[:, 0])}
+
+
+def _by_no_chance(rank: int, members: list[int], parts: dict[int, Floats]) -> bool:
+    """Whether a rank is further from its stage than its parts and the ranks' means vary."""
+    if len(parts[rank]) < LEAST_PARTS:
+        return False
+    means = np.array([parts[r].mean() for r in members])
+    between = float(1.4826 * np.median(np.abs(means - np.median(means))))
+    excess = float(parts[rank].mean() - np.median(means))
+    return excess >= CHANCE * max(_error(rank, members, parts), between)
+
+
+def _error(rank: int, members: list[int], parts: dict[int, Floats]) -> float:
+    """The standard error of a rank's mean part, by how parts vary within each of the ranks of its stage."""
+    spread = [float(parts[r].var(ddof=1)) for r in members if len(parts[r]) > 1]
+    return float(np.sqrt(np.mean(spread) / len(parts[rank]))) if spread else 0.0
 
 
 def _long_stage(ops: Operations, duration: Floats) -> tuple[int | None, float]:

@@ -116,3 +116,57 @@ def test_heads_in_capitals_with_spaces_and_in_quotes_are_the_same_table(tmp_path
     text = "\r\n".join([head, *(", ".join(map(str, row)) for row in known.rows)]) + "\r\n\r\n"
     (tmp_path / "u.csv").write_bytes(text.encode("utf-8-sig"))
     assert whatif(read_table(tmp_path / "u.csv")).to_json() == plain.to_json()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("early", [0, 3_000_000])
+def test_receives_wait_for_what_was_computed_where_no_send_was_recorded(seed: int, early: int, tmp_path: Path):
+    known = Known(seed)
+    rows = [row for row in known.rows if not row[6].endswith("-send")]
+    posted = [(*r[:7], r[7] - early, r[8] + early) if r[6].endswith("-recv") else r for r in rows]
+    found = whatif(read_table(write(posted, tmp_path / "t.csv")))
+    assert found.slowdown == pytest.approx(known.time(lambda place: True) / known.time(lambda place: False), abs=2e-6)
+
+
+def _several_slow(slow: set[tuple[int, int]]) -> list[Row]:
+    chance = random.Random(5)
+
+    def take(op: str, s: int, d: int, p: int, m: int) -> float:
+        return _even(op) * chance.uniform(0.98, 1.02) * (1.6 if (d, p) in slow and "compute" in op else 1.0)
+
+    return job(4, 4, 3, 8, take)
+
+
+@pytest.mark.parametrize(
+    ("slow", "ranks"),
+    [({(1, 2), (3, 0)}, (6, 12)), ({(1, p) for p in range(4)}, (4, 5, 6, 7))],
+    ids=["two ranks", "a whole data rank"],
+)
+def test_more_slow_ranks_than_three_in_a_hundred_are_named_together(
+    slow: set[tuple[int, int]], ranks: tuple[int, ...], tmp_path: Path
+):
+    found = whatif(read_table(write(_several_slow(slow), tmp_path / "t.csv")))
+    assert [(f.code, f.ranks) for f in found.findings] == [("straggler", ranks)]
+
+
+def test_where_half_of_a_stage_is_slow_no_rank_of_it_is_called_late(tmp_path: Path):
+    found = whatif(read_table(write(_several_slow({(0, 1), (1, 1)}), tmp_path / "t.csv")))
+    assert not [f for f in found.findings if f.code == "straggler"]
+
+
+@pytest.mark.parametrize("between", ["\t", ";"])
+def test_tabs_and_semicolons_stand_between_columns_as_commas_do(between: str, tmp_path: Path):
+    known = Known(3)
+    path = write(known.rows, tmp_path / "t.csv")
+    plain = whatif(read_table(path))
+    path.write_text(path.read_text().replace(",", between).replace("microbatch", "micro_batch"))
+    assert whatif(read_table(path)).to_json() == plain.to_json()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("steps", "batches"), [(4, 4), (10, 1), (1, 8)])
+def test_ranks_that_differ_by_chance_are_not_named_together(seed: int, steps: int, batches: int, tmp_path: Path):
+    chance = random.Random(seed)
+    rows = job(2, 8, steps, batches, lambda op, s, d, p, m: _even(op) * chance.uniform(0.4, 1.6))
+    found = whatif(read_table(write(rows, tmp_path / "t.csv")))
+    assert not [f for f in found.findings if f.code == "straggler" and len(f.ranks) > 1]
