@@ -212,7 +212,10 @@ def _findings(
     if slow and found.fix["worst_workers"] >= MOST:
         share = found.fix["worst_workers"]
         words = f"{waste}; the slowest {ranks_text(slow)} returns {share:.0%} of the waste when it is fixed"
-        return [Finding("straggler", words, slow, Confidence.LIKELY, evidence=evidence)]
+        sure = _recurs(ops)
+        words += "" if sure else "; it was seen in one micro-batch only"
+        confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
+        return [Finding("straggler", words, slow, confidence, evidence=evidence)]
     if late and not sequences and returned >= MOST:
         words = (
             f"{waste}; {ranks_do(late, 'compute')} longer than the others of the same stage, and fixing that returns"
@@ -265,6 +268,12 @@ def _slow_workers(ops: Operations, duration: Floats, found: WhatIf, least: float
         if excess >= CHANCE * _error(rank, [rank, *peers], parts):
             slow.append(rank)
     return tuple(sorted(slow))
+
+
+def _recurs(ops: Operations) -> bool:
+    """Whether the table has more than one micro-batch of a rank, so that a slow one is seen to be slow again."""
+    mine = ops.is_op("forward-compute", "backward-compute")
+    return len(np.unique(np.stack((ops.step, ops.microbatch), axis=1)[mine], axis=0)) > 1
 
 
 def _late_ranks(ops: Operations, duration: Floats) -> tuple[int, ...]:

@@ -170,3 +170,10 @@ def test_ranks_that_differ_by_chance_are_not_named_together(seed: int, steps: in
     rows = job(2, 8, steps, batches, lambda op, s, d, p, m: _even(op) * chance.uniform(0.4, 1.6))
     found = whatif(read_table(write(rows, tmp_path / "t.csv")))
     assert not [f for f in found.findings if f.code == "straggler" and len(f.ranks) > 1]
+
+
+@pytest.mark.parametrize(("batches", "confidence"), [(1, "possible"), (2, "likely")])
+def test_a_rank_that_was_slow_in_one_micro_batch_is_only_possibly_slow(batches: int, confidence: str, tmp_path: Path):
+    rows = job(1, 4, 1, batches, lambda op, s, d, p, m: _even(op) * (2 if d == 1 and "compute" in op else 1))
+    found = whatif(read_table(write(rows, tmp_path / "t.csv")))
+    assert [(f.code, f.ranks, str(f.confidence)) for f in found.findings] == [("straggler", (1,), confidence)]
