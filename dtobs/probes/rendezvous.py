@@ -45,22 +45,32 @@ def wrap_init_process_group(
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            waiting = become(who(), "waiting", site=caller())
-            write_arrival(run, waiting)
+            waiting = _noted(run, lambda: become(who(), "waiting", site=caller()))
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
                 said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-                failed = become(waiting, "failed", error=said)
-                write_arrival(run, _timed(waiting, failed))
+                _noted(run, lambda: _timed(waiting, become(waiting, "failed", error=said)) if waiting else None)
                 raise
-            write_arrival(run, _timed(waiting, become(waiting, "met")))
+            _noted(run, lambda: _timed(waiting, become(waiting, "met")) if waiting else None)
             return result
 
         init_process_group.__doc__ = original.__doc__
         return init_process_group
 
     return make
+
+
+def _noted(run: RunDirectory, make: Callable[[], Arrival | None]) -> Arrival | None:
+    """Write down what `make` returns, and return it; None where that fails, which the program never feels."""
+    try:
+        arrival = make()
+        if arrival is not None:
+            write_arrival(run, arrival)
+    except Exception as error:  # noqa: BLE001 - the host contract
+        sys.stderr.write(f"dtobs: the way into the process group is not recorded: {type(error).__name__}: {error}\n")
+        return None
+    return arrival
 
 
 def _timed(waiting: Arrival, after: Arrival) -> Arrival:

@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.probes.layout import find_layout, model_tensors, wrappers
 from dtobs.probes.process_groups import GroupTable
+from dtobs.probes.rendezvous import wrap_init_process_group
+from dtobs.recording.arrivals import Arrival
+from dtobs.recording.rundir import RunDirectory
 
 
 @pytest.fixture
@@ -59,3 +62,13 @@ def test_a_wrapper_of_a_destroyed_world_is_passed_over(world):
     assert find_layout(both).kind == "ddp"
     assert [t.row.name for t in model_tensors(both)]
     assert torch.isfinite(second(torch.ones(1, 2))).all()
+
+
+def test_a_failure_of_ours_on_the_way_into_a_group_is_said_and_not_raised(tmp_path, capsys):
+    def fails() -> Arrival:
+        raise AttributeError("no attribute 'since_ns'")
+
+    seen = wrap_init_process_group(RunDirectory(tmp_path), fails)(lambda *_, **__: "the group")
+    assert seen() == "the group"
+    said = capsys.readouterr().err
+    assert said == "dtobs: the way into the process group is not recorded: AttributeError: no attribute 'since_ns'\n"
