@@ -62,6 +62,8 @@ class Context:
     """Given the tensors of each micro-batch that is trained on."""
     on_clipping: list[Callable[[Any], object]] = field(default_factory=list)
     """Given the largest norm that torch's ``clip_grad_norm_`` is about to leave gradients."""
+    on_rewritten: list[Callable[[], object]] = field(default_factory=list)
+    """Called after torch has written parameters between two steps: at the end of ``Join``, those of another rank."""
     conservation: ConservationProbe | None = None
     """Asked about each collective before it is issued, and told of each wait."""
     loss_scale: float | torch.Tensor | None = None

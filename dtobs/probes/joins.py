@@ -41,5 +41,7 @@ class Joins(Probe):
 
     def _left(self, _: bool) -> None:
         context = self.context
+        for rewritten in context.on_rewritten:
+            rewritten()
         batches = max(0, self._asked - 1)
         context.progress.take_part(batches // max(1, context.recorder.page.ints[INDEX["micro_batches"]]))

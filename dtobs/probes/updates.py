@@ -107,6 +107,9 @@ class UpdateProbe(Probe):
             rows=[row.name for row in self._rows],
             dtypes=dtypes,
         )
+        let_go = self.guard(lambda: setattr(self, "_now", []))
+        context.on_rewritten.append(let_go)
+        self.undo.callback(context.on_rewritten.remove, let_go)
 
     def _audited(self) -> torch.optim.Optimizer | None:
         """Of several optimizers, the last; a parameter that others train as well is left out."""

@@ -12,17 +12,30 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 import dtobs
+from dtobs.detectors.silent.state_changed_at_rest import state_changed_at_rest
 from dtobs.recording.view import load_run
 
 
-class _Nothing(Joinable):
+class _Sends(JoinHook):
+    """Brings the parameters of the last rank to go on, as DDP does."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        with torch.no_grad():
+            self.parameter += 1
+
+
+class _Member(Joinable):
     """A member of a `Join` that has nothing to do with what it shadows."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()
+        self.parameter = parameter
 
     def join_hook(self, **_: Any) -> JoinHook:
-        return JoinHook()
+        return _Sends(self.parameter)
 
     @property
     def join_device(self) -> torch.device:
@@ -52,8 +65,10 @@ def test_steps_in_which_a_rank_only_takes_part_count_in_its_numbers(
             optimizer.zero_grad()
 
     try:
-        with dtobs.attach(model, optimizer, run_dir=tmp_path / "run", monitor=False):
-            with Join([_Nothing()]):
+        probes = {"updates": "all"}
+        with dtobs.attach(model, optimizer, run_dir=tmp_path / "run", monitor=False, probes=probes) as session:
+            session.policy(at_rest="same")
+            with Join([_Member(model.weight)]):
                 two_steps()
             two_steps()
     finally:
@@ -62,6 +77,7 @@ def test_steps_in_which_a_rank_only_takes_part_count_in_its_numbers(
     assert view.rank_steps(0)["step"].tolist() == expected
     assert int(view.page(0)["steps_done"]) == 4
     assert int(view.page(0)["probe_failures"]) == 0
+    assert state_changed_at_rest(view) == []
 
 
 def test_a_model_that_turns_up_in_a_closure_does_not_stop_the_counting(tmp_path: Path):
