@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -58,6 +59,8 @@ _OPS = (
     ("send", "send_recv"),
     ("recv", "send_recv"),
 )
+_MANGLED = re.compile(r"_z(?:nk?|l)?(?=\d)")
+_LENGTH = re.compile(r"[1-9]\d{0,3}")
 _NO_TRANSFER = {"wait", "init", "end", "startcoalescing", "endcoalescing", "abort", "work"}
 _BYTES = {
     **dict.fromkeys(("byte", "char", "bool", "int8", "uint8"), 1),
@@ -94,7 +97,20 @@ def kernel_kind(name: str) -> KernelKind:
 def _function(name: str) -> str:
     """A demangled function's name in lower case, with its namespaces, without result, arguments and templates."""
     bare = name.lower().removeprefix("void ").lstrip().replace("(anonymous namespace)::", "")
+    if mangled := _MANGLED.match(bare):
+        return _demangled(bare, mangled.end()) or bare
     return bare.split("(", 1)[0].split("<", 1)[0]
+
+
+def _demangled(name: str, at: int) -> str:
+    """The names of a symbol by the Itanium C++ ABI, each behind its length: `_ZN3foo3barEi` is foo::bar."""
+    parts = []
+    while size := _LENGTH.match(name, at):
+        at = size.end() + int(size[0])
+        parts.append(name[size.end() : at])
+        if not name.startswith("_zn"):
+            break  # what follows a name outside any namespace are the types of its arguments
+    return "::".join(part for part in parts if part != "_global__n_1")
 
 
 @lru_cache(65536)

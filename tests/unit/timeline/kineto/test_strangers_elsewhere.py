@@ -34,6 +34,13 @@ KERNELS: tuple[tuple[str, KernelKind, str], ...] = (
     ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>(int)",
      KernelKind.COMMUNICATION, "all_reduce"),
     ("void sglang::cross_device_reduce_2stage<__half, 4>(RankData*, int)", KernelKind.COMMUNICATION, "all_reduce"),
+    ("_ZN7deep_ep9intranode8dispatchILi8ELi768EEEvPvPfPi", KernelKind.COMMUNICATION, "dispatch"),
+    ("_ZN7deep_ep6layout19get_dispatch_layoutILi256EEEvPKl", KernelKind.COMPUTE, ""),
+    ("_Z23ncclDevKernel_Generic_424ncclDevKernelArgsStorageILm4096EE", KernelKind.COMMUNICATION, ""),
+    ("_ZN4vllm26cross_device_reduce_2stageI6__halfLi8EEEvP8RankData", KernelKind.COMMUNICATION, "all_reduce"),
+    ("_ZN12_GLOBAL__N_121one_shot_all_reduce_kEPf", KernelKind.COMMUNICATION, "all_reduce"),
+    ("_Z9my_kernel11ncclDevComm", KernelKind.COMPUTE, ""),
+    ("_ZN2at6native13reduce_kernelILi512EEEvT_", KernelKind.COMPUTE, ""),
     ("void vllm::act_and_mul_kernel<c10::BFloat16>(c10::BFloat16*)", KernelKind.COMPUTE, ""),
 )  # fmt: skip
 
