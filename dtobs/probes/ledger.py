@@ -90,7 +90,7 @@ class LedgerProbe(Probe):
             self._off("no optimizer was given, so nothing says what becomes of a gradient", "no optimizer")
             return
         self.backward_end()
-        self._now = {}  # of rows that may not be there any more
+        self._now, self._rotation = {}, Rotation(0)  # of rows that may not be there any more
         self._rows, unknown = find_rows(context)
         if unknown:
             self._off(f"nothing says which ranks share the gradient of {unknown[0]} and {len(unknown) - 1} more")
