@@ -61,6 +61,8 @@ def find_processes(pids: Sequence[int], proc: Path = Path("/proc")) -> list[Trai
         gone = [pid for pid in pids if not (proc / str(pid)).exists()]
         if gone:
             raise TargetError(f"there is no process {gone[0]} on this host")
+        if ended := [pid for pid in pids if not read_process(pid, start_ticks(pid, proc), proc).alive]:
+            raise TargetError(f"process {ended[0]} has ended; its console log may say why")
         if not found:
             raise TargetError(f"process {pids[0]} may not be read: run this as its owner or as root")
         return found
@@ -96,6 +98,7 @@ def diagnose_attached(
     stacks = [_stack_of(one, seconds) for one in looked]
     world = max([one.world for one in processes] + [len(processes)])
     found, notes = judge([s for s in stacks if s.frames or s.suspended], world)
+    found = [_resumable(finding, looked) for finding in found]
     notes = [*_problems(looked), *notes]
     notes.append(
         f"{count(LOOKS, 'look')} within {duration_text(seconds)}, {count(len(looked), 'process', 'processes')}"
@@ -120,6 +123,14 @@ def diagnose_attached(
         ranks={one.process.rank: _status(one, stack) for one, stack in zip(looked, stacks, strict=True)},
         notes=(*notes, *more),
     )
+
+
+def _resumable(finding: Finding, looked: Sequence[Looked]) -> Finding:
+    """Of suspended ranks, with the command that lets their processes go on."""
+    if finding.code != "rank-stopped":
+        return finding
+    pids = " ".join(str(one.process.pid) for one in looked if one.process.rank in finding.ranks)
+    return replace(finding, next_step=f"Resume with `kill -CONT {pids}`, and find out who stopped it.")
 
 
 def _look(looked: Sequence[Looked], spying: Spy, proc: Path) -> None:

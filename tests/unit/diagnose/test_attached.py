@@ -63,6 +63,28 @@ def test_rank_that_computes_is_at_work(tmp_path: Path):
     assert "rank 1 is at work" in " ".join(found.notes)
 
 
+def set_state(proc: Path, pid: int, state: str) -> None:
+    file = proc / str(pid) / "stat"
+    head, _, rest = file.read_text().rpartition(")")
+    file.write_text(f"{head}) {' '.join([state, *rest.split()[1:]])}\n")
+
+
+def test_a_suspended_rank_is_told_with_the_command_that_resumes_it(tmp_path: Path):
+    job(tmp_path)
+    set_state(tmp_path, 111, "T")
+    found = look(tmp_path, hung)
+    assert found.verdict is not None
+    assert (found.verdict.code, found.verdict.ranks) == ("rank-stopped", (1,))
+    assert found.verdict.next_step == "Resume with `kill -CONT 111`, and find out who stopped it."
+
+
+def test_a_process_that_has_ended_and_is_not_waited_for(tmp_path: Path):
+    job(tmp_path)
+    set_state(tmp_path, 111, "Z")
+    with pytest.raises(TargetError, match="process 111 has ended; its console log may say why"):
+        find_processes([111], tmp_path)
+
+
 def test_a_process_without_torch_says_nothing_of_the_job(tmp_path: Path):
     job(tmp_path)
     assert not any("without PyTorch" in note for note in look(tmp_path, hung).notes), "its maps cannot be read"
