@@ -67,8 +67,10 @@ class Saves(Probe):
                 self._say(said, site, failures + 1, error)
 
     def _say(self, said: str, site: int, failures: int, error: BaseException | None = None) -> None:
+        ranks = getattr(error, "failures", None)  # which ranks a distributed save could not do its part on, and why
+        if isinstance(ranks, dict) and ranks:
+            error = _first_cause(ranks) or error
         text = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_MESSAGE]
-        ranks = getattr(error, "failures", None)  # which ranks a distributed save could not do its part on
         self.context.recorder.meta.add(
             "save",
             function=said,
@@ -79,3 +81,10 @@ class Saves(Probe):
             step=self.context.step,
             t_ns=time.monotonic_ns(),
         )
+
+
+def _first_cause(failures: dict[Any, Any]) -> BaseException | None:
+    """The exception of the first rank that a CheckpointException names, whose own text is all their tracebacks."""
+    first = next(iter(failures.values()))
+    cause = first[0] if isinstance(first, tuple) and first else first
+    return cause if isinstance(cause, BaseException) else None

@@ -92,3 +92,4 @@ def test_a_failed_distributed_save_is_one_failure(tmp_path: Path, monkeypatch: p
     (finding,) = checkpoint_failed(load_run(tmp_path / "run"))
     assert (finding.ranks, finding.step) == ((0,), 7)
     assert "in torch.distributed.checkpoint.save at " in finding.summary
+    assert finding.summary.endswith("No space left on device")
