@@ -100,8 +100,26 @@ def _apart(steps: npt.NDArray[np.int64], differs: npt.NDArray[np.bool_]) -> tupl
     return int(steps[-1]) - since, longest
 
 
+def _parts_of_one_model(view: RunView, copies: ReplicaSet) -> bool:
+    """Whether these ranks hold different shards of other tensors of the same mesh: none of them has a model of its own.
+
+    A copy along a tensor-parallel dimension gets its gradient without a word of the others, from what they computed
+    together.
+    """
+    tables = [{p.name: p.replica for p in view.meta(r).params if "/" in p.replica} for r in copies.ranks]
+    first = tables[0]
+    return any(
+        key != first[name] and key.partition("/")[0] == first[name].partition("/")[0]
+        for table in tables[1:]
+        for name, key in table.items()
+        if name in first
+    )
+
+
 def _gradients_travel(view: RunView, copies: ReplicaSet, steps: npt.NDArray[np.int64]) -> bool:
-    """Whether as many bytes as a gradient has went between these ranks, in most of `steps`."""
+    """Whether as many bytes as a gradient has went between these ranks, in most of `steps`, or need not."""
+    if _parts_of_one_model(view, copies):
+        return True
     params = view.meta(copies.ranks[0]).params
     wanted = sum(
         math.prod(p.shape) for p in params

@@ -175,6 +175,25 @@ def test_copies_within_a_larger_layout(tmp_path: Path):
     assert (found.code, found.ranks, found.evidence[0]["parameter"]) == ("replica-divergence", (0, 1), "norm")
 
 
+@pytest.mark.parametrize(("shards", "codes"), [((0, 1), ["replica-divergence"]), ((0, 0), [])])
+def test_copies_beside_shards_of_one_model_do_not_go_their_own_ways(
+    tmp_path: Path, shards: tuple[int, int], codes: list[str]
+):
+    """A tensor-parallel bias that drifts: its gradient needs no word of the others, and is no local SGD's."""
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(
+            Parameter("matrix", (8,), "float32", f"mesh:1:aa/0.S(0).{shards[number]}"),
+            Parameter("bias", (8,), "float32", "mesh:2:aa/"),
+        )
+        for step in range(30):
+            drifted = number * (step > 4)
+            rank.step(params_digest=1000 * number + step + 1, collective_bytes=1.0).digests(
+                1000 * shards[number] + step, 5000 + step + 1000 * drifted
+            )
+    assert [f.code for f in findings(run) if f.code != "seed-policy"] == codes
+
+
 # seed-policy
 
 
