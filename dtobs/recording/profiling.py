@@ -24,6 +24,8 @@ LOOK_SECONDS = 0.5
 AHEAD_SECONDS = 2.0
 """How long before the first of the steps a request is written: all ranks have seen it by then, and begin together."""
 
+_NEWEST_STEPS, _MOST_READ = 16, 16
+
 
 @dataclass(frozen=True)
 class Request:
@@ -87,7 +89,7 @@ def ask(view: RunView, steps: int, ranks: tuple[int, ...] = (), now: datetime | 
             " dtobs; start the run again to profile it"
         )
     rows = [view.ranks.index(rank) for rank in chosen]
-    seconds = float(np.median(view.pages["step_ns"][rows])) / 1e9
+    seconds = min(float(np.median(view.pages["step_ns"][rows])) / 1e9, _shortest(view, chosen))
     ahead = max(2, int(np.ceil(AHEAD_SECONDS / seconds)) if seconds > 0 else 2)
     first = int(view.pages["step"][rows].max()) + min(ahead, 100_000)
     name = f"{(now or datetime.now(UTC)):%Y%m%dT%H%M%S.%fZ}"[:19] + "Z"
@@ -97,6 +99,13 @@ def ask(view: RunView, steps: int, ranks: tuple[int, ...] = (), now: datetime | 
         request_path(run), {"name": made.name, "first": made.first, "last": made.last, "ranks": list(made.ranks)}
     )
     return made
+
+
+def _shortest(view: RunView, ranks: tuple[int, ...]) -> float:
+    """Seconds of the shortest of the newest steps: a run's first ones take long and say little of those to come."""
+    steps = (view.recent_steps(rank, _NEWEST_STEPS) for rank in ranks[:_MOST_READ])
+    taken = [(step["end_ns"] - step["begin_ns"]).astype(float) / 1e9 for step in steps]
+    return min((float(seconds[seconds > 0].min()) for seconds in taken if (seconds > 0).any()), default=float("inf"))
 
 
 def answers(run: RunDirectory, request: Request) -> tuple[dict[int, Path], dict[int, str]]:

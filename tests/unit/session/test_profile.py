@@ -127,6 +127,17 @@ def test_the_steps_lie_ahead_of_every_rank(tmp_path: Path, monkeypatch: pytest.M
     assert ask(run.view(), 1, (1,)).ranks == (1,)
 
 
+def test_slow_first_steps_do_not_bring_the_request_too_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("dtobs.recording.profiling.AHEAD_SECONDS", 2.0)
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        rank.meta("process", profiler=True)
+        for forward in (4.0, 2.0, 0.001):
+            rank.step(data=0.0, forward=forward, backward=0.0, optimizer=0.0, other=0.0)
+        rank.page(step_ns=2 * 10**9)  # a mean that remembers them
+    assert ask(run.view(), 1).first >= 300
+
+
 def test_who_cannot_be_asked_is_told_in_one_line(tmp_path: Path):
     run = prepared(tmp_path / "run")
     for steps in (0, 101):
