@@ -152,7 +152,7 @@ def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Para
     ddp = wrappers(model) if model is not None else []
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)] if model is not None else []
     kind = "ddp" if ddp else "fsdp" if any(is_fsdp(m) for m in modules) else "dtensor" if sharded else "plain"
-    known = mesh or (max((p.device_mesh for p in sharded), key=lambda m: m.ndim) if sharded else None)
+    known = mesh or (max((_whole(p.device_mesh) for p in sharded), key=lambda m: m.ndim) if sharded else None)
     data: tuple[int, ...] = ()
     coordinates: dict[str, int] = {}
     if known is not None and known.mesh_dim_names:
@@ -169,6 +169,15 @@ def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Para
         wide = [name for name, size in zip(known.mesh_dim_names, known.shape, strict=True) if size > 1]
         along = wide[0] if len(wide) == 1 else along
     return ParameterLayout(kind, data, stage, coordinates, dropout, along)
+
+
+def _whole(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was cut out of, with the dimensions that `mesh` lacks; `mesh` itself where none is known.
+
+    A tensor on ``whole["tp"]`` knows of the ranks beside it, and nothing of those that read other samples.
+    """
+    whole = getattr(mesh, "_get_root_mesh", None)
+    return whole() if whole is not None else mesh
 
 
 def data_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtobs.probes.layout import find_layout, model_tensors, wrappers
 from dtobs.probes.process_groups import GroupTable
@@ -72,3 +75,12 @@ def test_a_failure_of_ours_on_the_way_into_a_group_is_said_and_not_raised(tmp_pa
     assert seen() == "the group"
     said = capsys.readouterr().err
     assert said == "dtobs: the way into the process group is not recorded: AttributeError: no attribute 'since_ns'\n"
+
+
+def test_a_tensor_on_a_part_of_a_mesh_knows_who_reads_other_samples(world):
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel())
+    layout = find_layout(model)
+    assert (layout.data_ranks, layout.coordinates) == ((1, 3), {"data": 0, "tensor": 1})
+    assert find_layout(model, mesh["tensor"]).data_ranks == (1,), "what is given is believed"
