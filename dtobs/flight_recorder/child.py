@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dtobs.errors import DumpError
 from dtobs.flight_recorder.columns import columns_of
-from dtobs.flight_recorder.decode import read_dump
+from dtobs.flight_recorder.decode import TOO_MUCH_MEMORY, read_dump
 from dtobs.flight_recorder.wire import Sender
 
 MAX_MEMORY_BYTES = 3 << 30
@@ -34,7 +34,7 @@ def main() -> int:
         except DumpError as error:
             sender.error(str(error))
         except (MemoryError, RecursionError):
-            sender.error("it needs more memory than a dump can: refused")
+            sender.error(TOO_MUCH_MEMORY)
         else:
             sender.columns(columns)
     return 0

@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 
 GOOD = dict(dumps_of(SimulatedJob(JobLayout(dp=2, tp=1, pp=1), None, entries=12, steps=4)))
 PICKLE = pickle.dumps(GOOD[0], protocol=2)
+PICKLE_1 = pickle.dumps(GOOD[1], protocol=2)
 JSON = json.dumps(GOOD[0]).encode()
 
 
@@ -71,6 +74,36 @@ def test_no_code_runs(tmp_path: Path):
 def test_opcodes_that_look_something_up_are_refused(attack: bytes):
     with pytest.raises(DumpError):
         decode(attack)
+
+
+MEMO = b"\x80\x02}r\x00\x00\x00\x06."
+"""Puts the dict into the memo at place 100 million: the unpickler makes a table of 1.5 GiB."""
+HIGHEST = """
+import json, resource, sys
+from pathlib import Path
+from dtobs.flight_recorder import load_dumps
+dumps = load_dumps(Path(sys.argv[1]), children=1)
+highest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+print(json.dumps([dumps.rank_numbers.tolist(), [p.message for p in dumps.problems], highest]))
+"""
+
+
+def test_nine_bytes_get_little_memory(tmp_path: Path):
+    (tmp_path / "rank0").write_bytes(MEMO)
+    (tmp_path / "rank1").write_bytes(PICKLE_1)
+    command = [sys.executable, "-c", HIGHEST, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    ranks, (message,), highest = json.loads(result.stdout)
+    assert ranks == [1]
+    assert "more memory than a dump of its size can" in message
+    assert highest < 512 << 20
+
+
+def test_a_large_dump_is_read_within_its_bound(tmp_path: Path):
+    large = dict(dumps_of(SimulatedJob(JobLayout(dp=2, tp=1, pp=1), None, entries=20_000, steps=10_000)))
+    for rank, protocol in ((0, 2), (1, 4)):
+        (tmp_path / f"rank{rank}").write_bytes(pickle.dumps(large[rank], protocol=protocol))
+    assert load_dumps(tmp_path).problems == ()
 
 
 def test_zip_bomb_is_refused():
