@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -133,6 +134,16 @@ class LiveSession(Session):
         self._calls = self._probes.calls(self._own)
         recorder.meta.add("process", **self._describe_process())
         self._probes.install()
+        if "DTOBS_SLOW_AFTER" in os.environ:
+            self._probes.progress.on_step_begin.append(self._slow_down)
+
+    def _slow_down(self) -> None:
+        """Past what is observed of this run a step takes a second: what its first steps left is not written over."""
+        word, _, number = os.environ["DTOBS_SLOW_AFTER"].partition("=")
+        if int(self._recorder.page.get(word)) > int(number):
+            self._probes.progress.flush()
+            self._recorder.page.commit()
+            time.sleep(1.0)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         call = self._calls.get(name) if self.active else None

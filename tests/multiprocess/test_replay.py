@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.cli import main
+from dtobs.cli import _observed, main
 from dtobs.cli._observed import observe
 
 PROGRAM = """
@@ -50,7 +50,10 @@ with dtobs.attach(model, optimizer) as session:
         pytest.param("program", "software", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_step_is_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, verdict: str):
+def test_a_step_is_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, verdict: str
+):
+    monkeypatch.setattr(_observed, "_LOOK_SECONDS", 3.0)  # thousands of steps: a busy machine
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(program), kind, str(tmp_path / "saved.pt")]
