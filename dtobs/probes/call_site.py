@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -15,6 +16,8 @@ from dtobs.recording.meta import MetaWriter
 
 AUTOGRAD = "<autograd>"
 """File of a call that no Python frame of the user's led to: an autograd thread of its own."""
+THREAD = "<another thread>"
+"""The same for a thread that a library started from Python, as for an asynchronous checkpoint."""
 
 
 def _folders() -> tuple[str, ...]:
@@ -36,14 +39,13 @@ class CallSites:
         # By id: hashing a code object compares its bytes. The code object is kept, so the id stays its own.
         self._library: dict[int, tuple[CodeType, bool]] = {}
         self._known: dict[tuple[int, int], int] = {}
-        self._nowhere = 0
 
     def here(self, depth: int = 1) -> int:
         """The number of the line that led to the caller `depth` frames up: a microsecond or less once it is known."""
         try:
             frame: FrameType | None = sys._getframe(depth + 1)
         except ValueError:  # the stack is not that deep
-            return self._autograd()
+            return self._nowhere(AUTOGRAD)
         library = self._library
         while frame is not None:
             code = frame.f_code
@@ -52,9 +54,9 @@ class CallSites:
                 seen = library[id(code)] = (code, self.is_library(code.co_filename))
             if not seen[1]:
                 key = (id(code), frame.f_lineno)
-                return self._known.get(key) or self._define(key, code, frame.f_lineno)
-            frame = frame.f_back
-        return self._autograd()
+                return self._known.get(key) or self._define(key, code.co_filename, frame.f_lineno, code.co_qualname)
+            outermost, frame = code, frame.f_back
+        return self._nowhere(THREAD if outermost.co_filename == threading.__file__ else AUTOGRAD)
 
     def is_library(self, file: str) -> bool:
         """Whether `file` is torch's, Python's or ours; another installed package counts as the user's."""
@@ -66,14 +68,11 @@ class CallSites:
             return True
         return file.startswith(self._folders[2:]) and not file.startswith(self._site_packages)
 
-    def _define(self, key: tuple[int, int], code: CodeType, line: int) -> int:
-        number = identify(f"{code.co_filename}:{line}:{code.co_qualname}")
-        self._meta.define("site", number, file=code.co_filename, line=line, function=code.co_qualname)
-        self._known[key] = number
+    def _define(self, key: tuple[int, int], file: str, line: int, function: str) -> int:
+        number = self._known[key] = identify(f"{file}:{line}:{function}" if line else file)
+        self._meta.define("site", number, file=file, line=line, function=function)
         return number
 
-    def _autograd(self) -> int:
-        if not self._nowhere:
-            self._nowhere = identify(AUTOGRAD)
-            self._meta.define("site", self._nowhere, file=AUTOGRAD, line=0, function="")
-        return self._nowhere
+    def _nowhere(self, file: str) -> int:
+        key = (id(file), 0)
+        return self._known.get(key) or self._define(key, file, 0, "")

@@ -277,12 +277,17 @@ class Rank:
         return ", ".join(words)
 
     @cached_property
-    def stack(self) -> ThreadStack | None:
-        """The stack of its main thread in the last capture; None without one, or when it has moved on since."""
+    def stacks(self) -> list[ThreadStack]:
+        """The stacks of all its threads in the last capture; [] without one, or when it has moved on since."""
         capture = self.view.capture
         if capture is None or self.rank not in capture.ranks or self.get("heartbeat_ns") > capture.taken_ns:
-            return None
-        return main_thread(capture.ranks[self.rank].stacks)
+            return []
+        return capture.ranks[self.rank].stacks
+
+    @cached_property
+    def stack(self) -> ThreadStack | None:
+        """The stack of its main thread in the last capture; None without one, or when it has moved on since."""
+        return main_thread(self.stacks)
 
     @property
     def user_frame(self) -> Frame | None:

@@ -176,8 +176,12 @@ class FakeRank:
         seq: int | None = None,
         site: Site | None = None,
         wait: bool = False,
+        thread: int = 0,
     ) -> Self:
-        """Issue a collective in `group` (a number from `FakeRun.group`, default the world); `wait` for it forever."""
+        """Issue a collective in `group` (a number from `FakeRun.group`, default the world); `wait` for it forever.
+
+        `thread`: number of the thread that does, 0 for the main one.
+        """
         number = self.run.group() if group is None else group
         what = op if isinstance(op, Op) else Op(op, "sum", ((1024,),), ("float32",))
         where = site or Site("train.py", 20, "train_step")
@@ -197,7 +201,8 @@ class FakeRank:
             root=what.root,
         )
         define("site", site_id, file=where.file, line=where.line, function=where.function)
-        self.event(Kind.COLLECTIVE, group=number, seq=at, op=op_id, site=site_id, value=4096.0)
+        by = thread or self.run.pid_of(self.number)
+        self.event(Kind.COLLECTIVE, group=number, seq=at, op=op_id, site=site_id, thread=by, value=4096.0)
         self.page(
             collective_group=number,
             collective_seq=at,

@@ -46,6 +46,7 @@ RULES: tuple[Callable[[Situation, frozenset[int]], Told], ...] = (
     rank_exited_early.find,
     rank_not_joined.find,
     p2p_unmatched.find,
+    rank_not_joined.gone_past,
     group_deadlock.find,
     device_stopped.find,
     rank_not_joined.unrecorded,

@@ -55,6 +55,7 @@ class Calls:
         self._view = view
         self.open_waits: dict[int, Blocked] = {}  #: ranks whose last wait event is a begin
         self._exchanged: dict[tuple[int, int, str, int], int] = {}  # rank, peer, "send" or "recv", group → how many
+        self._aside: dict[int, npt.NDArray[np.void]] = {}  # rank → its collectives of other threads than the main one
         self._messages: dict[int, npt.NDArray[np.void]] = {}  # rank → its sends and receives
         self._forgot: set[int] = set()  # ranks that no longer hold their first events
         #: what each rank issued together last, without a wait in between: group, peer and operation
@@ -78,6 +79,22 @@ class Calls:
         """Members of `group` that recorded and have not issued `seq`, as far as their recording can be trusted."""
         known = set(self._view.ranks) - self.unreliable
         return [r for r in self.members(group) if r in known and self.issued(r, group) < seq]
+
+    def missed_aside(self, rank: int) -> Blocked | None:
+        """The oldest call that a thread beside `rank`'s main one made last in a group and members have not made."""
+        made = self._aside[rank]
+        last = {int(call["group"]): (int(call["t_ns"]), int(call["seq"])) for call in made}
+        missed = [(t_ns, group, seq) for group, (t_ns, seq) in last.items() if self.behind(group, seq)]
+        return Blocked(*min(missed)[1:]) if missed else None
+
+    def steps_shared_since(self, rank: int, group: int, seq: int, other: int) -> int:
+        """In how many later steps than that of its call `seq` of `group` `rank` made calls that `other` made too."""
+        call = self.call(rank, group, seq)
+        if call is None:
+            return 0
+        later = self.rows[(self.rows["rank"] == rank) & (self.rows["step"] > call["step"])]
+        shared = [int(row["step"]) for row in later if self.issued(other, int(row["group"])) >= int(row["seq"])]
+        return len(set(shared))
 
     def exchanged(self, rank: int, peer: int, op: str, group: int) -> int:
         """How many messages `rank` has issued a "send" to, or a "recv" from, `peer` for in `group`."""
@@ -182,6 +199,7 @@ class Calls:
         if len(events) and events["stamp"][0] > 1:
             self._forgot.add(rank)
         made = events[events["kind"] == Kind.COLLECTIVE]
+        self._aside[rank] = made[made["thread"] != int(self._view.page(rank)["pid"])]
         rows = np.zeros(len(made) + 1, CALL_DTYPE)
         for name in ("group", "seq", "op", "site", "step", "t_ns"):
             rows[name][:-1] = made[name]

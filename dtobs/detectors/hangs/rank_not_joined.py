@@ -13,6 +13,7 @@ from __future__ import annotations
 from dtobs.detectors.hangs.absent import together
 from dtobs.detectors.hangs.describe import (
     blocked_in,
+    circle_evidence,
     group_name,
     stack_evidence,
     still_working,
@@ -21,9 +22,13 @@ from dtobs.detectors.hangs.describe import (
     where,
     working_evidence,
 )
-from dtobs.detectors.hangs.situation import Situation, Told
+from dtobs.detectors.hangs.situation import Situation, Told, communicating_thread
 from dtobs.findings import Confidence, Finding
+from dtobs.host.stacks import ThreadStack
 from dtobs.words import duration_text, ranks_do, ranks_text
+
+_STEPS_PAST = 2
+"""Later steps in which a rank made the calls of other groups: a call that it has not made by then is left out."""
 
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
@@ -34,15 +39,16 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
         verb = "is" if len(ranks) == 1 else "are, the first of them,"
         seen = situation.main_stack(ranks[0]) is not None
         awaited = bool(absence.waiting) and situation.blocked[absence.waiting[0]].peer < 0
+        thread = communicating_thread(situation.view, ranks[0])
         sure = bool(absence.group) and (seen or awaited) and situation.overdue(ranks)
         found.append(
             Finding(
                 "rank-not-joined",
                 f"{ranks_do(ranks, 'have')} not joined: {waiters(situation, absence)}, "
                 f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}"
-                f"{still_working(situation, ranks)}",
+                f"{still_working(situation, ranks)}{_handed_over(thread)}",
                 ranks,
-                Confidence.CERTAIN if sure else Confidence.LIKELY,
+                Confidence.POSSIBLE if thread is not None else Confidence.CERTAIN if sure else Confidence.LIKELY,
                 step=int(situation.view.page(ranks[0])["step"]),
                 group=group_name(situation, absence.group) if absence.group else None,
                 evidence=(
@@ -54,6 +60,35 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
             )
         )
     return situation.told(found)
+
+
+def gone_past(situation: Situation, left: frozenset[int]) -> Told:
+    """A rank of a circle that went on for steps without the call that another rank waits in: it left that call out."""
+    circle = situation.circle(left)
+    for rank in circle:
+        at = situation.blocked[rank]
+        for missing in situation.awaited(rank) if at.peer < 0 else ():
+            steps = situation.calls.steps_shared_since(rank, at.group, at.seq, missing) if missing in circle else 0
+            if steps >= _STEPS_PAST:
+                return situation.told([_gone_past(situation, rank, missing, steps)])
+    return Told()
+
+
+def _gone_past(situation: Situation, rank: int, missing: int, steps: int) -> Finding:
+    at = situation.blocked[rank]
+    busy = next((s for s in situation.view.rank(missing).stacks if s.mentions("torch/distributed/checkpoint/")), None)
+    done = f"rank {missing}, a thread of which is still at {busy.frames[0]}," if busy is not None else f"rank {missing}"
+    return Finding(
+        "rank-not-joined",
+        f"rank {missing} has not joined: rank {rank} waits {blocked_in(situation, rank)}, and {done} went on for "
+        f"{steps} steps without it, and now waits {blocked_in(situation, missing)} for rank {rank}",
+        (missing,),
+        Confidence.LIKELY,
+        step=int(situation.view.page(rank)["step"]),
+        group=group_name(situation, at.group),
+        evidence=circle_evidence(situation, [rank, missing]),
+        since_ns=int(situation.view.page(missing)["wait_since_ns"]),
+    )
 
 
 def unrecorded(situation: Situation, left: frozenset[int]) -> Told:
@@ -79,6 +114,14 @@ def unrecorded(situation: Situation, left: frozenset[int]) -> Told:
         since_ns=int(situation.view.page(first)["wait_since_ns"] or situation.view.page(first)["collective_ns"]),
     )
     return Told([finding])
+
+
+def _handed_over(thread: ThreadStack | None) -> str:
+    """The end of a sentence about a rank whose main thread waits for one that communicates; or ""."""
+    if thread is None:
+        return ""
+    call = next(frame.function for frame in thread.frames if "/dtobs/" not in frame.file)
+    return f"; there it waits for a thread of its own, which is in {call}: a rank that has not called that may be why"
 
 
 def _quiet(situation: Situation, rank: int) -> str:

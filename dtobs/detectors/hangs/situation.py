@@ -24,6 +24,7 @@ _GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
 TOO_LONG_SECONDS = 600.0
 """NCCL's own timeout: the longest that jobs are built to wait."""
 _COMMUNICATION = ("/torch/distributed/",)
+_HANDING_OVER = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")
 _CONSTRUCTION = ("init_process_group", "_new_group_with_tag")
 _NOT_COMMUNICATION = (
     "/torch/distributed/checkpoint/",
@@ -210,6 +211,8 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
             found[rank] = opened if opened is not None and opened.group else last
         elif _in_communication(view.rank(rank).stack):
             found[rank] = last
+        elif communicating_thread(view, rank) is not None and (aside := calls.missed_aside(rank)) is not None:
+            found[rank] = aside
     if stalled is not None and not any(rank in found for rank in stalled.ranks):
         found |= _blocked_on_device(view, calls, stalled)
     return settle(calls, found)
@@ -301,9 +304,17 @@ def _wait_begin_ns(view: RunView, rank: int) -> int:
     return int(page["wait_since_ns"]) or int(page["collective_ns"]) or int(page["heartbeat_ns"])
 
 
+def communicating_thread(view: RunView, rank: int) -> ThreadStack | None:
+    """The thread that communicates for the main one, which waits for it (an asynchronous checkpoint); None for none."""
+    main = view.rank(rank).stack
+    if main is None or not main.frames or not main.frames[0].file.endswith(_HANDING_OVER):
+        return None
+    return next((s for s in view.rank(rank).stacks if s is not main and _in_communication(s)), None)
+
+
 def _in_communication(stack: ThreadStack | None) -> bool:
     """Whether the innermost frame of a stack is torch's communication code."""
     if stack is None or not stack.frames:
         return False
-    file = stack.frames[0].file
+    file = next((frame.file for frame in stack.frames if "/dtobs/" not in frame.file), "")
     return any(part in file for part in _COMMUNICATION) and not any(part in file for part in _NOT_COMMUNICATION)

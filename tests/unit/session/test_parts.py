@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -69,20 +70,20 @@ def test_a_call_site_is_the_users_line(tmp_path: Path):
         return sites.here(0)
 
     here, again = library(), library()
+    beside: list[int] = []
+    thread = threading.Thread(target=eval, args=("found.append(here(0))", {"found": beside, "here": sites.here}))
+    thread.start()
+    thread.join()
     meta.close()
     assert here == again
-    site = read_meta(tmp_path / "meta.jsonl").sites[here]
+    known = read_meta(tmp_path / "meta.jsonl").sites
+    assert str(known[beside[0]]) == "another thread", "no line of the user's leads to it"
+    site = known[here]
     assert (site.file, site.function.rsplit(".", 1)[-1]) == (__file__, "library")
     assert sites.is_library(torch.nn.__file__)
-    assert sites.is_library(threading_file())
+    assert sites.is_library(threading.__file__)
     assert not sites.is_library(pytest.__file__)
     assert not sites.is_library(__file__)
-
-
-def threading_file() -> str:
-    import threading
-
-    return threading.__file__
 
 
 def test_secrets_are_left_out():

@@ -1,0 +1,88 @@
+"""A rank whose main thread waits for a thread of its own that communicates: an asynchronous checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtobs.testing.fake_run import FakeRun
+from tests.unit.detectors_hangs.trouble import captured, found, stack
+
+SAVING = stack(
+    "/x/dtobs/probes/patches.py:58 wrapper",
+    "/x/site-packages/torch/distributed/distributed_c10d.py:3631 gather_object",
+    "/x/site-packages/torch/distributed/checkpoint/utils.py:135 gather_object",
+    "/usr/lib/python3.11/threading.py:1002 _bootstrap",
+)
+MAIN = stack(
+    "/usr/lib/python3.11/threading.py:327 wait",
+    "/usr/lib/python3.11/concurrent/futures/_base.py:451 result",
+    "/home/me/train.py:22 main",
+)
+IN_BACKWARD = stack("/x/site-packages/torch/autograd/graph.py:829 _engine_run_backward", "/home/me/train.py:16 main")
+
+
+def _trained(run: FakeRun, steps: int) -> None:
+    for _ in range(steps):
+        for rank in run.ranks:
+            rank.collective().step()
+
+
+def _saves(run: FakeRun) -> int:
+    """Every rank has saved twice, in a thread beside; the number of the group they do it in."""
+    saves = run.group("saves", (0, 1))
+    for _ in range(2):
+        for rank in run.ranks:
+            rank.collective("gather", group=saves, thread=7)
+        _trained(run, 5)
+    return saves
+
+
+def test_who_skipped_an_asynchronous_save_is_named_and_not_who_waits_for_it(training):
+    run = training(2)
+    saves = _saves(run)
+    run.rank(0).collective("gather", group=saves, thread=7)
+    _trained(run, 5)
+    run.rank(1).phase("backward").collective(wait=True)
+    view = captured(run.view(later=75), rank_0=SAVING + MAIN, rank_1=IN_BACKWARD)
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("rank-not-joined", (1,), "likely")
+    assert "rank 0 waits in gather(sum, float32[1024]) #3 of group saves" in finding.summary
+    assert "rank 1 went on for 4 steps without it" in finding.summary
+
+
+def test_who_is_late_with_its_own_save_is_said_to_be_at_it(training):
+    run = training(2)
+    saves = _saves(run)
+    run.rank(0).collective("gather", group=saves, thread=7)
+    _trained(run, 5)
+    run.rank(1).phase("backward").collective(wait=True)
+    writes = stack("/x/site-packages/torch/distributed/checkpoint/filesystem.py:91 write", "/usr/threading.py:1 run")
+    view = captured(run.view(later=75), rank_0=SAVING + MAIN, rank_1=writes + IN_BACKWARD)
+    (finding,) = found(view).values()
+    assert finding.ranks == (1,)
+    assert "rank 1, a thread of which is still at /x/site-packages/torch/distributed/checkpoint/fi" in finding.summary
+
+
+@pytest.mark.parametrize("thread", [SAVING, stack("/home/me/upload.py:4 put", "/usr/threading.py:1 run")])
+def test_without_the_call_nobody_else_is_accused_and_the_wait_is_said(training, thread):
+    """What the thread called may have rolled out of the recording; and it may not communicate at all."""
+    run = training(2)
+    _trained(run, 5)
+    run.rank(1).phase("backward").collective(wait=True)
+    view = captured(run.view(later=75), rank_0=thread + MAIN, rank_1=IN_BACKWARD)
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks) == ("rank-not-joined", (0,))
+    if thread is SAVING:
+        assert finding.confidence == "possible"
+        assert "it waits for a thread of its own, which is in gather_object" in finding.summary
+    else:
+        assert finding.confidence == "likely"
+
+
+def test_a_save_that_all_have_joined_accuses_nobody_of_it(training):
+    run = training(2)
+    _saves(run)
+    run.rank(1).phase("backward").collective(wait=True)
+    view = captured(run.view(later=75), rank_0=SAVING + MAIN, rank_1=IN_BACKWARD)
+    (finding,) = found(view).values()
+    assert (finding.ranks, finding.confidence) == ((0,), "possible")
