@@ -117,6 +117,11 @@ _COMMUNICATION = re.compile(
 )
 
 
+def waited_for_peers(error: str) -> bool:
+    """Whether an error is what waiting for other ranks looks like when it ends: a timeout, a closed connection."""
+    return bool(_COMMUNICATION.search(error) and (_PEER_LOST.search(error) or _TIMEOUT.search(error)))
+
+
 def endings(view: RunView) -> dict[int, Ending]:
     """How every rank that recorded ended, by rank."""
     return {rank: _ending(view, rank) for rank in view.ranks}

@@ -203,7 +203,8 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
         if constructing(view, rank):
             last = Blocked(0, 0)  # whatever it called before is over
         if ended[rank].kind in _GAVE_UP:
-            found[rank] = last
+            aside = calls.missed_aside(rank) if last.seq and not calls.behind(last.group, last.seq) else None
+            found[rank] = aside or last
         elif ended[rank].over and rank not in standing:
             continue
         elif int(page["wait_since_ns"]):

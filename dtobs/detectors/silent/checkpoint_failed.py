@@ -10,12 +10,14 @@ What to do next: look at the error, make room or choose another path, and save a
 
 from __future__ import annotations
 
+from dtobs.detectors.hangs.endings import waited_for_peers
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.meta import Save
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
 _MAX_EVIDENCE = 16
+_PEERS = "The save waited for other ranks: look for the rank that did not join it, or that had ended."
 
 
 def checkpoint_failed(view: RunView) -> list[Finding]:
@@ -47,5 +49,6 @@ def _finding(view: RunView, function: str, site: str, saves: dict[int, Save]) ->
             {"what": "failed save", "rank": r, "step": s.step, "failures": s.failures, "error": s.error}
             for r, s in sorted(saves.items())[:_MAX_EVIDENCE]
         ),
+        next_step=_PEERS if all(waited_for_peers(save.error) for save in saves.values()) else "",
         since_ns=min(save.t_ns + int(view.page(rank)["clock_offset_ns"]) for rank, save in saves.items()),
     )

@@ -49,6 +49,14 @@ def test_of_a_distributed_save_the_ranks_that_could_not_do_their_part_are_named(
     assert [finding.ranks for finding in checkpoint_failed(run.view())] == [(2,)]
 
 
+def test_a_save_that_waited_for_others_does_not_ask_for_room(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(5)
+    failing(run, 0, 1, error="RuntimeError: gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    assert checkpoint_failed(run.view())[0].next_step.startswith("The save waited for other ranks")
+    failing(run, 1, 1)
+    assert "Make room" in checkpoint_failed(run.view())[0].next_step
+
+
 def save(path: str) -> None:
     torch.save({"step": 1}, path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dtobs.events import RankState
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors_hangs.trouble import captured, found, stack
 
@@ -86,3 +87,16 @@ def test_a_save_that_all_have_joined_accuses_nobody_of_it(training):
     view = captured(run.view(later=75), rank_0=SAVING + MAIN, rank_1=IN_BACKWARD)
     (finding,) = found(view).values()
     assert (finding.ranks, finding.confidence) == ((0,), "possible")
+
+
+def test_who_ended_without_the_last_save_is_named(training):
+    run = training(2)
+    saves = _saves(run)
+    run.rank(0).collective("gather", group=saves, thread=7)
+    failed = "gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24776"
+    run.rank(0).meta("exception", type="RuntimeError", message=failed, step=10, t_ns=run.rank(0).clock_ns)
+    run.rank(0).close(RankState.FAILED)
+    run.rank(1).close()
+    (finding,) = found(run.view(later=5)).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
+    assert "in gather(sum, float32[1024]) #3 of group saves" in finding.summary
