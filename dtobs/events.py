@@ -212,12 +212,6 @@ def identify(text: str) -> int:
 NONFINITE_MARK = identify("nonfinite gradient")
 """`op` of the MARK that says when a gradient was found not to be finite; `seq` is its row in the parameter table."""
 
-BAD_PARAMETERS_MARK = identify("nonfinite parameters")
-"""`op` of the MARK that says that a parameter was not finite before the gradient was; `seq` is its row."""
-
-BAD_REDUCED_MARK = identify("nonfinite reduced gradient")
-"""`op` of the MARK that says that what the optimizer is given is not finite; `seq` is the row of the first."""
-
 UNUSED_MARK = identify("unused parameters")
 """`op` of the MARK that says that a synchronised backward under DDP left parameters without a gradient; `seq` is the
 row of the first in the parameter table, `value` how many."""

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtobs.events import BAD_PARAMETERS_MARK, NONFINITE_MARK, UNUSED_MARK, Kind
+from dtobs.events import NONFINITE_MARK, UNUSED_MARK, Kind
 from dtobs.probes.backward import compiled_autograd
-from dtobs.probes.base import Context, Probe
+from dtobs.probes.base import Probe
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.modules import around_call, roots
@@ -66,6 +66,7 @@ class GradientProbe(Probe):
         self._readers: dict[int, Callable[[torch.Tensor], None]] = {}  # by id of the parameter that autograd sees
         self._adding, self._to_add = False, False  # what is added to gradients is read instead of what they become
         self._nodes: list[Any] = []  # kept, so that autograd goes on using those with our hooks
+        self._bad_before = False  # parameters held a NaN before a gradient did
         self._unseen = False  # gradients of this step came past the hooks and have been reduced since
 
     def install(self) -> None:
@@ -275,8 +276,8 @@ class GradientProbe(Probe):
         if bool(torch.isfinite(values).all()):  # only the squares overflowed
             return float(torch.linalg.vector_norm(values, dtype=torch.float64).item()) ** 2
         context = self.context
-        if not self._alarm:
-            note_bad_parameters(context, self._tensors)
+        if not self._alarm and not self._bad_before:
+            self._note_bad_parameters()
         self._read_whole(True)
         self._alarm = ALARM_STEPS
         # A loop that gives up at once never ends this step: the event is what remains.
@@ -284,6 +285,15 @@ class GradientProbe(Probe):
             Kind.MARK, context.phase, context.step, op=NONFINITE_MARK, seq=index, value=square
         )
         return square
+
+    def _note_bad_parameters(self) -> None:
+        """Where a NaN is found: whether the parameters held one before, so that it arose earlier. Only on the host."""
+        for row, named in enumerate(self._tensors):
+            held = local_tensor(named.tensor)
+            if held.is_cpu and held.is_floating_point() and not math.isfinite(float(held.sum())):
+                self.context.recorder.meta.add("nonfinite", seen="parameters", step=self.context.step, row=row)
+                self._bad_before = True
+                return
 
     def _finish(self) -> None:
         context = self.context
@@ -360,17 +370,6 @@ class GradientProbe(Probe):
 def _finds_unused(ddp: nn.Module) -> bool:
     """Whether this DDP copes with parameters that a backward does not reach."""
     return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
-
-
-def note_bad_parameters(context: Context, tensors: Sequence[Named]) -> None:
-    """Where a NaN is found: whether the parameters held one before, so that it arose earlier. Only on the host."""
-    for row, named in enumerate(tensors):
-        held = local_tensor(named.tensor)
-        if held.is_cpu and held.is_floating_point() and not math.isfinite(float(held.sum())):
-            context.recorder.events.write(
-                Kind.MARK, context.phase, context.step, op=BAD_PARAMETERS_MARK, seq=row, value=math.nan
-            )
-            return
 
 
 def _listen(parameter: nn.Parameter, read: Callable[[torch.Tensor], None]) -> RemovableHandle:

@@ -26,7 +26,6 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtobs.events import BAD_REDUCED_MARK, Kind
 from dtobs.probes import gradients
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
@@ -144,9 +143,7 @@ class ReducedGradientProbe(Probe):
 
     def _note_bad(self, step: int, named: Named) -> None:
         self._bad = True  # the first is of interest
-        context = self.context
-        row = self._rows[id(named)]
-        context.recorder.events.write(Kind.MARK, context.phase, step, op=BAD_REDUCED_MARK, seq=row, value=math.nan)
+        self.context.recorder.meta.add("nonfinite", seen="reduced", step=step, row=self._rows[id(named)])
 
     def _reported(self) -> bool:
         """Whether the loop itself says what its norm is (of this step, or of the last one)."""

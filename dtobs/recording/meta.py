@@ -185,6 +185,9 @@ class Meta:
     saves: dict[tuple[str, int], Save] = field(default_factory=dict)  #: by function and line, those that failed once
     corrupt: dict[str, Corrupt] = field(default_factory=dict)  #: by path
     kept: list[tuple[int, str]] = field(default_factory=list)  #: step and parameter of gradients that nobody zeroed
+    nonfinite: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  #: "parameters" or "reduced": first step and row
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
     damaged: int = 0  #: lines that could not be understood
 
@@ -258,6 +261,8 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
             meta.corrupt[corrupt.path] = corrupt
         case "kept":
             meta.kept.append((decode(int, e["step"]), decode(str, e["parameter"])))
+        case "nonfinite":
+            meta.nonfinite.setdefault(decode(str, e["seen"]), (decode(int, e["step"]), decode(int, e["row"])))
         case "unobserved":
             said = {name: decode(str, e[name]) for name in ("what", "why")}
             meta.unobserved.append({**said, "step": decode(int, e["step"])})

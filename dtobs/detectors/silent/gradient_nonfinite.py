@@ -13,15 +13,31 @@ What to do next: look at the module named, with the batch of this rank and step.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.events import BAD_PARAMETERS_MARK, BAD_REDUCED_MARK, NONFINITE_MARK, Kind
+from dtobs.events import NONFINITE_MARK, Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_do
+from dtobs.words import ranks_do, ranks_text
 
 SCALER_PATIENCE = 10
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A NaN that was there in or before `step`, and that no rank was seen to compute.
+
+    `rows`: by rank the first parameter that has it; `reduced`: seen in the reduced gradient of that step itself, else
+    in parameters with which the next one began.
+    """
+
+    step: int
+    reduced: bool
+    rows: dict[int, int]
 
 
 def gradient_nonfinite(view: RunView) -> list[Finding]:
@@ -30,8 +46,8 @@ def gradient_nonfinite(view: RunView) -> list[Finding]:
     found: dict[tuple[int, ...], Finding] = {}
     previous: int | None = None
     unseen = _first_unseen(view)
-    if unseen is not None and (not bad or unseen[0] < min(bad)):
-        return [_of_nobody(view, *unseen)]
+    if unseen is not None and (not bad or unseen.step < min(bad)):
+        return [_describe_unseen(view, unseen)]
     for step in sorted(bad):
         if previous is None or step > previous + 1:
             ranks = tuple(sorted(bad[step]))
@@ -40,39 +56,58 @@ def gradient_nonfinite(view: RunView) -> list[Finding]:
     return list(found.values())
 
 
-def _first_unseen(view: RunView) -> tuple[int, int, int, bool] | None:
-    """The first step by which a NaN was there that no rank was seen to compute: step, rank, row, in that step itself.
-
-    A mark of the parameters is of a step that began with the NaN; one of the reduced gradient is of the step itself.
-    """
-    first: tuple[int, int, int, bool] | None = None
+def _first_unseen(view: RunView) -> Unseen | None:
+    """The first step by which a NaN was there that no rank was seen to compute."""
+    rows: dict[tuple[int, bool], dict[int, int]] = {}
     for rank in view.ranks:
-        if _has_scaler(view, rank):
-            continue
-        events = view.events(rank)
-        marks = events[events["kind"] == Kind.MARK]
-        for op, itself in ((BAD_REDUCED_MARK, True), (BAD_PARAMETERS_MARK, False)):
-            for mark in marks[marks["op"] == op][:1]:
-                known = (int(mark["step"]), rank, int(mark["seq"]), itself)
-                at = known[0] if itself else known[0] - 1
-                if first is None or at < (first[0] if first[3] else first[0] - 1):
-                    first = known
-    if first is None:
+        for seen, (step, row) in {} if _has_scaler(view, rank) else view.meta(rank).nonfinite.items():
+            reduced = seen == "reduced"
+            rows.setdefault((step if reduced else step - 1, not reduced), {})[rank] = row
+    if not rows:
         return None
-    step, rank, row, itself = first
-    return (step if itself else step - 1, rank, row, itself)
+    step, later = min(rows)
+    return Unseen(step, not later, rows[step, later])
 
 
-def _of_nobody(view: RunView, step: int, rank: int, row: int, itself: bool) -> Finding:
-    table = view.meta(rank).params
-    parameter = table[row].name if 0 <= row < len(table) else "an unknown parameter"
-    if itself:
-        summary = f"the gradient of {parameter} is NaN or infinite in step {step}, first seen after it was reduced"
+def _describe_unseen(view: RunView, unseen: Unseen) -> Finding:
+    first = min(unseen.rows)
+    parameter = _name(view, first, unseen.rows[first])
+    own = _own_holders(view, unseen)
+    of = f" of {ranks_text(own)}" if own else ""
+    if unseen.reduced:
+        summary = f"the gradient of {parameter}{of} is NaN or infinite in step {unseen.step}"
+        summary += ", first seen after it was reduced" if not own else ""
     else:
-        summary = f"a NaN arose in or before step {step}: {parameter} held one when step {step + 1} began"
-    summary += "; which rank computed it was not sampled"
-    evidence = {"what": "reduced gradient" if itself else "parameters", "step": step, "parameter": parameter}
-    return Finding("gradient-nonfinite", summary, (), Confidence.CERTAIN, step=step, evidence=(evidence,))
+        summary = f"a NaN arose in or before step {unseen.step}: {parameter}{of} held one when step "
+        summary += f"{unseen.step + 1} began"
+    summary += "; no other rank has it" if own else "; which rank computed it was not sampled"
+    return Finding(
+        "gradient-nonfinite",
+        summary,
+        own,
+        Confidence.LIKELY if own else Confidence.CERTAIN,
+        step=unseen.step,
+        evidence=(
+            {
+                "what": "reduced gradient" if unseen.reduced else "parameters",
+                "step": unseen.step,
+                "parameter": parameter,
+                "ranks": sorted(unseen.rows),
+            },
+        ),
+    )
+
+
+def _own_holders(view: RunView, unseen: Unseen) -> tuple[int, ...]:
+    """The ranks that hold the NaN, where no other computes gradients of what they hold: a stage, an expert; else ()."""
+    holders = set(unseen.rows)
+    for rank in holders:
+        layout = view.meta(rank).layout
+        peers = layout.get("data_ranks") or ([rank] if any(_hands_on_to(view, r) for r in view.ranks) else view.ranks)
+        # Of sharded parameters every rank computes gradients of all parts.
+        if layout.get("kind") == "fsdp" or not holders.issuperset(peers):
+            return ()
+    return tuple(sorted(holders)) if len(holders) < len(view.ranks) else ()
 
 
 def _has_scaler(view: RunView, rank: int) -> bool:
@@ -127,10 +162,10 @@ def _in_long_rows(wrong: npt.NDArray[np.bool_], least: int) -> npt.NDArray[np.bo
 
 
 def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) -> Finding:
-    rank = min(bad, key=lambda r: (bad[r][0] < 0, bad[r][0], r))
+    origin, spread = _origin(view, bad)
+    rank = min(origin, key=lambda r: (bad[r][0] < 0, bad[r][0], r))
     row, count, _ = bad[rank]
-    table = view.meta(rank).params
-    parameter = table[row].name if 0 <= row < len(table) else "an unknown parameter"
+    parameter = _name(view, rank, row)
     module = parameter.rpartition(".")[0] or "the root module"
     more = f" and {count - 1} more parameters" if count > 1 else ""
     evidence = [
@@ -145,9 +180,10 @@ def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) ->
     ]
     return Finding(
         "gradient-nonfinite",
-        f"{ranks_do(list(bad), 'compute')} NaN or infinity in step {step}: first in the gradient of {parameter}{more}",
-        tuple(bad),
-        Confidence.CERTAIN,
+        f"{ranks_do(origin, 'compute')} NaN or infinity in step {step}: first in the gradient of {parameter}{more}"
+        f"{spread}",
+        origin,
+        Confidence.LIKELY if len(origin) < len(bad) else Confidence.POSSIBLE if spread else Confidence.CERTAIN,
         step=step,
         evidence=(
             *evidence,
@@ -155,3 +191,37 @@ def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) ->
         ),
         since_ns=min(t for _, _, t in bad.values()),
     )
+
+
+def _name(view: RunView, rank: int, row: int) -> str:
+    table = view.meta(rank).params
+    return table[row].name if 0 <= row < len(table) else "an unknown parameter"
+
+
+def _origin(view: RunView, bad: Collection[int]) -> tuple[tuple[int, ...], str]:
+    """Of ranks with bad gradients those in which they arose, and the end of a sentence about the others; all, and "".
+
+    Stages of a pipeline hand activations on and gradients back. So where the gradients that came back were finite, they
+    became bad in that stage; where even the last stage has bad ones, it was in the forward pass, of no known stage.
+    """
+    onward = {rank: _hands_on_to(view, rank) & set(view.ranks) for rank in bad}
+    if not any(others & set(bad) for others in onward.values()):
+        return tuple(sorted(bad)), ""
+    last = tuple(sorted(rank for rank, others in onward.items() if others and not others & set(bad)))
+    if last:
+        return last, f"; {ranks_text(sorted(set(bad) - set(last)))} got it back through the pipeline"
+    return tuple(sorted(bad)), "; they hand activations to each other, so it came to most of them from another"
+
+
+def _hands_on_to(view: RunView, rank: int) -> set[int]:
+    """The ranks to which `rank` sends in a step before it hears from them: the next stage of its pipeline."""
+    events = view.events(rank)
+    messages = events[events["kind"] == Kind.P2P]
+    ops = view.meta(rank).ops
+    way: dict[tuple[int, int], str] = {}
+    for step, peer, op in messages[["step", "value", "op"]].tolist():
+        way.setdefault((step, int(peer)), ops[op].op if op in ops else "")
+    steps = list(dict.fromkeys(step for step, _ in way))
+    begun = steps if len(events) and events["stamp"][0] <= 1 else steps[1:]  # the oldest may have lost its beginning
+    sent, received = ({peer for (step, peer), op in way.items() if step in begun and op == w} for w in ("send", "recv"))
+    return sent - received

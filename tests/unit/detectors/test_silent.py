@@ -9,7 +9,7 @@ import pytest
 
 from dtobs.detectors import run_detectors
 from dtobs.detectors.comparisons import comparisons_off
-from dtobs.events import BAD_PARAMETERS_MARK, BAD_REDUCED_MARK, NONFINITE_MARK, Kind
+from dtobs.events import NONFINITE_MARK, Kind, identify
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRun
@@ -394,8 +394,8 @@ def test_a_nan_that_was_not_sampled_where_it_arose_is_nobodys(tmp_path: Path, se
     run = noisy_run(tmp_path, 2, 14, change=lambda rank, step: bad if step == 13 else {})
     for rank in run.ranks:
         if seen:
-            rank.event(Kind.MARK, op=BAD_REDUCED_MARK, seq=2, value=NAN, step=12)
-        rank.event(Kind.MARK, op=BAD_PARAMETERS_MARK, seq=0, value=NAN, step=13)
+            rank.meta("nonfinite", seen="reduced", row=2, step=12)
+        rank.meta("nonfinite", seen="parameters", row=0, step=13)
         rank.step(loss=NAN)  # is what came of it
     found = only(run)
     assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (), 12)
@@ -403,12 +403,61 @@ def test_a_nan_that_was_not_sampled_where_it_arose_is_nobodys(tmp_path: Path, se
     assert found.summary.endswith("; which rank computed it was not sampled")
 
 
+def pipeline(path: Path, world: int, steps: int, bad: dict[int, set[int]]) -> FakeRun:
+    """Ranks that hand activations on and gradients back; `bad`: ranks with a NaN in their gradients, by step."""
+
+    def change(rank: int, step: int) -> dict[str, float]:
+        return {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0} if rank in bad.get(step, ()) else {}
+
+    run = noisy_run(path, world, steps, change)
+    ways = {name: identify(name) for name in ("send", "recv")}
+    for rank in run.ranks:
+        rank.meta("layout", kind="plain", data_ranks=[], stage=0, coordinates={}, dropout=0)
+        for name, op in ways.items():
+            rank.meta("op", id=op, op=name, reduce_op="", shapes=[[4]], dtypes=["float32"], root=-1)
+        for step in range(steps):
+            for name, peer in (("recv", -1), ("send", 1), ("recv", 1), ("send", -1)):
+                if 0 <= rank.number + peer < world:
+                    rank.event(Kind.P2P, op=ways[name], value=rank.number + peer, seq=step + 1, step=step)
+    return run
+
+
+def test_a_nan_that_a_pipeline_handed_back_is_that_of_the_stage_where_it_arose(tmp_path: Path):
+    found = only(pipeline(tmp_path, 4, 40, {30: {0, 1, 2}}))
+    assert (found.ranks, found.step, found.confidence) == ((2,), 30, "likely")
+    assert found.summary.endswith("; ranks 0 and 1 got it back through the pipeline")
+
+
+def test_a_nan_of_all_stages_is_certain_of_none(tmp_path: Path):
+    found = only(pipeline(tmp_path, 4, 40, {30: {0, 1, 2, 3}}))
+    assert (found.ranks, found.confidence) == ((0, 1, 2, 3), "possible")
+    assert "it came to most of them from another" in found.summary
+
+
+def test_a_nan_in_the_parameters_of_one_stage_is_said_of_it(tmp_path: Path):
+    run = pipeline(tmp_path, 4, 40, {31: {0, 1, 2, 3}})
+    run.rank(2).meta("nonfinite", seen="parameters", row=1, step=31)
+    found = only(run)
+    assert (found.ranks, found.step, found.confidence) == ((2,), 30, "likely")
+    assert "block.weight of rank 2 held one when step 31 began; no other rank has it" in found.summary
+
+
+@pytest.mark.parametrize("layout", [{"kind": "fsdp", "data_ranks": [0, 1]}, {"kind": "plain", "data_ranks": []}])
+def test_a_nan_in_one_shard_may_be_of_any_rank(tmp_path: Path, layout):
+    bad = {"local_norm": NAN, "nonfinite": 2, "nonfinite_param": 0}
+    run = noisy_run(tmp_path, 2, 14, change=lambda rank, step: bad if step == 13 else {})
+    for rank in run.ranks:
+        rank.meta("layout", stage=0, coordinates={}, dropout=0, **layout)
+    run.rank(1).meta("nonfinite", seen="parameters", row=0, step=13)
+    assert only(run).ranks == ()
+
+
 def test_a_scaler_excuses_its_overflows_before_its_first_step_ends(tmp_path: Path):
     run = noisy_run(tmp_path, 2, 3)
     for rank in run.ranks:
         rank.meta("process", loss_scaler="GradScaler")
         rank.event(Kind.MARK, op=NONFINITE_MARK, seq=1, value=INF)
-        rank.event(Kind.MARK, op=BAD_REDUCED_MARK, seq=1, value=INF)
+        rank.meta("nonfinite", seen="reduced", row=1, step=3)
     assert findings(run) == []
 
 

@@ -80,8 +80,8 @@ def test_copies_share_the_tensors_and_leave_none_out(step: int) -> None:
         probe._tensors = [Named(str(n), t, Parameter(str(n), (3, 2), ""), (place, 3)) for n, t in enumerate(tensors)]
         probe._rows = {id(named): n for n, named in enumerate(probe._tensors)}
         probe._bad = False
-        events = SimpleNamespace(write=lambda *_args, seq, **_named: said.append(seq))
-        probe.context = SimpleNamespace(step=step, phase=0, recorder=SimpleNamespace(events=events))  # type: ignore[assignment]
+        meta = SimpleNamespace(add=lambda _kind, *, row, **_named: said.append(row))
+        probe.context = SimpleNamespace(step=step, recorder=SimpleNamespace(meta=meta))  # type: ignore[assignment]
         probe._check(probe._tensors)
         return said
 
