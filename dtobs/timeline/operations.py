@@ -2,14 +2,18 @@
 
 The columns are those of the design: step, rank, dp, pp, vpp, microbatch, op, start_ns, duration_ns; the last two may be
 given in _us, _ms or _s. `vpp` and `microbatch` may be empty where they mean nothing. Commas, semicolons or tabs stand
-between the columns of a CSV.
+between the columns of a CSV, and lines that begin with # are comments. In names case does not matter, nor whether
+words are joined by a hyphen, an underscore or a space.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +87,7 @@ def read_table(path: Path) -> Operations:
     with opening(path):
         with path.open("rb") as stream:
             parquet = stream.read(4) == b"PAR1"
-        columns = _parquet(path) if parquet else _csv(path)
-    first = 1 if parquet else 2  # as an editor counts the rows
+        columns, lines = _parquet(path) if parquet else _csv(path)
     missing = [n for n in (*_NUMBERS, "op") if n not in columns and n not in _OPTIONAL]
     missing += [f"{n}_ns" for n in ("start", "duration") if not any(f"{n}_{unit}" in columns for unit in _UNITS)]
     if missing:
@@ -96,15 +99,15 @@ def read_table(path: Path) -> Operations:
     for name in _NUMBERS:
         least = -1 if name in _OPTIONAL else 0
         empty = np.full(count, -1.0)
-        found = _numbers(path, name, columns[name], first, name in _OPTIONAL) if name in columns else empty
-        _refuse(path, name, columns.get(name), (found < least) | (found != np.floor(found)) | (found >= 2**40), first)
+        found = _numbers(path, name, columns[name], lines, name in _OPTIONAL) if name in columns else empty
+        _refuse(path, name, columns.get(name), (found < least) | (found != np.floor(found)) | (found >= 2**40), lines)
         numbers[name] = found.astype(np.int64)
-    times = {name: _time(path, name, columns, first) for name in ("start", "duration")}
-    _refuse(path, "duration", None, times["duration"] < 0, first, "is negative")
+    times = {name: _time(path, name, columns, lines) for name in ("start", "duration")}
+    _refuse(path, "duration", None, times["duration"] < 0, lines, "is negative")
     codes = {name: code for code, name in enumerate(OPS)}
-    ops = np.array([codes.get(str(op).strip().lower().replace("_", "-"), -1) for op in columns["op"]], dtype=np.int64)
+    ops = np.array([codes.get(_joined(op, "-"), -1) for op in columns["op"]], dtype=np.int64)
     _refuse(
-        path, "op", columns["op"], ops < 0, first, f"is none of {', '.join(OPS[:8])}, {', '.join(MESSAGES + SYNCS)}"
+        path, "op", columns["op"], ops < 0, lines, f"is none of {', '.join(OPS[:8])}, {', '.join(MESSAGES + SYNCS)}"
     )
     stages = int(numbers["pp"].max()) + 1
     stage = np.maximum(numbers["vpp"], 0) * stages + numbers["pp"]
@@ -112,30 +115,47 @@ def read_table(path: Path) -> Operations:
     return Operations(*named, ops, times["start"], times["duration"])
 
 
-def _csv(path: Path) -> dict[str, Sequence[object]]:
+def _joined(name: object, by: str) -> str:
+    return by.join(re.split(r"[\s_-]+", str(name).strip().lower()))
+
+
+def _column(name: str) -> str:
+    return _joined(name, "_").replace("micro_batch", "microbatch")
+
+
+def _csv(path: Path) -> tuple[dict[str, Sequence[object]], Sequence[int]]:
+    """The columns by name, and the line of the file that each row stands in."""
+    at, lines = 0, array("q")
+    rows: list[list[str]] = []
+
+    def said() -> Iterator[str]:
+        nonlocal at
+        for line in stream:
+            at += 1
+            if not line.startswith("#") and not line.isspace():
+                yield line
+
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
-        first = stream.readline(1 << 16)
-        stream.seek(0)
-        reader = csv.reader(stream, delimiter=max(",;\t", key=first.count))
+        text = said()
+        first = next(text, "")
         try:
-            head = [name.strip().lower().replace("micro_batch", "microbatch") for name in next(reader, [])]
-            rows = []
-            for number, row in enumerate(reader, 2):
-                if not row:
-                    continue
+            reader = csv.reader(chain([first], text), delimiter=max(",;\t", key=first.count))
+            head = [_column(name) for name in next(reader, [])]
+            for row in reader:
                 if len(row) != len(head):
-                    raise TargetError(f"{path}: row {number} has {len(row)} columns, the head has {len(head)}")
-                if number > MOST_ROWS:
+                    raise TargetError(f"{path}: row {at} has {len(row)} columns, the head has {len(head)}")
+                if len(rows) >= MOST_ROWS:
                     raise TargetError(f"{path}: more than {MOST_ROWS} rows")
                 rows.append(row)
+                lines.append(at)
         except csv.Error as error:
-            raise TargetError(f"{path}: row {reader.line_num} is no CSV ({error})") from error
+            raise TargetError(f"{path}: row {at} is no CSV ({error})") from error
     if len(set(head)) != len(head):
         raise TargetError(f"{path}: a column stands twice in the head")
-    return dict(zip(head, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(head, ())
+    return (dict(zip(head, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(head, ())), lines
 
 
-def _parquet(path: Path) -> dict[str, Sequence[object]]:
+def _parquet(path: Path) -> tuple[dict[str, Sequence[object]], Sequence[int]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -147,17 +167,17 @@ def _parquet(path: Path) -> dict[str, Sequence[object]]:
         table = file.read()
     except (ArrowException, ValueError) as error:
         raise TargetError(f"{path} is no Parquet that can be read: {brief(error)}") from error
-    return {name.strip().lower(): table.column(name).to_pylist() for name in table.column_names}
+    return {_column(name): table.column(name).to_pylist() for name in table.column_names}, range(1, len(table) + 1)
 
 
-def _numbers(path: Path, name: str, values: Sequence[object], first: int, optional: bool) -> Floats:
+def _numbers(path: Path, name: str, values: Sequence[object], lines: Sequence[int], optional: bool) -> Floats:
     try:
         found = np.array(values, dtype=np.float64)
     except (TypeError, ValueError):
         found = np.array([_number(value, optional) for value in values])
     if optional:
         found = np.where(np.isnan(found) & np.array([_is_empty(v) for v in values]), -1.0, found)
-    _refuse(path, name, values, ~np.isfinite(found), first)
+    _refuse(path, name, values, ~np.isfinite(found), lines)
     return found
 
 
@@ -174,19 +194,24 @@ def _number(value: object, optional: bool) -> float:
         return float("nan")
 
 
-def _time(path: Path, name: str, columns: dict[str, Sequence[object]], first: int) -> Floats:
+def _time(path: Path, name: str, columns: dict[str, Sequence[object]], lines: Sequence[int]) -> Floats:
     unit = next(unit for unit in _UNITS if f"{name}_{unit}" in columns)
     column = f"{name}_{unit}"
-    return _numbers(path, column, columns[column], first, False) * _UNITS[unit]
+    return _numbers(path, column, columns[column], lines, False) * _UNITS[unit]
 
 
 def _refuse(
-    path: Path, name: str, values: Sequence[object] | None, wrong: npt.NDArray[np.bool_], first: int, why: str = ""
+    path: Path,
+    name: str,
+    values: Sequence[object] | None,
+    wrong: npt.NDArray[np.bool_],
+    lines: Sequence[int],
+    why: str = "",
 ) -> None:
     if wrong.any():
         row = int(wrong.argmax())
         shown = "" if values is None else f" {str(values[row])[:40]!r}"
-        raise TargetError(f"{path}: row {row + first}: {name}{shown} {why or 'is not a number that it can be'}")
+        raise TargetError(f"{path}: row {lines[row]}: {name}{shown} {why or 'is not a number that it can be'}")
 
 
 def from_run(view: RunView, last: int = 50) -> Operations:

@@ -198,3 +198,15 @@ def test_a_run_is_simulated_again_when_all_ranks_have_finished_another_step(
     assert slowdown() == first and len(simulated) == 2
     run.ranks[1].step(forward=0.04)
     assert slowdown() == real(load_run(run.directory.root)).slowdown and len(simulated) == 3
+
+
+def test_comments_and_other_spellings_of_names_are_read(tmp_path, capsys):
+    text = write(job(2, 2, 2, 4, slow_worker), tmp_path / "t.csv").read_text()
+    _, plain, _ = say(capsys, tmp_path / "t.csv")
+    head, _, rows = text.partition("\n")
+    head = head.replace("microbatch", "Micro Batch").replace("duration_ns", "Duration NS")
+    other = tmp_path / "other.csv"
+    other.write_text(f"# of job 7\n\n{head}\n# warm\n" + rows.replace("forward-compute", "Forward compute"))
+    assert say(capsys, other)[1] == plain
+    other.write_text(f"# of job 7\n\n{head}\n# warm\n" + rows.replace("forward-compute", "forwards"))
+    assert "row 5: op 'forwards'" in say(capsys, other)[2]
