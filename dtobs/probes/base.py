@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from dtobs.probes.conservation import ConservationProbe
     from dtobs.probes.progress import Progress
+    from dtobs.probes.reductions import Reductions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +65,8 @@ class Context:
     """Given the largest norm that torch's ``clip_grad_norm_`` is about to leave gradients."""
     on_rewritten: list[Callable[[], object]] = field(default_factory=list)
     """Called after torch has written parameters between two steps: at the end of ``Join``, those of another rank."""
+    reductions: Reductions | None = None
+    """Told of each all-reduce, while it is learned who holds copies."""
     conservation: ConservationProbe | None = None
     """Asked about each collective before it is issued, and told of each wait."""
     loss_scale: float | torch.Tensor | None = None

@@ -103,6 +103,7 @@ class Collectives(Probe):
         # Reading the reduce operation runs TorchScript: a third of what recording costs.
         reduce_at = operator.reduce_op if self._level == "full" else -1
         peer_to_peer, scale, barrier = operator.peer_to_peer, operator.scale_by_group, name == "barrier"
+        reduces = name in ("all_reduce", "all_reduce_coalesced")
         context, events, page = self.context, self._recorder.events, self._recorder.page
         ints, floats, commit, write = page.ints, page.floats, page.commit, events.write
         unbox, state_of, numbers = ProcessGroup.unbox, self.groups.state, self._numbers
@@ -121,6 +122,8 @@ class Collectives(Probe):
                 tensors = tensors[0]
             reduce_op = args[reduce_at].op() if reduce_at >= 0 else -1
             root = args[root_at] if root_at >= 0 else -1
+            if reduces and context.reductions is not None and REDUCE_NAMES.get(reduce_op, "sum") in ("sum", "avg"):
+                context.reductions.reduced(tensors, group.ranks)
             if len(tensors) == 1:
                 tensor = tensors[0]
                 size = 0 if barrier else _bytes(tensor)

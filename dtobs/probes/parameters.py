@@ -9,18 +9,21 @@ Before the first optimizer step they are read as ``step - 1``: what the model be
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digest, host_digest, words
 from dtobs.probes.host_memory import host_memory
-from dtobs.probes.layout import Named, find_layout, local_tensor, model_tensors
+from dtobs.probes.layout import Named, find_layout, local_tensor, model_tensors, replica_key
 from dtobs.probes.process_groups import dimension
+from dtobs.probes.reductions import Reductions
 from dtobs.probes.sampling import period
 
 
@@ -46,6 +49,9 @@ class ParameterProbe(Probe):
         self._every = period([t.tensor for t in self._tensors])
         self._due, self._fresh = None, True
         context.recorder.parameters(t.row for t in self._tensors)
+        wanted = [row for row, t in enumerate(self._tensors) if _has_unknown_copies(t, context.world_size)]
+        if wanted and context.replicas is not None:
+            context.reductions = Reductions(self._tensors, wanted)
         layout = find_layout(context.model, context.mesh)
         context.progress.unnamed = dimension((layout.along,))
         context.recorder.meta.add("layout", **layout.to_json(), digest_every=self._every)
@@ -54,6 +60,7 @@ class ParameterProbe(Probe):
         """Let go of the model."""
         self._tensors = []
         self._memory = {}
+        self.context.reductions = None
         super().remove()
 
     def before_optimizer(self) -> None:
@@ -61,6 +68,10 @@ class ParameterProbe(Probe):
         step = self.context.step
         if not self._tensors:
             return
+        reductions = self.context.reductions
+        if reductions is not None and reductions.stepped(self.context.trained_by(self.context.stepping)):
+            self.context.reductions = None
+            self._learn(reductions.found())
         if self._fresh:
             self._fresh = False
             self._read(step - 1, None)
@@ -72,6 +83,14 @@ class ParameterProbe(Probe):
     def after_optimizer(self) -> None:
         """On every K-th step."""
         self._due = self.context.step if self.context.step % self._every == 0 else None
+
+    def _learn(self, copies: dict[int, tuple[int, ...]]) -> None:
+        """Write the table again, with the ranks that were seen to hold copies."""
+        rows = [t.row for t in self._tensors]
+        for row, ranks in copies.items():
+            rows[row] = replace(rows[row], replica=replica_key(self._tensors[row].tensor, ranks))
+        if copies:
+            self.context.recorder.describe_parameters(rows)
 
     def _read(self, step: int, amend: int | None) -> None:
         context = self.context
@@ -109,6 +128,13 @@ class ParameterProbe(Probe):
                 return host_digest(tensor)
             known = self._memory[row] = (tensor.data_ptr(), host_memory(words(tensor)).data)
         return xxhash.xxh3_64_intdigest(known[1])
+
+
+def _has_unknown_copies(named: Named, world_size: int) -> bool:
+    """Whether nothing tells who holds copies of a parameter; the mesh of a shard may be only a part of the world."""
+    tensor, key = named.tensor, named.row.replica
+    part = isinstance(tensor, DTensor) and key.startswith("mesh:1:") and tensor.device_mesh.size() < world_size
+    return tensor.requires_grad and (not key or part)
 
 
 def _fold(values: npt.NDArray[np.uint64]) -> int:

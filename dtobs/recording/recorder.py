@@ -90,13 +90,15 @@ class Recorder:
                 return None if None in values else tuple(v for v in values if v is not None)
         return None
 
+    def describe_parameters(self, rows: Iterable[Parameter]) -> None:
+        """Say of the rows of the table what they are; their digests go on."""
+        said = [{"name": p.name, "shape": p.shape, "dtype": p.dtype, "replica": p.replica} for p in rows]
+        self.meta.add("params", params=said)
+
     def parameters(self, table: Iterable[Parameter]) -> None:
         """Say which parameters the digests are of; opens the digest ring (bounded in bytes)."""
         rows = list(table)
-        self.meta.add(
-            "params",
-            params=[{"name": p.name, "shape": p.shape, "dtype": p.dtype, "replica": p.replica} for p in rows],
-        )
+        self.describe_parameters(rows)
         if self._digests is not None:
             self._digests.close()
         self._digests = None

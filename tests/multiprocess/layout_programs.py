@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import dtobs
 from dtobs.probes.layout import find_layout, model_tensors
+from dtobs.recording.view import load_run
 
 
 class Block(nn.Module):
@@ -72,3 +73,40 @@ def describe_mesh(rank: int, world_size: int, names: tuple[str, ...], shape: tup
     dist.init_process_group("fake", rank=world - 1, world_size=world)
     layout = find_layout(nn.Linear(2, 2), init_device_mesh("cpu", shape, mesh_dim_names=names))
     return layout.to_json()
+
+
+def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> dict[str, str]:
+    """A model of which rank r holds half r % 2, gradients averaged over the ranks with the same half; its copies.
+
+    `how` the gradients are averaged: one by one, from hooks, or in one buffer; `wrong`: "start", "flip" or "".
+    """
+    halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group = halves[rank % 2]
+    torch.manual_seed(rank if wrong == "start" else rank % 2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    params = list(model.parameters())
+    optimizer = torch.optim.Adam(params, lr=1e-3)
+
+    def average(parameter: torch.Tensor) -> None:
+        dist.all_reduce(parameter.grad, group=group)
+
+    for parameter in params if how == "hooks" else ():
+        parameter.register_post_accumulate_grad_hook(average)
+    inputs = torch.Generator().manual_seed(rank)
+    with dtobs.attach(model, optimizer, run_dir=folder, monitor=False) as session:
+        for step in range(1, 31):
+            session.step(step)
+            dist.all_reduce(torch.ones(8, 6))  # as many elements as a weight has, over all
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=inputs)).square().mean().backward()
+            if how == "one by one":
+                for parameter in params:
+                    average(parameter)
+            elif how == "buffer":
+                flat = torch.cat([p.grad.flatten() for p in params])
+                dist.all_reduce(flat, group=group)
+                torch.nn.utils.vector_to_parameters(flat, [p.grad for p in params])
+            if wrong == "flip" and step == 20 and rank == 2:
+                params[2].data[1, 2] += 0.5
+            optimizer.step()
+    return {row.name: row.replica for row in load_run(folder).meta(rank).params}

@@ -10,7 +10,7 @@ import pytest
 from dtobs.detectors import run_detectors
 from dtobs.recording.view import load_run
 from tests.harness import run_ranks
-from tests.multiprocess.layout_programs import describe_mesh, train_tensor_parallel
+from tests.multiprocess.layout_programs import describe_mesh, train_by_hand, train_tensor_parallel
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,18 @@ def test_tensor_parallel(tmp_path: Path, nan: bool):
     # Equal inputs by design, and each rank's norm is that of the matrices' slices it holds.
     assert (window.records["input_digest"][0] == window.records["input_digest"][1]).all()
     assert np.isfinite(window.field("local_norm")[:, :20]).all()
+
+
+@pytest.mark.parametrize("how", ["one by one", pytest.param("hooks", marks=pytest.mark.exhaustive), "buffer"])
+@pytest.mark.parametrize("wrong", ["", "start", "flip"])
+def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how: str, wrong: str):
+    tables = [r.value for r in run_ranks(train_by_hand, 4, tmp_path, how, wrong)]
+    assert tables[0] == tables[2] != tables[1] == tables[3]
+    assert all(key.startswith("copies:2:") for table in tables for key in table.values())
+    found = [(f.code, f.ranks, f.step) for f in run_detectors(load_run(tmp_path), ("silent",))]
+    wanted = {
+        "": [],
+        "start": [(code, ranks, 0) for code in ("replica-divergence", "seed-policy") for ranks in ((0, 2), (1, 3))],
+        "flip": [("replica-divergence", (0, 2), 19)],
+    }
+    assert [(code, ranks, step if code == "replica-divergence" else 0) for code, ranks, step in found] == wanted[wrong]

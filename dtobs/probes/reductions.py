@@ -1,0 +1,79 @@
+"""Which ranks hold copies of a parameter, learned from what the program does: over which group its gradient is reduced.
+
+A gradient that is all-reduced before every step makes the same update on all members of the group, so they hold copies
+that must stay equal, whether the program averages gradients by hand, as hooks or in one flat buffer, and whatever other
+dimensions it is parallel along. Only the first optimizer steps are looked at, only of parameters of which nothing else
+tells who holds copies. A gradient that is reduced over several groups, or not before every step, tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dtobs.probes.layout import Named, local_tensor
+
+STEPS = 8
+"""Optimizer steps that are looked at."""
+LEAST_STEPS = 3
+"""In so many of them running a gradient must be reduced over one and the same group."""
+_MOST_SEARCHES = 256
+"""Times in a step that all gradients are searched for what a call reduces: hooks reduce them one by one."""
+
+Ranks = tuple[int, ...]
+
+
+class Reductions:
+    """Learns the groups of `tensors`; the rows that it need not learn are left out of `wanted`."""
+
+    def __init__(self, tensors: Sequence[Named], wanted: Sequence[int]) -> None:
+        self._tensors = tensors
+        self._wanted = frozenset(wanted)
+        self._places: dict[tuple[int, int], int] = {}  # address and size of a gradient: its row
+        self._total = 0  # elements of all gradients together
+        self._searches, self._steps = 0, 0
+        self._now: dict[int, set[Ranks]] = {}  # by row: over which groups it was reduced since the last step
+        self._seen: dict[int, tuple[Ranks, int]] = {}  # by row: the one group, and in how many steps running
+
+    def reduced(self, tensors: Sequence[torch.Tensor], ranks: Ranks) -> None:
+        """`tensors` are about to be summed or averaged over `ranks`."""
+        if len(ranks) < 2:
+            return
+        for tensor in tensors:
+            for row in self._rows_of(tensor):
+                self._now.setdefault(row, set()).add(ranks)
+
+    def stepped(self, trained: set[int]) -> bool:
+        """An optimizer steps that trains the parameters with these ids; whether nothing more is to be learned."""
+        self._steps += 1
+        for row in [row for row in self._wanted if id(self._tensors[row].tensor) in trained]:
+            groups = self._now.pop(row, set())
+            known, times = self._seen.get(row, ((), 0))
+            only = next(iter(groups)) if len(groups) == 1 else ()
+            self._seen[row] = (only, times + 1 if only == known else 1)
+        self._places, self._searches = {}, 0
+        return self._steps >= STEPS or self._wanted == self.found().keys()
+
+    def found(self) -> dict[int, Ranks]:
+        """By row the ranks that hold copies of it."""
+        return {row: ranks for row, (ranks, times) in self._seen.items() if ranks and times >= LEAST_STEPS}
+
+    def _rows_of(self, tensor: torch.Tensor) -> Sequence[int]:
+        place = (tensor.data_ptr(), tensor.numel())
+        if place not in self._places and self._searches < _MOST_SEARCHES:
+            self._searches += 1
+            self._search()
+        if place in self._places:
+            return (self._places[place],)
+        # One buffer that all gradients were copied into.
+        return tuple(self._wanted) if len(self._places) > 1 and place[1] == self._total else ()
+
+    def _search(self) -> None:
+        self._places, self._total = {}, 0
+        for row, named in enumerate(self._tensors):
+            gradient = named.tensor.grad if named.tensor.requires_grad else None
+            if gradient is not None and not gradient.is_sparse:
+                held = local_tensor(gradient)
+                self._places[held.data_ptr(), held.numel()] = row
+                self._total += held.numel()

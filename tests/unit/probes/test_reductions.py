@@ -1,0 +1,89 @@
+"""Whose copies are learned from reductions of gradients, and of which nothing is."""
+
+from __future__ import annotations
+
+import torch
+
+from dtobs.probes.layout import Named
+from dtobs.probes.reductions import STEPS, Reductions
+from dtobs.recording.meta import Parameter
+
+PAIR, ALL = (0, 1), (0, 1, 2, 3)
+
+
+def tensors(count: int) -> list[Named]:
+    made = [torch.nn.Parameter(torch.zeros(3, n + 2)) for n in range(count)]
+    return [Named(str(n), t, Parameter(str(n), tuple(t.shape), "float32")) for n, t in enumerate(made)]
+
+
+def learned(named: list[Named], reduce, steps: int = STEPS, wanted: tuple[int, ...] | None = None):
+    """What is learned where `reduce(reductions, gradients, step)` tells of the calls of each step."""
+    rows = tuple(range(len(named))) if wanted is None else wanted
+    reductions = Reductions(named, rows)
+    for step in range(steps):
+        for each in named:
+            each.tensor.grad = torch.ones_like(each.tensor)
+        reduce(reductions, [each.tensor.grad for each in named], step)
+        if reductions.stepped({id(each.tensor) for each in named}):
+            break
+    return reductions.found()
+
+
+def test_a_gradient_reduced_over_one_group_before_every_step():
+    def reduce(reductions, gradients, step):
+        reductions.reduced([gradients[0]], PAIR)
+        reductions.reduced([gradients[1].data], ALL)
+
+    assert learned(tensors(3), reduce) == {0: PAIR, 1: ALL}
+
+
+def test_a_gradient_reduced_over_several_groups_now_and_then_or_by_one_rank_tells_nothing():
+    def reduce(reductions, gradients, step):
+        for group in (PAIR, ALL):
+            reductions.reduced([gradients[0]], group)
+        reductions.reduced([gradients[1]], PAIR if step % 2 else ALL)
+        if step % 2:
+            reductions.reduced([gradients[2]], PAIR)
+        reductions.reduced([gradients[3]], (2,))
+
+    assert learned(tensors(4), reduce) == {}
+
+
+def test_what_is_no_gradient_tells_nothing():
+    def reduce(reductions, gradients, step):
+        for gradient in gradients:
+            reductions.reduced([gradient.clone()], ALL)
+        reductions.reduced([torch.zeros(3, 2)], ALL)
+
+    assert learned(tensors(3), reduce) == {}
+
+
+def test_one_buffer_of_all_gradients_is_known_by_its_size():
+    def reduce(reductions, gradients, step):
+        reductions.reduced([torch.cat([g.flatten() for g in gradients])], PAIR)
+
+    assert learned(tensors(3), reduce) == {0: PAIR, 1: PAIR, 2: PAIR}
+    assert learned(tensors(3), reduce, wanted=(1,)) == {1: PAIR}
+    assert learned(tensors(1), reduce) == {}, "a clone of one gradient may be for anything"
+
+
+def test_few_steps_tell_nothing_and_what_is_learned_is_learned_once():
+    def reduce(reductions, gradients, step):
+        for gradient in gradients:
+            reductions.reduced([gradient], PAIR)
+
+    assert learned(tensors(2), reduce, steps=2) == {}
+    assert learned(tensors(2), reduce, steps=3) == {0: PAIR, 1: PAIR}
+
+
+def test_of_two_optimizers_each_tells_of_its_own_parameters():
+    named = tensors(2)
+    reductions = Reductions(named, (0, 1))
+    for each in named:
+        each.tensor.grad = torch.ones_like(each.tensor)
+    for _ in range(3):
+        for each in named:
+            reductions.reduced([each.tensor.grad], PAIR)
+            done = reductions.stepped({id(each.tensor)})
+    assert reductions.found() == {0: PAIR, 1: PAIR}
+    assert done
