@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digest, host_digest, words
 from dtobs.probes.host_memory import host_memory
-from dtobs.probes.layout import Named, find_layout, local_tensor, model_tensors, replica_key
+from dtobs.probes.layout import Named, ParameterLayout, find_layout, local_tensor, model_tensors, replica_key
 from dtobs.probes.process_groups import dimension
 from dtobs.probes.reductions import Reductions
 from dtobs.probes.sampling import period
@@ -52,9 +52,7 @@ class ParameterProbe(Probe):
         wanted = [row for row, t in enumerate(self._tensors) if _has_unknown_copies(t, context.world_size)]
         if wanted and context.replicas is not None:
             context.reductions = Reductions(self._tensors, wanted)
-        layout = find_layout(context.model, context.mesh)
-        context.progress.unnamed = dimension((layout.along,))
-        context.recorder.meta.add("layout", **layout.to_json(), digest_every=self._every)
+        self._say_layout(find_layout(context.model, context.mesh))
 
     def remove(self) -> None:
         """Let go of the model."""
@@ -85,12 +83,22 @@ class ParameterProbe(Probe):
         self._due = self.context.step if self.context.step % self._every == 0 else None
 
     def _learn(self, copies: dict[int, tuple[int, ...]]) -> None:
-        """Write the table again, with the ranks that were seen to hold copies."""
+        """Write the table again, with the ranks that were seen to hold copies, and the layout where that tells it."""
         rows = [t.row for t in self._tensors]
         for row, ranks in copies.items():
             rows[row] = replace(rows[row], replica=replica_key(self._tensors[row].tensor, ranks))
         if copies:
             self.context.recorder.describe_parameters(rows)
+        groups, trained = set(copies.values()), sum(t.tensor.requires_grad for t in self._tensors)
+        if len(groups) == 1 and len(copies) == trained and self._layout.kind == "plain" and not self._layout.data_ranks:
+            (ranks,) = groups  # as DDP does: every gradient is averaged over them
+            along = "data" if len(ranks) == self.context.world_size else self._layout.along
+            self._say_layout(replace(self._layout, data_ranks=ranks, along=along))
+
+    def _say_layout(self, layout: ParameterLayout) -> None:
+        self._layout = layout
+        self.context.recorder.meta.add("layout", **layout.to_json(), digest_every=self._every)
+        self.context.progress.unnamed = dimension((layout.along,))
 
     def _read(self, step: int, amend: int | None) -> None:
         context = self.context

@@ -31,7 +31,7 @@ class Reductions:
         self._tensors = tensors
         self._wanted = frozenset(wanted)
         self._places: dict[tuple[int, int], int] = {}  # address and size of a gradient: its row
-        self._total = 0  # elements of all gradients together
+        self._total = 0  # elements of all gradients together, 0 as long as one is not there
         self._searches, self._steps = 0, 0
         self._now: dict[int, set[Ranks]] = {}  # by row: over which groups it was reduced since the last step
         self._seen: dict[int, tuple[Ranks, int]] = {}  # by row: the one group, and in how many steps running
@@ -70,10 +70,13 @@ class Reductions:
         return tuple(self._wanted) if len(self._places) > 1 and place[1] == self._total else ()
 
     def _search(self) -> None:
-        self._places, self._total = {}, 0
+        self._places = {}
+        whole = True
         for row, named in enumerate(self._tensors):
-            gradient = named.tensor.grad if named.tensor.requires_grad else None
-            if gradient is not None and not gradient.is_sparse:
+            gradient = named.tensor.grad
+            if gradient is None or gradient.is_sparse:
+                whole = whole and not named.tensor.requires_grad
+            else:
                 held = local_tensor(gradient)
                 self._places[held.data_ptr(), held.numel()] = row
-                self._total += held.numel()
+        self._total = sum(size for _, size in self._places) if whole else 0

@@ -64,6 +64,13 @@ def test_one_buffer_of_all_gradients_is_known_by_its_size():
 
     assert learned(tensors(3), reduce) == {0: PAIR, 1: PAIR, 2: PAIR}
     assert learned(tensors(3), reduce, wanted=(1,)) == {1: PAIR}
+
+    def early(reductions, gradients, step):
+        """What DDP reduces in the backward, when the gradients of what it does not wrap are not there."""
+        reductions._tensors[2].tensor.grad = None
+        reductions.reduced([torch.cat([g.flatten() for g in gradients[:2]])], PAIR)
+
+    assert learned(tensors(3), early) == {}
     assert learned(tensors(1), reduce) == {}, "a clone of one gradient may be for anything"
 
 
