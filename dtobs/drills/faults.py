@@ -127,7 +127,7 @@ _TROUBLES = (
     _trouble("loud", "local-gradient-outlier"),
     _trouble("flipped-bit", "replica-divergence", wrappers=("ddp", "hsdp", "by-hand")),
     _trouble("corrupted-message", "corrupted-communication", wrappers=("by-hand",)),
-    _trouble("same-data", "data-overlap", "all"),
+    _trouble("same-data", "data-overlap", "all", ("ddp", "fsdp", "by-hand")),
     _trouble("uneven", "data-uneven", "all"),  # of two that differ none is accused
     _trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
     _trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),

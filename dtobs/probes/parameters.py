@@ -39,6 +39,8 @@ class ParameterProbe(Probe):
         self._every = 1
         self._due: int | None = None  # the step after which they are to be read
         self._fresh = True
+        self._unknown: set[int] = set()  # rows of which nothing tells who holds copies
+        self._wanted: set[int] = set()  # rows of which the reductions are to be learned
 
     def install(self) -> None:
         """Write the table and the layout."""
@@ -49,10 +51,14 @@ class ParameterProbe(Probe):
         self._every = period([t.tensor for t in self._tensors])
         self._due, self._fresh = None, True
         context.recorder.parameters(t.row for t in self._tensors)
-        wanted = [row for row, t in enumerate(self._tensors) if _has_unknown_copies(t, context.world_size)]
-        if wanted and context.replicas is not None:
-            context.reductions = Reductions(self._tensors, wanted)
         self._say_layout(find_layout(context.model, context.mesh))
+        self._unknown = {row for row, t in enumerate(self._tensors) if _has_unknown_copies(t, context.world_size)}
+        trained = {row for row, t in enumerate(self._tensors) if t.tensor.requires_grad}
+        # Where all are reduced over the same ranks, as under DDP, these read different data.
+        alike = self._layout.kind == "plain" and not self._layout.data_ranks and context.world_size > 1
+        self._wanted = trained if alike else trained & self._unknown
+        if self._wanted and context.replicas is not None:
+            context.reductions = Reductions(self._tensors, self._wanted)
 
     def remove(self) -> None:
         """Let go of the model."""
@@ -85,15 +91,15 @@ class ParameterProbe(Probe):
     def _learn(self, copies: dict[int, tuple[int, ...]]) -> None:
         """Write the table again, with the ranks that were seen to hold copies, and the layout where that tells it."""
         rows = [t.row for t in self._tensors]
-        for row, ranks in copies.items():
-            rows[row] = replace(rows[row], replica=replica_key(self._tensors[row].tensor, ranks))
-        if copies:
+        for row in self._unknown & copies.keys():
+            rows[row] = replace(rows[row], replica=replica_key(self._tensors[row].tensor, copies[row]))
+        if rows != [t.row for t in self._tensors]:
             self.context.recorder.describe_parameters(rows)
-        groups, trained = set(copies.values()), sum(t.tensor.requires_grad for t in self._tensors)
-        if len(groups) == 1 and len(copies) == trained and self._layout.kind == "plain" and not self._layout.data_ranks:
-            (ranks,) = groups  # as DDP does: every gradient is averaged over them
-            along = "data" if len(ranks) == self.context.world_size else self._layout.along
-            self._say_layout(replace(self._layout, data_ranks=ranks, along=along))
+        groups, layout = set(copies.values()), self._layout
+        if layout.kind == "plain" and not layout.data_ranks and len(groups) == 1 and copies.keys() == self._wanted:
+            (ranks,) = groups
+            along = "data" if len(ranks) == self.context.world_size else layout.along
+            self._say_layout(replace(layout, data_ranks=ranks, along=along))
 
     def _say_layout(self, layout: ParameterLayout) -> None:
         self._layout = layout
@@ -141,8 +147,9 @@ class ParameterProbe(Probe):
 def _has_unknown_copies(named: Named, world_size: int) -> bool:
     """Whether nothing tells who holds copies of a parameter; the mesh of a shard may be only a part of the world."""
     tensor, key = named.tensor, named.row.replica
-    part = isinstance(tensor, DTensor) and key.startswith("mesh:1:") and tensor.device_mesh.size() < world_size
-    return tensor.requires_grad and (not key or part)
+    return not key or (
+        isinstance(tensor, DTensor) and key.startswith("mesh:1:") and tensor.device_mesh.size() < world_size
+    )
 
 
 def _fold(values: npt.NDArray[np.uint64]) -> int:

@@ -8,7 +8,7 @@ tells who holds copies. A gradient that is reduced over several groups, or not b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ Ranks = tuple[int, ...]
 class Reductions:
     """Learns the groups of `tensors`; the rows that it need not learn are left out of `wanted`."""
 
-    def __init__(self, tensors: Sequence[Named], wanted: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Named], wanted: Collection[int]) -> None:
         self._tensors = tensors
         self._wanted = frozenset(wanted)
         self._places: dict[tuple[int, int], int] = {}  # address and size of a gradient: its row

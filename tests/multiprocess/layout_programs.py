@@ -78,7 +78,7 @@ def describe_mesh(rank: int, world_size: int, names: tuple[str, ...], shape: tup
 def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> dict[str, str]:
     """A model of which rank r holds half r % 2, gradients averaged over the ranks with the same half; its copies.
 
-    `how` the gradients are averaged: one by one, from hooks, or in one buffer; `wrong`: "start", "flip" or "".
+    `how` the gradients are averaged: one by one, from hooks, or in one buffer; `wrong`: "start", "flip", "data" or "".
     """
     halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group = halves[rank % 2]
@@ -92,7 +92,7 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
 
     for parameter in params if how == "hooks" else ():
         parameter.register_post_accumulate_grad_hook(average)
-    inputs = torch.Generator().manual_seed(rank)
+    inputs = torch.Generator().manual_seed(rank % 2 if wrong == "data" else rank)
     with dtobs.attach(model, optimizer, run_dir=folder, monitor=False) as session:
         for step in range(1, 31):
             session.step(step)

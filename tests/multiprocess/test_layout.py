@@ -48,7 +48,7 @@ def test_tensor_parallel(tmp_path: Path, nan: bool):
 
 
 @pytest.mark.parametrize("how", ["one by one", pytest.param("hooks", marks=pytest.mark.exhaustive), "buffer"])
-@pytest.mark.parametrize("wrong", ["", "start", "flip"])
+@pytest.mark.parametrize("wrong", ["", "start", "flip", "data"])
 def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how: str, wrong: str):
     tables = [r.value for r in run_ranks(train_by_hand, 4, tmp_path, how, wrong)]
     assert tables[0] == tables[2] != tables[1] == tables[3]
@@ -58,5 +58,6 @@ def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how
         "": [],
         "start": [(code, ranks, 0) for code in ("replica-divergence", "seed-policy") for ranks in ((0, 2), (1, 3))],
         "flip": [("replica-divergence", (0, 2), 19)],
+        "data": [("data-overlap", (0, 2), 0), ("data-overlap", (1, 3), 0)],
     }
     assert [(code, ranks, step if code == "replica-divergence" else 0) for code, ranks, step in found] == wanted[wrong]
