@@ -192,6 +192,15 @@ _LOSSES = (
         odd=4.0,
         ranks=(ODD,),
     ),
+    Loss(
+        "slow-messages",
+        "pipeline-bubble",
+        compute=0.05,
+        transfer=0.05,
+        micro_batches=4,
+        steps=40,
+        wrappers=("pp",),
+    ),
     Loss("ample-quota", None, compute=0.05, on_core=True, steps=320),
     Loss(
         "cpu-quota",

@@ -18,6 +18,7 @@ from torch import nn
 
 import dtobs
 from dtobs.drills.faults import EXTRA_BYTES, LOSSES, ODD, Loss
+from dtobs.probes import pipeline_schedule
 
 _WIDTH = 32
 _SHARDED_WIDTH = 400
@@ -122,6 +123,8 @@ def _train_pipeline(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
     stage = PipelineStage(model, rank, world, torch.device("cpu"))
     schedule = Schedule1F1B(stage, lost.micro_batches, loss_fn=lambda predicted, target: predicted.square().mean())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if lost.name == "slow-messages":
+        _send_slowly(lost.transfer)
     with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor) as session:
         session.watch_pipeline(schedule)
         for _ in range(lost.steps):
@@ -132,6 +135,18 @@ def _train_pipeline(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
                 schedule.step(target=batch)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _send_slowly(seconds: float) -> None:
+    """From now on what torch's schedules send and receive together takes `seconds` more to be issued."""
+    module, name = pipeline_schedule.message_owner(), pipeline_schedule.BATCH
+    issue = getattr(module, name)
+
+    def issue_slowly(operations: Any, *args: Any, **named: Any) -> Any:
+        time.sleep(seconds if operations else 0.0)
+        return issue(operations, *args, **named)
+
+    setattr(module, name, issue_slowly)
 
 
 class _Stage(_Layer):
