@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from torch import nn
 
 import dtobs
 from dtobs.drills.faults import EXTRA_BYTES, LOSSES, ODD, Loss
-from dtobs.probes import pipeline_schedule
 
 _WIDTH = 32
 _SHARDED_WIDTH = 400
@@ -124,7 +124,7 @@ def _train_pipeline(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
     schedule = Schedule1F1B(stage, lost.micro_batches, loss_fn=lambda predicted, target: predicted.square().mean())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if lost.name == "slow-messages":
-        _send_slowly(lost.transfer)
+        _send_slowly(stage, lost.transfer)
     with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor) as session:
         session.watch_pipeline(schedule)
         for _ in range(lost.steps):
@@ -137,16 +137,18 @@ def _train_pipeline(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
             optimizer.zero_grad()
 
 
-def _send_slowly(seconds: float) -> None:
-    """From now on what torch's schedules send and receive together takes `seconds` more to be issued."""
-    module, name = pipeline_schedule.message_owner(), pipeline_schedule.BATCH
-    issue = getattr(module, name)
+def _send_slowly(stage: Any, seconds: float) -> None:
+    """From now on what the stage hands on and back takes `seconds` more to be sent."""
 
-    def issue_slowly(operations: Any, *args: Any, **named: Any) -> Any:
-        time.sleep(seconds if operations else 0.0)
-        return issue(operations, *args, **named)
+    def slowed(made: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:
+        def send_slowly(micro_batch: int) -> list[Any]:
+            operations = made(micro_batch)
+            time.sleep(seconds if operations else 0.0)
+            return operations
 
-    setattr(module, name, issue_slowly)
+        return send_slowly
+
+    stage.get_fwd_send_ops, stage.get_bwd_send_ops = slowed(stage.get_fwd_send_ops), slowed(stage.get_bwd_send_ops)
 
 
 class _Stage(_Layer):

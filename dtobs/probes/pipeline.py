@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial, update_wrapper
 from typing import Any
 
 from dtobs.events import Phase, PipelineOp
@@ -32,7 +34,7 @@ _PHASE = {
 
 
 class PipelineProbe(Probe):
-    """Watches the schedules that `watch` is given, until the session closes."""
+    """Watches the schedules that `watch` is given, and those of torch's that step, until the session closes."""
 
     name = "pipeline"
     about_model = False
@@ -40,6 +42,7 @@ class PipelineProbe(Probe):
     def __init__(self) -> None:
         super().__init__()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listening = False
         self._ring: PipelineWriter | None = None
         self._plan: Plan | None = None
         self._device: DeviceTimes | None = None
@@ -52,8 +55,10 @@ class PipelineProbe(Probe):
         self._split: dict[int, Any] = {}  # stages that made weight gradients apart, by number, not reduced so far
 
     def install(self) -> None:
-        """Nothing to hook before a schedule is given."""
+        """Hook in where schedules of torch's are there to step."""
         self._progress = self.context.progress
+        self._listening = False
+        self._listen()
 
     def remove(self) -> None:
         """Give the stages and torch's functions back, and close the ring."""
@@ -75,6 +80,8 @@ class PipelineProbe(Probe):
 
     def step_begin(self) -> None:
         """Nothing was computed in this step so far."""
+        if not self._listening:
+            self._listen()
         self._first = self._last = self._sum = 0
 
     def step_end(self) -> None:
@@ -113,6 +120,28 @@ class PipelineProbe(Probe):
         self.around(schedule, "step", self._begin_turn, self._end_turn)
 
     # the schedule
+
+    def _listen(self) -> None:
+        """Watch every schedule from its first step on, whether or not the program gives it to `watch`."""
+        look = self.guard(self._watch_found)
+
+        def make(step: Callable[..., Any]) -> Callable[..., Any]:
+            def step_watched(schedule: Any, *args: Any, **named: Any) -> Any:
+                # Once it is watched, its own ``step`` is around this one.
+                return (schedule.step if look(schedule) else partial(step, schedule))(*args, **named)
+
+            return update_wrapper(step_watched, step)
+
+        for kind in torch_pipelining.schedules():
+            self._listening = True
+            self.undo.callback(patches.replace(kind, "step", make))
+
+    def _watch_found(self, schedule: Any) -> bool:
+        if schedule in self._watched:
+            return False
+        with suppress(torch_pipelining.NotASchedule):
+            self.watch(schedule)
+        return schedule in self._watched
 
     def _begin_turn(self, *_args: Any, **_named: Any) -> bool:
         if not self._progress.in_step:

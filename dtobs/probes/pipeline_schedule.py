@@ -7,6 +7,7 @@ functions, computations are still recorded, messages and waits are not (`has_mes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,13 @@ def plan(schedule: Any) -> Plan:
         stage_count=int(own[0].num_stages),
         ranks=tuple(int(rank) for rank in members),
     )
+
+
+def schedules() -> list[type]:
+    """The classes whose ``step`` runs a schedule; none as long as nobody has imported them."""
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    known = (getattr(module, name, None) for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"))
+    return [kind for kind in known if kind is not None]
 
 
 def has_messages() -> bool:

@@ -90,7 +90,10 @@ class Session:
         self._call("corrupt", path, why)
 
     def watch_pipeline(self, schedule: Any) -> None:
-        """Record what a schedule of torch.distributed.pipelining does with each micro-batch; for any number of them."""
+        """Record what a schedule of torch.distributed.pipelining does with each micro-batch; for any number of them.
+
+        Those that step through torch's own classes are found without it.
+        """
         self._call("watch_pipeline", schedule)
 
     def begin_phase(self, name: str) -> None:

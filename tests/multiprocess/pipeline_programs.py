@@ -80,6 +80,7 @@ def hooked(stages: list[Any], schedule: Any) -> list[Any]:
     names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "get_fwd_send_ops")
     found = [vars(stage).get(name) for stage in stages for name in names]
     own = [vars(schedule).get(name) for name in ("step", "_loss_fn")]
+    own += [kind.step for kind in (torch_schedules.PipelineScheduleSingle, torch_schedules.PipelineScheduleMulti)]
     return [*found, *own, torch_schedules._batch_p2p, torch_schedules._wait_batch_p2p]
 
 
@@ -93,8 +94,8 @@ def train(rank: int, world: int, folder: Path, schedule: str, seconds: float, st
     model = nn.ModuleList(parts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with dtobs.attach(model, optimizer, run_dir=folder, monitor=False) as session:
-        session.watch_pipeline(made)
-        session.watch_pipeline(made)  # once is enough
+        for _ in range(2 * rank):  # rank 0 leaves it to be found when it steps; once is enough
+            session.watch_pipeline(made)
         for _ in range(steps):
             run_step(made, numbers, world * len(numbers), MICRO_BATCHES)
             optimizer.step()
