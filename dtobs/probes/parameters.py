@@ -72,9 +72,10 @@ class ParameterProbe(Probe):
         step = self.context.step
         if not self._tensors:
             return
-        reductions = self.context.reductions
-        if reductions is not None and reductions.stepped(self.context.trained_by(self.context.stepping)):
-            self.context.reductions = None
+        context = self.context
+        reductions = context.reductions
+        if reductions is not None and reductions.stepped(context.trained_by() - context.trained_by(context.stepping)):
+            context.reductions = None
             self._learn(reductions.found())
         if self._fresh:
             self._fresh = False

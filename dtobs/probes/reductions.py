@@ -44,10 +44,13 @@ class Reductions:
             for row in self._rows_of(tensor):
                 self._now.setdefault(row, set()).add(ranks)
 
-    def stepped(self, trained: set[int]) -> bool:
-        """An optimizer steps that trains the parameters with these ids; whether nothing more is to be learned."""
+    def stepped(self, elsewhere: set[int]) -> bool:
+        """An optimizer steps; whether nothing more is to be learned. `elsewhere`: ids of what others train here.
+
+        What no optimizer of this rank trains is sent by the rank that trains it (ZeRO).
+        """
         self._steps += 1
-        for row in [row for row in self._wanted if id(self._tensors[row].tensor) in trained]:
+        for row in [row for row in self._wanted if id(self._tensors[row].tensor) not in elsewhere]:
             groups = self._now.pop(row, set())
             known, times = self._seen.get(row, ((), 0))
             only = next(iter(groups)) if len(groups) == 1 else ()
