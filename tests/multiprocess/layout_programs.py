@@ -78,14 +78,16 @@ def describe_mesh(rank: int, world_size: int, names: tuple[str, ...], shape: tup
 def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> dict[str, str]:
     """A model of which rank r holds half r % 2, gradients averaged over the ranks with the same half; its copies.
 
-    `how` the gradients are averaged: one by one, from hooks, or in one buffer; `wrong`: "start", "flip", "data" or "".
+    `how` the gradients are averaged: one by one, from hooks, in one buffer, or one by one and "shared out": each rank
+    steps some parameters and sends them. `wrong`: "start", "flip", "data", "not sent" or "".
     """
     halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group = halves[rank % 2]
     torch.manual_seed(rank if wrong == "start" else rank % 2)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     params = list(model.parameters())
-    optimizer = torch.optim.Adam(params, lr=1e-3)
+    mine = params[rank // 2 :: 2] if how == "shared out" else params
+    optimizer = torch.optim.Adam(mine, lr=1e-3)
 
     def average(parameter: torch.Tensor) -> None:
         dist.all_reduce(parameter.grad, group=group)
@@ -99,7 +101,7 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
             dist.all_reduce(torch.ones(8, 6))  # as many elements as a weight has, over all
             optimizer.zero_grad()
             model(torch.randn(4, 6, generator=inputs)).square().mean().backward()
-            if how == "one by one":
+            if how in ("one by one", "shared out"):
                 for parameter in params:
                     average(parameter)
             elif how == "buffer":
@@ -109,4 +111,7 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
             if wrong == "flip" and step == 20 and rank == 2:
                 params[2].data[1, 2] += 0.5
             optimizer.step()
+            for number, parameter in enumerate(params if how == "shared out" else ()):
+                if wrong != "not sent" or step < 20 or number:
+                    dist.broadcast(parameter.data, rank % 2 + 2 * (number % 2), group=group)
     return {row.name: row.replica for row in load_run(folder).meta(rank).params}

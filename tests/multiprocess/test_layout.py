@@ -47,8 +47,15 @@ def test_tensor_parallel(tmp_path: Path, nan: bool):
     assert np.isfinite(window.field("local_norm")[:, :20]).all()
 
 
-@pytest.mark.parametrize("how", ["one by one", pytest.param("hooks", marks=pytest.mark.exhaustive), "buffer"])
-@pytest.mark.parametrize("wrong", ["", "start", "flip", "data"])
+@pytest.mark.parametrize(
+    ("how", "wrong"),
+    [
+        *((how, wrong) for how in ("one by one", "buffer") for wrong in ("", "start", "flip", "data")),
+        *(pytest.param("hooks", wrong, marks=pytest.mark.exhaustive) for wrong in ("", "start", "flip", "data")),
+        ("shared out", ""),
+        ("shared out", "not sent"),
+    ],
+)
 def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how: str, wrong: str):
     tables = [r.value for r in run_ranks(train_by_hand, 4, tmp_path, how, wrong)]
     assert tables[0] == tables[2] != tables[1] == tables[3]
@@ -58,6 +65,7 @@ def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how
         "": [],
         "start": [(code, ranks, 0) for code in ("replica-divergence", "seed-policy") for ranks in ((0, 2), (1, 3))],
         "flip": [("replica-divergence", (0, 2), 19)],
+        "not sent": [("replica-divergence", (0, 2), 20), ("replica-divergence", (1, 3), 20)],
         "data": [("data-overlap", (0, 2), 0), ("data-overlap", (1, 3), 0)],
     }
     assert [(code, ranks, step if code == "replica-divergence" else 0) for code, ranks, step in found] == wanted[wrong]
