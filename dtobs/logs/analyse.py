@@ -74,8 +74,7 @@ def judge(evidence: LogEvidence, several_files: bool, notes: list[str], bytes_re
     groups = frontiers(live)
     heard = replace(_heard(evidence, ranks, live, world, tracks), told=told)
     findings = _causes(live, ended, groups, heard, evidence)
-    critical = bool(findings)
-    findings += quality.findings(tracks, live, critical)
+    findings += quality.findings(tracks, live)
     if not findings:
         findings += spikes(tracks)
     notes = [*notes, *_notes(live, ended, findings, tracks), *_attempts(signs, evidence), *paces(tracks)]

@@ -15,8 +15,8 @@ _UNSETTLED = 24
 _ZERO_LOSSES = 2
 
 
-def findings(tracks: Mapping[int | None, Track], live: Sequence[Sign], crashed: bool) -> list[Finding]:
-    """The findings; a crash is told before them."""
+def findings(tracks: Mapping[int | None, Track], live: Sequence[Sign]) -> list[Finding]:
+    """The findings."""
     return [*(_loss(tracks) or _gradients(tracks)), *_transport(live)]
 
 

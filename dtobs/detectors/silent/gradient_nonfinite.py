@@ -206,11 +206,18 @@ def _origin(view: RunView, bad: Collection[int]) -> tuple[tuple[int, ...], str]:
     """
     onward = {rank: _hands_on_to(view, rank) & set(view.ranks) for rank in bad}
     if not any(others & set(bad) for others in onward.values()):
-        return tuple(sorted(bad)), ""
+        together = all(_parts_of_its_model(view, rank) & set(bad) for rank in bad)
+        return tuple(sorted(bad)), "; they compute one model together, so some have it from another" if together else ""
     last = tuple(sorted(rank for rank, others in onward.items() if others and not others & set(bad)))
     if last:
         return last, f"; {ranks_text(sorted(set(bad) - set(last)))} got it back through the pipeline"
     return tuple(sorted(bad)), "; they hand activations to each other, so it came to most of them from another"
+
+
+def _parts_of_its_model(view: RunView, rank: int) -> set[int]:
+    """The other ranks, where it is known that they do not do the same work on other samples."""
+    data_ranks = view.meta(rank).layout.get("data_ranks")
+    return set(view.ranks) - {rank, *data_ranks} if data_ranks else set()
 
 
 def _hands_on_to(view: RunView, rank: int) -> set[int]:

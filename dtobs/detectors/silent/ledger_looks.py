@@ -201,9 +201,8 @@ def _looks(ranks: Ranks, names: list[str], keys: Integers, records: Records, cel
             place = np.searchsorted(some, look[chosen]), at[chosen] % count, locals_["micro"][chosen]
             slot = (*place, np.searchsorted(held, locals_["part"][chosen]))
             local = np.zeros((len(some), count, depth, len(held), SKETCHES))
-            scale = np.zeros(local.shape[:-1])
-            local[slot], scale[slot] = locals_["value"][chosen], locals_["scale"][chosen]
+            local[slot] = locals_["value"][chosen]
             for i, which in enumerate(some.tolist()):
                 step, name = divmod(int(keys[places[which]]), len(names))
                 end = finals[which * count : (which + 1) * count]
-                yield Look(step, names[name], ranks, local[i], scale[i], end["value"], end["scale"], part, end["flags"])
+                yield Look(step, names[name], ranks, local[i], end["value"], end["scale"], part, end["flags"])

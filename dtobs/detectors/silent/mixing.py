@@ -34,15 +34,14 @@ Floats = npt.NDArray[np.float64]
 class Look:
     """One tensor in one step, over the ranks that share its gradient.
 
-    `local` is float[Q, M, P, K]: rank, micro-batch, shard, piece; `local_scale` [Q, M, P]. `final` is [Q, K] with
-    `final_scale` [Q]; rank number i holds shard ``part[i]``.
+    `local` is float[Q, M, P, K]: rank, micro-batch, shard, piece. `final` is [Q, K] with `final_scale` [Q]; rank number
+    i holds shard ``part[i]``.
     """
 
     step: int
     name: str
     ranks: tuple[int, ...]
     local: Floats
-    local_scale: Floats
     final: Floats
     final_scale: Floats
     part: npt.NDArray[np.intp]

@@ -452,6 +452,21 @@ def test_a_nan_in_one_shard_may_be_of_any_rank(tmp_path: Path, layout):
     assert only(run).ranks == ()
 
 
+@pytest.mark.parametrize(
+    ("bad", "confidence"), [({2}, "certain"), ({0, 1}, "possible"), ({0, 2}, "certain"), ({0, 1, 2}, "possible")]
+)
+def test_a_nan_of_ranks_that_split_layers_is_certain_of_none(tmp_path: Path, bad: set[int], confidence: str):
+    """Ranks 0 and 1 compute one model, and ranks 2 and 3 a copy of it."""
+    values = {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0}
+    run = noisy_run(tmp_path, 4, change=lambda rank, step: values if rank in bad and step == 30 else {})
+    for rank in run.ranks:
+        data = [rank.number, (rank.number + 2) % 4]
+        rank.meta("layout", kind="dtensor", data_ranks=data, stage=0, coordinates={"tp": rank.number % 2}, dropout=0)
+    found = only(run)
+    assert (found.ranks, found.confidence) == (tuple(sorted(bad)), confidence)
+    assert found.summary.endswith("some have it from another") == (confidence == "possible")
+
+
 def test_a_scaler_excuses_its_overflows_before_its_first_step_ends(tmp_path: Path):
     run = noisy_run(tmp_path, 2, 3)
     for rank in run.ranks:
