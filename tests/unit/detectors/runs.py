@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from dtobs.detectors import run_detectors
+from dtobs.findings import Finding
 from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRun
 
@@ -17,6 +19,20 @@ PARAMETERS = tuple(
 
 Change = Callable[[int, int], dict[str, float]]
 """(rank, step) → fields of the step that are different from the healthy ones."""
+
+
+def findings(run: FakeRun) -> list[Finding]:
+    """What is found of silent errors and of lost time."""
+    view = run.view()
+    found = run_detectors(view, ("silent", "performance"))
+    assert view.damaged == []
+    return found
+
+
+def only(run: FakeRun) -> Finding:
+    """The one finding."""
+    (found,) = findings(run)
+    return found
 
 
 def unchanged(rank: int, step: int) -> dict[str, float]:

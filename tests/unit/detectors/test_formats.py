@@ -8,21 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.detectors import run_detectors
-from dtobs.findings import Finding
-from dtobs.testing.fake_run import FakeRun
-from tests.unit.detectors.runs import noisy_run
+from tests.unit.detectors.runs import findings, noisy_run, only
 
 NAN = math.nan
-
-
-def findings(run: FakeRun) -> list[Finding]:
-    return run_detectors(run.view(), ("silent",))
-
-
-def only(run: FakeRun) -> Finding:
-    (found,) = findings(run)
-    return found
 
 
 def of_all(values: list[float], field: str) -> Callable[[int, int], dict[str, float]]:

@@ -8,22 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtobs.detectors import run_detectors
 from dtobs.events import Kind, Phase, identify
-from dtobs.findings import Finding
 from dtobs.recording.meta import Op
 from dtobs.recording.plan import Plan
 from dtobs.testing.fake_run import FakeRun
-from tests.unit.detectors.runs import Change, noisy_run
-
-
-def findings(run: FakeRun) -> list[Finding]:
-    return run_detectors(run.view(), ("performance",))
-
-
-def only(run: FakeRun) -> Finding:
-    (found,) = findings(run)
-    return found
+from tests.unit.detectors.runs import Change, findings, noisy_run, only
 
 
 def slow(seconds: float, **more: float) -> Change:

@@ -7,15 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtobs.detectors import run_detectors
 from dtobs.detectors.performance.straggler import _medians_of_others
-from dtobs.findings import Finding
 from dtobs.testing.fake_run import FakeRun
-from tests.unit.detectors.runs import noisy_run
-
-
-def findings(run: FakeRun) -> list[Finding]:
-    return run_detectors(run.view(), ("silent", "performance"))
+from tests.unit.detectors.runs import findings, noisy_run
 
 
 def slowed(part: str, seconds: float, rank: int = 1):

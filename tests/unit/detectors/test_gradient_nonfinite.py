@@ -1,0 +1,141 @@
+"""gradient-nonfinite: the rank, stage and parameter where a NaN arose, and nobody where that cannot be told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dtobs.events import NONFINITE_MARK, Kind, identify
+from dtobs.testing.fake_run import FakeRun
+from tests.unit.detectors.runs import findings, noisy_run, only
+
+NAN, INF = math.nan, math.inf
+
+
+def test_the_rank_that_computed_the_nan_is_named(tmp_path: Path):
+    def change(rank: int, step: int) -> dict[str, float]:
+        bad = {"local_norm": NAN, "nonfinite": 2, "nonfinite_param": 1}
+        return bad if (rank == 1 and step == 30) or step > 30 else {}
+
+    found = only(noisy_run(tmp_path, 3, change=change))
+    assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (1,), 30)
+    assert found.summary == (
+        "rank 1 computes NaN or infinity in step 30: first in the gradient of block.weight and 1 more parameters"
+    )
+    assert found.evidence[-1] == {
+        "what": "first parameter",
+        "rank": 1,
+        "parameter": "block.weight",
+        "module": "block",
+    }
+
+
+def test_a_nan_in_a_step_that_never_ended(tmp_path: Path):
+    run = noisy_run(tmp_path, 2)
+    run.rank(1).event(Kind.MARK, op=NONFINITE_MARK, seq=2, value=NAN)
+    run.rank(1).event(Kind.MARK, op=NONFINITE_MARK, seq=1, value=NAN)
+    found = only(run)
+    assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (1,), 40)
+    assert "block.weight" in found.summary
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_nan_that_was_not_sampled_where_it_arose_is_nobodys(tmp_path: Path, seen: bool):
+    bad = {"local_norm": NAN, "nonfinite": 2, "nonfinite_param": 0}
+    run = noisy_run(tmp_path, 2, 14, change=lambda rank, step: bad if step == 13 else {})
+    for rank in run.ranks:
+        if seen:
+            rank.meta("nonfinite", seen="reduced", row=2, step=12)
+        rank.meta("nonfinite", seen="parameters", row=0, step=13)
+        rank.step(loss=NAN)  # is what came of it
+    found = only(run)
+    assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (), 12)
+    assert ("the gradient of head.weight" if seen else "in or before step 12: embed.weight") in found.summary
+    assert found.summary.endswith("; which rank computed it was not sampled")
+
+
+def pipeline(path: Path, world: int, steps: int, bad: dict[int, set[int]]) -> FakeRun:
+    """Ranks that hand activations on and gradients back; `bad`: ranks with a NaN in their gradients, by step."""
+
+    def change(rank: int, step: int) -> dict[str, float]:
+        return {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0} if rank in bad.get(step, ()) else {}
+
+    run = noisy_run(path, world, steps, change)
+    ways = {name: identify(name) for name in ("send", "recv")}
+    for rank in run.ranks:
+        rank.meta("layout", kind="plain", data_ranks=[], stage=0, coordinates={}, dropout=0)
+        for name, op in ways.items():
+            rank.meta("op", id=op, op=name, reduce_op="", shapes=[[4]], dtypes=["float32"], root=-1)
+        for step in range(steps):
+            for name, peer in (("recv", -1), ("send", 1), ("recv", 1), ("send", -1)):
+                if 0 <= rank.number + peer < world:
+                    rank.event(Kind.P2P, op=ways[name], value=rank.number + peer, seq=step + 1, step=step)
+    return run
+
+
+def test_a_nan_that_a_pipeline_handed_back_is_that_of_the_stage_where_it_arose(tmp_path: Path):
+    found = only(pipeline(tmp_path, 4, 40, {30: {0, 1, 2}}))
+    assert (found.ranks, found.step, found.confidence) == ((2,), 30, "likely")
+    assert found.summary.endswith("; ranks 0 and 1 got it back through the pipeline")
+
+
+def test_a_nan_of_all_stages_is_certain_of_none(tmp_path: Path):
+    found = only(pipeline(tmp_path, 4, 40, {30: {0, 1, 2, 3}}))
+    assert (found.ranks, found.confidence) == ((0, 1, 2, 3), "possible")
+    assert "it came to most of them from another" in found.summary
+
+
+def test_a_nan_in_the_parameters_of_one_stage_is_said_of_it(tmp_path: Path):
+    run = pipeline(tmp_path, 4, 40, {31: {0, 1, 2, 3}})
+    run.rank(2).meta("nonfinite", seen="parameters", row=1, step=31)
+    found = only(run)
+    assert (found.ranks, found.step, found.confidence) == ((2,), 30, "likely")
+    assert "block.weight of rank 2 held one when step 31 began; no other rank has it" in found.summary
+
+
+@pytest.mark.parametrize("layout", [{"kind": "fsdp", "data_ranks": [0, 1]}, {"kind": "plain", "data_ranks": []}])
+def test_a_nan_in_one_shard_may_be_of_any_rank(tmp_path: Path, layout):
+    bad = {"local_norm": NAN, "nonfinite": 2, "nonfinite_param": 0}
+    run = noisy_run(tmp_path, 2, 14, change=lambda rank, step: bad if step == 13 else {})
+    for rank in run.ranks:
+        rank.meta("layout", stage=0, coordinates={}, dropout=0, **layout)
+    run.rank(1).meta("nonfinite", seen="parameters", row=0, step=13)
+    assert only(run).ranks == ()
+
+
+@pytest.mark.parametrize(
+    ("bad", "confidence"), [({2}, "certain"), ({0, 1}, "possible"), ({0, 2}, "certain"), ({0, 1, 2}, "possible")]
+)
+def test_a_nan_of_ranks_that_split_layers_is_certain_of_none(tmp_path: Path, bad: set[int], confidence: str):
+    """Ranks 0 and 1 compute one model, and ranks 2 and 3 a copy of it."""
+    values = {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0}
+    run = noisy_run(tmp_path, 4, change=lambda rank, step: values if rank in bad and step == 30 else {})
+    for rank in run.ranks:
+        data = [rank.number, (rank.number + 2) % 4]
+        rank.meta("layout", kind="dtensor", data_ranks=data, stage=0, coordinates={"tp": rank.number % 2}, dropout=0)
+    found = only(run)
+    assert (found.ranks, found.confidence) == (tuple(sorted(bad)), confidence)
+    assert found.summary.endswith("some have it from another") == (confidence == "possible")
+
+
+def test_a_scaler_excuses_its_overflows_before_its_first_step_ends(tmp_path: Path):
+    run = noisy_run(tmp_path, 2, 3)
+    for rank in run.ranks:
+        rank.meta("process", loss_scaler="GradScaler")
+        rank.event(Kind.MARK, op=NONFINITE_MARK, seq=1, value=INF)
+        rank.meta("nonfinite", seen="reduced", row=1, step=3)
+    assert findings(run) == []
+
+
+def test_overflow_is_how_a_loss_scaler_finds_its_scale(tmp_path: Path):
+    def overflow(first: int, last: int):
+        def change(rank: int, step: int) -> dict[str, float]:
+            bad = {"nonfinite": 1, "nonfinite_param": 0, "local_norm": INF} if first <= step < last else {}
+            return {"loss_scale": 1024.0, **bad}
+
+        return change
+
+    assert findings(noisy_run(tmp_path / "a", 2, change=overflow(0, 6))) == []
+    assert only(noisy_run(tmp_path / "b", 2, change=overflow(5, 40))).code == "gradient-nonfinite"
