@@ -32,11 +32,11 @@ def observe(words: Sequence[str], run_dir: Path, timeout: float, *, steps: int =
     print(f"dtobs: running {shown}", file=sys.stderr, flush=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     # What a step left is read before the next one changes it: the one after it is still observed.
-    past = f"step={until + 1}" if until else f"steps_done={steps}"
+    field, number = ("step", until + 1) if until else ("steps_done", steps)
     values = environment(os.environ, run_dir, "run", None) | {
         "DTOBS_PROBES": "ledger=all,samples=all",
         "DTOBS_MONITOR": "0",
-        "DTOBS_SLOW_AFTER": past,
+        "DTOBS_SLOW_AFTER": f"{field}={number}",
     }
     log = run_dir / "output.log"
     with log.open("wb") as output:
@@ -45,7 +45,7 @@ def observe(words: Sequence[str], run_dir: Path, timeout: float, *, steps: int =
         except OSError as error:
             raise UsageError(f"cannot run {words[0]!r}: {error.strerror}") from error
         try:
-            _wait(process, run_dir, timeout, *past.split("="))
+            _wait(process, run_dir, timeout, field, number)
         finally:
             _end(process)
     try:
@@ -58,7 +58,7 @@ def observe(words: Sequence[str], run_dir: Path, timeout: float, *, steps: int =
     return view
 
 
-def _wait(process: subprocess.Popen[bytes], run_dir: Path, timeout: float, field: str, number: str) -> None:
+def _wait(process: subprocess.Popen[bytes], run_dir: Path, timeout: float, field: str, number: int) -> None:
     """Until `field` of all ranks' pages is past `number`, the command has ended, or the time is over."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
@@ -66,7 +66,7 @@ def _wait(process: subprocess.Popen[bytes], run_dir: Path, timeout: float, field
             view = load_run(run_dir, with_capture=False)
         except TargetError:
             view = None
-        if view is not None and len(view.pages) and not view.missing_ranks and view.pages[field].min() > int(number):
+        if view is not None and len(view.pages) and not view.missing_ranks and view.pages[field].min() > number:
             return
         time.sleep(_LOOK_SECONDS)
 

@@ -123,6 +123,10 @@ class PipelineProbe(Probe):
 
     def _listen(self) -> None:
         """Watch every schedule from its first step on, whether or not the program gives it to `watch`."""
+        kinds = torch_pipelining.schedules()
+        if not kinds:
+            return
+        self._listening = True
         look = self.guard(self._watch_found)
 
         def make(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,8 +136,7 @@ class PipelineProbe(Probe):
 
             return update_wrapper(step_watched, step)
 
-        for kind in torch_pipelining.schedules():
-            self._listening = True
+        for kind in kinds:
             self.undo.callback(patches.replace(kind, "step", make))
 
     def _watch_found(self, schedule: Any) -> bool:

@@ -185,9 +185,7 @@ class Meta:
     saves: dict[tuple[str, int], Save] = field(default_factory=dict)  #: by function and line, those that failed once
     corrupt: dict[str, Corrupt] = field(default_factory=dict)  #: by path
     kept: list[tuple[int, str]] = field(default_factory=list)  #: step and parameter of gradients that nobody zeroed
-    nonfinite: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  #: "parameters" or "reduced": first step and row
+    nonfinite: dict[str, tuple[int, int]] = field(default_factory=dict)  #: by where a NaN was seen: first step, row
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
     damaged: int = 0  #: lines that could not be understood
 

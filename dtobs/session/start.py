@@ -53,7 +53,8 @@ def attach(
     step one after another, with nothing between, do one step together.
 
     `run_dir`: where to record, the same for all ranks (default: DTOBS_RUN_DIR, else ``runs/<UTC time>-<name>``).
-    `replicas`: which ranks hold equal plain parameters: "auto", None, or a process group.
+    `replicas`: which ranks hold equal parameters, beside what DDP and meshes tell: a process group, "auto" (learned
+    from where gradients are all-reduced in the first steps) or None.
     `probes`: levels by probe name, such as ``{"collectives": "cheap", "parameters": "off"}``; the environment variable
     DTOBS_PROBES=collectives=cheap,parameters=off does the same for what is not given here.
     `monitor_bind`: the address of this node at which its monitor listens for those of other nodes, or "auto"

@@ -105,7 +105,9 @@ def read_table(path: Path) -> Operations:
     times = {name: _time(path, name, columns, lines) for name in ("start", "duration")}
     _refuse(path, "duration", None, times["duration"] < 0, lines, "is negative")
     codes = {name: code for code, name in enumerate(OPS)}
-    ops = np.array([codes.get(_joined(op, "-"), -1) for op in columns["op"]], dtype=np.int64)
+    said = [str(op) for op in columns["op"]]
+    meant = {op: codes.get(_joined(op, "-"), -1) for op in set(said)}
+    ops = np.array([meant[op] for op in said], dtype=np.int64)
     _refuse(
         path, "op", columns["op"], ops < 0, lines, f"is none of {', '.join(OPS[:8])}, {', '.join(MESSAGES + SYNCS)}"
     )
@@ -115,8 +117,8 @@ def read_table(path: Path) -> Operations:
     return Operations(*named, ops, times["start"], times["duration"])
 
 
-def _joined(name: object, by: str) -> str:
-    return by.join(re.split(r"[\s_-]+", str(name).strip().lower()))
+def _joined(name: str, by: str) -> str:
+    return by.join(re.split(r"[\s_-]+", name.strip().lower()))
 
 
 def _column(name: str) -> str:

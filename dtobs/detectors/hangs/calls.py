@@ -55,7 +55,6 @@ class Calls:
         self._view = view
         self.open_waits: dict[int, Blocked] = {}  #: ranks whose last wait event is a begin
         self._exchanged: dict[tuple[int, int, str, int], int] = {}  # rank, peer, "send" or "recv", group → how many
-        self._aside: dict[int, npt.NDArray[np.void]] = {}  # rank → its collectives of other threads than the main one
         self._messages: dict[int, npt.NDArray[np.void]] = {}  # rank → its sends and receives
         self._forgot: set[int] = set()  # ranks that no longer hold their first events
         #: what each rank issued together last, without a wait in between: group, peer and operation
@@ -82,8 +81,9 @@ class Calls:
 
     def missed_aside(self, rank: int) -> Blocked | None:
         """The oldest call that a thread beside `rank`'s main one made last in a group and members have not made."""
-        made = self._aside[rank]
-        last = {int(call["group"]): (int(call["t_ns"]), int(call["seq"])) for call in made}
+        events = self._view.events(rank)
+        aside = (events["kind"] == Kind.COLLECTIVE) & (events["thread"] != int(self._view.page(rank)["pid"]))
+        last = {int(call["group"]): (int(call["t_ns"]), int(call["seq"])) for call in events[aside]}
         missed = [(t_ns, group, seq) for group, (t_ns, seq) in last.items() if self.behind(group, seq)]
         return Blocked(*min(missed)[1:]) if missed else None
 
@@ -199,7 +199,6 @@ class Calls:
         if len(events) and events["stamp"][0] > 1:
             self._forgot.add(rank)
         made = events[events["kind"] == Kind.COLLECTIVE]
-        self._aside[rank] = made[made["thread"] != int(self._view.page(rank)["pid"])]
         rows = np.zeros(len(made) + 1, CALL_DTYPE)
         for name in ("group", "seq", "op", "site", "step", "t_ns"):
             rows[name][:-1] = made[name]

@@ -25,6 +25,8 @@ from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
 SCALER_PATIENCE = 10
+_STEPS_LOOKED_AT = 4
+"""Steps from whose messages it is seen who sends first."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,16 @@ def _describe_unseen(view: RunView, unseen: Unseen) -> Finding:
 def _own_holders(view: RunView, unseen: Unseen) -> tuple[int, ...]:
     """The ranks that hold the NaN, where no other computes gradients of what they hold: a stage, an expert; else ()."""
     holders = set(unseen.rows)
+    if len(holders) == len(view.ranks):
+        return ()
+    piped = any(_hands_on_to(view, rank) for rank in view.ranks)
     for rank in holders:
         layout = view.meta(rank).layout
-        peers = layout.get("data_ranks") or ([rank] if any(_hands_on_to(view, r) for r in view.ranks) else view.ranks)
+        peers = layout.get("data_ranks") or ([rank] if piped else view.ranks)
         # Of sharded parameters every rank computes gradients of all parts.
         if layout.get("kind") == "fsdp" or not holders.issuperset(peers):
             return ()
-    return tuple(sorted(holders)) if len(holders) < len(view.ranks) else ()
+    return tuple(sorted(holders))
 
 
 def _has_scaler(view: RunView, rank: int) -> bool:
@@ -204,6 +209,8 @@ def _origin(view: RunView, bad: Collection[int]) -> tuple[tuple[int, ...], str]:
     Stages of a pipeline hand activations on and gradients back. So where the gradients that came back were finite, they
     became bad in that stage; where even the last stage has bad ones, it was in the forward pass, of no known stage.
     """
+    if len(bad) < 2:
+        return tuple(bad), ""
     onward = {rank: _hands_on_to(view, rank) & set(view.ranks) for rank in bad}
     if not any(others & set(bad) for others in onward.values()):
         together = all(_parts_of_its_model(view, rank) & set(bad) for rank in bad)
@@ -224,6 +231,7 @@ def _hands_on_to(view: RunView, rank: int) -> set[int]:
     """The ranks to which `rank` sends in a step before it hears from them: the next stage of its pipeline."""
     events = view.events(rank)
     messages = events[events["kind"] == Kind.P2P]
+    messages = messages[messages["step"] + _STEPS_LOOKED_AT > messages["step"].max(initial=0)]
     ops = view.meta(rank).ops
     way: dict[tuple[int, int], str] = {}
     for step, peer, op in messages[["step", "value", "op"]].tolist():

@@ -38,12 +38,16 @@ def _saves(run: FakeRun) -> int:
     return saves
 
 
-def test_who_skipped_an_asynchronous_save_is_named_and_not_who_waits_for_it(training):
-    run = training(2)
-    saves = _saves(run)
-    run.rank(0).collective("gather", group=saves, thread=7)
+def _skipped(run: FakeRun) -> FakeRun:
+    """Rank 0 has begun a third save, and rank 1 has gone on without it for five steps."""
+    run.rank(0).collective("gather", group=_saves(run), thread=7)
     _trained(run, 5)
     run.rank(1).phase("backward").collective(wait=True)
+    return run
+
+
+def test_who_skipped_an_asynchronous_save_is_named_and_not_who_waits_for_it(training):
+    run = _skipped(training(2))
     view = captured(run.view(later=75), rank_0=SAVING + MAIN, rank_1=IN_BACKWARD)
     (finding,) = found(view).values()
     assert (finding.code, finding.ranks, finding.confidence) == ("rank-not-joined", (1,), "likely")
@@ -52,11 +56,7 @@ def test_who_skipped_an_asynchronous_save_is_named_and_not_who_waits_for_it(trai
 
 
 def test_who_is_late_with_its_own_save_is_said_to_be_at_it(training):
-    run = training(2)
-    saves = _saves(run)
-    run.rank(0).collective("gather", group=saves, thread=7)
-    _trained(run, 5)
-    run.rank(1).phase("backward").collective(wait=True)
+    run = _skipped(training(2))
     writes = stack("/x/site-packages/torch/distributed/checkpoint/filesystem.py:91 write", "/usr/threading.py:1 run")
     view = captured(run.view(later=75), rank_0=SAVING + MAIN, rank_1=writes + IN_BACKWARD)
     (finding,) = found(view).values()
