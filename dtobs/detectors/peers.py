@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from operator import is_
 from typing import TypeVar
 
+from dtobs.events import Kind
 from dtobs.recording.view import RunView
 
 T = TypeVar("T", bound=Hashable)
 _MEMO = "data groups"
+_STEPS_LOOKED_AT = 4
+"""Steps from whose messages it is seen who sends first."""
 
 
 def data_groups(view: RunView) -> list[list[int]]:
@@ -62,3 +65,18 @@ def rows_of(view: RunView, ranks: Sequence[int]) -> list[int]:
     """The rows of `ranks` in the view's arrays."""
     place = {rank: row for row, rank in enumerate(view.ranks)}
     return [place[r] for r in ranks]
+
+
+def hands_on_to(view: RunView, rank: int) -> set[int]:
+    """The ranks to which `rank` sends in a step before it hears from them: the next stage of its pipeline."""
+    events = view.events(rank)
+    messages = events[events["kind"] == Kind.P2P]
+    messages = messages[messages["step"] + _STEPS_LOOKED_AT > messages["step"].max(initial=0)]
+    ops = view.meta(rank).ops
+    way: dict[tuple[int, int], str] = {}
+    for step, peer, op in messages[["step", "value", "op"]].tolist():
+        way.setdefault((step, int(peer)), ops[op].op if op in ops else "")
+    steps = list(dict.fromkeys(step for step, _ in way))
+    begun = steps if len(events) and events["stamp"][0] <= 1 else steps[1:]  # the oldest may have lost its beginning
+    sent, received = ({peer for (step, peer), op in way.items() if step in begun and op == w} for w in ("send", "recv"))
+    return sent - received

@@ -21,7 +21,7 @@ import dtobs
 from dtobs.drills import injectors
 from dtobs.drills.faults import FAULTS, Fault, Layout
 from dtobs.drills.injectors import StopTraining
-from dtobs.drills.layouts import HIDDEN, WIDTH, Branched, spread
+from dtobs.drills.layouts import HIDDEN, WIDTH, Branched, loss, spread
 from dtobs.session.identity import Identity
 
 Strike = Callable[[], None]
@@ -87,7 +87,7 @@ def train(job: Job) -> int:
         optimizer,
         run_dir=job.run_dir,
         mesh=placed.mesh,
-        replicas=dist.group.WORLD if job.wrapper == "by-hand" else "auto",
+        replicas=placed.replicas,
         hang_timeout=job.hang_timeout,
         monitor=job.monitor,
     ) as session:
@@ -96,7 +96,7 @@ def train(job: Job) -> int:
         in_loader = strike if mine and fault.point == "loader" else None
         if mine and fault.point == "start":
             strike()
-        for step, batch in enumerate(_batches(job, in_loader, placed.replicated)):
+        for step, batch in enumerate(_batches(job, in_loader, placed.data_rank)):
             if mine and fault.point == "end" and step == job.at_step:
                 _marked(lambda: None, job.mark)()
                 break  # its data has ended
@@ -108,7 +108,8 @@ def train(job: Job) -> int:
             if isinstance(model, Branched):
                 model.use_aside = not (mine and step == job.at_step)
             time.sleep(job.pause or fault.pause)
-            placed.learn(batch)
+            placed.learn(batch, batch, loss)
+            placed.reduce()
             optimizer.step()
             optimizer.zero_grad()
             done += 1
@@ -138,8 +139,7 @@ def _marked(strike: Strike, mark: Path | None) -> Strike:
     return marked
 
 
-def _batches(job: Job, strike: Strike | None, replicated: bool) -> Iterator[torch.Tensor]:
+def _batches(job: Job, strike: Strike | None, data_rank: int) -> Iterator[torch.Tensor]:
     count = job.steps * _BATCH
-    first = dist.get_rank() * count if replicated else 0
-    samples = _Samples(count, strike, job.at_step * _BATCH, first)
+    samples = _Samples(count, strike, job.at_step * _BATCH, data_rank * count)
     return iter(DataLoader(samples, batch_size=_BATCH))

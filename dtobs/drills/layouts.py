@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from dtobs.drills.faults import Layout
 
@@ -30,46 +32,71 @@ class Branched(nn.Module):
         return y_BW + self.aside(x_BW) if self.use_aside else y_BW
 
 
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""From what the model says and what was wanted, float32[B, WIDTH] each, to a loss."""
+
+
 @dataclass(frozen=True)
 class Spread:
-    """What one rank holds of the model. `learn` does forward and backward of one batch, float32[B, WIDTH].
+    """What one rank holds of the model, and how it is trained.
 
-    `replicated` says whether the ranks read different samples. `schedule` is that of a pipeline.
+    `learn` does forward and backward of one batch, float32[B, WIDTH], and its targets; `reduce` is called before the
+    optimizer steps. `optimizer` makes one of a class, of parameters and settings. `replicas` is where a loop by hand
+    says that its copies are, and `data_rank` tells the ranks apart that read different samples. `schedule` is that of a
+    pipeline.
     """
 
     model: nn.Module
-    learn: Callable[[Tensor], None]
+    learn: Callable[[Tensor, Tensor, Criterion], None]
+    reduce: Callable[[], None]
+    data_rank: int
     mesh: DeviceMesh | None = None
-    replicated: bool = True
+    replicas: Any = "auto"
+    optimizer: Callable[..., torch.optim.Optimizer] = lambda kind, parameters, **settings: kind(parameters, **settings)
     schedule: Any = None
 
 
 def spread(model: nn.Module, layout: Layout, group: Any = None) -> Spread:
-    """Spread `model` (for "tp" and "pp" a Sequential of Linear, ReLU, Linear) over all ranks.
+    """Spread `model`, a sequence of layers of which the first and the last are linear, over all ranks.
 
     `group` is the process group that "by-hand" averages gradients in.
     """
-    if layout == "pp":
-        return _pipeline(model)
     mesh = _mesh(layout)
-    if layout == "ddp":
+    if layout in ("pp", "dp-pp"):
+        assert mesh is not None
+        return _pipeline(model, mesh)
+    data_rank, reduce = dist.get_rank(), _do_nothing
+    if layout in ("ddp", "zero1"):
         model = nn.parallel.DistributedDataParallel(model)
-    elif layout == "tp":
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif layout in ("tp", "dp-tp"):
+        assert mesh is not None
+        _split_layers(model, mesh["tensor"])
+        data_rank, reduce = _over_data(model, mesh)
     elif layout in ("fsdp", "hsdp"):
         _fully_shard(model, mesh)
+    elif layout == "by-hand":
+        reduce = partial(average_gradients, model, group)
+    return Spread(
+        model,
+        learner(model),
+        reduce,
+        data_rank,
+        mesh,
+        replicas=dist.group.WORLD if layout == "by-hand" else "auto",
+        **({"optimizer": _shared_out} if layout == "zero1" else {}),
+    )
 
-    def learn(batch_BW: Tensor) -> None:
-        torch.autograd.backward(loss(model(batch_BW), batch_BW))
-        if layout == "by-hand":
-            average_gradients(model, group)
 
-    return Spread(model, learn, mesh, replicated=layout != "tp")
+def learner(model: nn.Module) -> Callable[[Tensor, Tensor, Criterion], None]:
+    """Forward and backward of one batch through `model`."""
+
+    def learn(batch_BW: Tensor, wanted_BW: Tensor, criterion: Criterion) -> None:
+        torch.autograd.backward(criterion(model(batch_BW), wanted_BW))
+
+    return learn
 
 
-def loss(predicted_BW: Tensor, _target_BW: Tensor) -> Tensor:
+def loss(predicted_BW: Tensor, _wanted_BW: Tensor) -> Tensor:
     """The mean square of what the model says."""
     return predicted_BW.square().mean()
 
@@ -77,17 +104,52 @@ def loss(predicted_BW: Tensor, _target_BW: Tensor) -> Tensor:
 def average_gradients(model: nn.Module, group: Any = None) -> None:
     """What DDP does, without it."""
     for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= dist.get_world_size()
+        gradient = parameter.grad
+        assert gradient is not None
+        dist.all_reduce(gradient._local_tensor if isinstance(gradient, DTensor) else gradient, group=group)
+        gradient /= dist.get_world_size(group)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _shared_out(kind: type[torch.optim.Optimizer], parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    """ZeRO-1: each rank steps a part of the parameters and sends it to the others."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, kind, **settings)
 
 
 def _mesh(layout: Layout) -> DeviceMesh | None:
     world = dist.get_world_size()
-    if layout == "hsdp":
-        return init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
-    names = {"fsdp": "shard", "tp": "tensor", "pp": "pipeline"}
-    return init_device_mesh("cpu", (world,), mesh_dim_names=(names[layout],)) if layout in names else None
+    names = {
+        "fsdp": ("shard",),
+        "hsdp": ("replicate", "shard"),
+        "tp": ("tensor",),
+        "pp": ("pipeline",),
+        "dp-tp": ("data", "tensor"),
+        "dp-pp": ("data", "pipeline"),
+    }
+    shapes = {"hsdp": (world, 1), "dp-tp": (world // 2, 2), "dp-pp": (world // 2, 2)}
+    if layout not in names:
+        return None
+    return init_device_mesh("cpu", shapes.get(layout, (world,)), mesh_dim_names=names[layout])
+
+
+def _over_data(model: nn.Module, mesh: DeviceMesh) -> tuple[int, Callable[[], None]]:
+    """The rank along the mesh's data dimension, and the averaging over it; of a mesh without one all read the same."""
+    if "data" not in (mesh.mesh_dim_names or ()):
+        return 0, _do_nothing
+    return mesh.get_local_rank("data"), partial(average_gradients, model, mesh.get_group("data"))
+
+
+def _split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the first linear layer by columns and the last one by rows, as Megatron does."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    linear = [name for name, layer in model.named_children() if isinstance(layer, nn.Linear)]
+    parallelize_module(model, mesh, {linear[0]: ColwiseParallel(), linear[-1]: RowwiseParallel()})
 
 
 def _fully_shard(model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -99,25 +161,29 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh | None) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def _pipeline(model: nn.Module) -> Spread:
-    """The first linear layer is the first rank's stage, the last one the last rank's; between them linear layers."""
+def _pipeline(model: nn.Module, mesh: DeviceMesh) -> Spread:
+    """The last layer is the last rank's stage, all before it the first's; between them linear layers."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    place, stages = mesh.get_local_rank("pipeline"), mesh["pipeline"].size()
     layers = list(model.children())
     part: nn.Module = nn.Linear(HIDDEN, HIDDEN)
-    if rank == 0:
-        part = nn.Sequential(*layers[:2])
-    elif rank == world - 1:
+    if place == 0:
+        part = nn.Sequential(*layers[:-1])
+    elif place == stages - 1:
         part = layers[-1]
-    schedule = Schedule1F1B(PipelineStage(part, rank, world, torch.device("cpu")), MICRO_BATCHES, loss_fn=loss)
+    stage = PipelineStage(part, place, stages, torch.device("cpu"), group=mesh.get_group("pipeline"))
+    data_rank, reduce = _over_data(part, mesh)
+    now: list[Criterion] = [loss]
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=lambda predicted, wanted: now[0](predicted, wanted))
 
-    def learn(batch_BW: Tensor) -> None:
-        if rank == 0:
+    def learn(batch_BW: Tensor, wanted_BW: Tensor, criterion: Criterion) -> None:
+        now[0] = criterion
+        if place == 0:
             schedule.step(batch_BW)
-        elif rank == world - 1:
-            schedule.step(target=batch_BW)
+        elif place == stages - 1:
+            schedule.step(target=wanted_BW)
         else:
             schedule.step()
 
-    return Spread(part, learn, _mesh("pp"), replicated=False, schedule=schedule)
+    return Spread(part, learn, reduce, data_rank, mesh, schedule=schedule)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import dtobs
 from dtobs.drills.faults import Layout
-from dtobs.drills.layouts import WIDTH, average_gradients, spread
+from dtobs.drills.layouts import HIDDEN, WIDTH, learner, spread
 
 _BATCH = 8
 _AUDITED = ("ignored-rate", "overwritten", "coarse")
@@ -45,6 +45,8 @@ class SilentJob:
     accumulate: int = 1
     seconds: float = 0.15  #: how much a slow rank or a slow loader takes longer
     monitor: bool = False
+    scaled: bool = False  #: the loss, as for FP16
+    compiled: bool = False
 
 
 def flip_bit(parameter: torch.Tensor, bit: int = 20, element: int = 0) -> None:
@@ -64,9 +66,10 @@ class BadLink:
 
         def wait_and_spoil(work: dist.Work, *args: Any, **named: Any) -> Any:
             done = wait(work, *args, **named)
-            for tensor in work.result() if self.is_bad else ():
-                if tensor.is_floating_point():
-                    flip_bit(tensor)
+            with contextlib.suppress(RuntimeError):  # a message does not say what it brought
+                for tensor in work.result() if self.is_bad else ():
+                    if tensor.is_floating_point():
+                        flip_bit(tensor)
             return done
 
         dist.Work.wait = wait_and_spoil  # type: ignore[method-assign, assignment]
@@ -106,31 +109,57 @@ def train(job: SilentJob) -> None:
     is_now = job.trouble
     seed = 8 if mine and is_now in ("declared-seed", "initial-parameters") else 7
     torch.manual_seed(seed)
-    layers = [nn.Linear(WIDTH, 64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, WIDTH)]
-    plain = nn.Sequential(*layers)
+    plain = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Dropout(0.1), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
     if is_now == "coarse":
         plain.bfloat16()
-    placed = spread(plain, job.wrapper)
+    placed = spread(plain, job.wrapper, dist.group.WORLD)
     model = placed.model
+    first = next(layer for layer in model.modules() if isinstance(layer, nn.Linear))
+    learn = learner(plain) if is_now == "unwrapped" else placed.learn
+    if job.compiled:
+        learn = learner(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
     torch.manual_seed(1234 if is_now == "equal-dropout" else 1234 + rank)
     trained = list(model.parameters())
     if is_now == "stale":  # of a copy of the model, as after loading it anew
         trained = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(
-        trained,
-        lr=0.02 if mine and is_now == "other-rate" else 0.01,
-        weight_decay=0.1 if mine and is_now == "other-settings" else 0.0,
-    )
+    settings: dict[str, Any] = {
+        "lr": 0.02 if mine and is_now == "other-rate" else 0.01,
+        "weight_decay": 0.1 if mine and is_now == "other-settings" else 0.0,
+    }
     if is_now in _AUDITED:
-        optimizer = torch.optim.AdamW(trained, lr=1e-6 if is_now == "coarse" else 1e-3)
-    samples = Samples(0 if is_now == "same-data" else rank, job.seconds if is_now == "starved" and mine else 0.0)
-    group = dist.group.WORLD if job.wrapper == "by-hand" else "auto"
+        settings = {"lr": 1e-6 if is_now == "coarse" else 1e-3}
+    optimizer = placed.optimizer(torch.optim.AdamW if is_now in _AUDITED else torch.optim.SGD, trained, **settings)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=job.scaled)
+    data_ranks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(data_ranks, placed.data_rank)
+    reads_wrongly = placed.data_rank == data_ranks[job.odd]  # so do all ranks that read the same
+    samples = Samples(
+        0 if is_now == "same-data" else placed.data_rank,
+        job.seconds if is_now == "starved" and reads_wrongly else 0.0,
+    )
+    micros = max(3, job.accumulate) if is_now == "wiped" else job.accumulate
+    losses: list[float] = []
+
+    def criterion(predicted: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        if is_now == "wiped":
+            optimizer.zero_grad()  # before each micro-batch instead of once a step
+        if mine and is_now == "slow":
+            time.sleep(job.seconds)
+        loss = (predicted - wanted).square().mean() / micros
+        if struck and is_now == "loud":
+            loss = loss * 50
+        if is_now == "small-loss":
+            loss = loss * 1.5e-6  # in FP16 most of its gradients are zero
+        losses.append(loss.item())
+        scaled: torch.Tensor = scaler.scale(loss)
+        return scaled
+
     link = BadLink() if is_now == "corrupted-message" and mine else None
     with dtobs.attach(
         model,
         optimizer,
         run_dir=job.run_dir,
-        replicas=group,
+        replicas=placed.replicas,
         mesh=placed.mesh,
         monitor=job.monitor,
         probes=_MORE.get(is_now),
@@ -143,49 +172,38 @@ def train(job: SilentJob) -> None:
             struck = mine and step >= job.at_step
             if link is not None:
                 link.is_bad = step == job.at_step
-            micros = max(3, job.accumulate) if is_now == "wiped" else job.accumulate
             for micro in range(micros):
                 with session.phase("data"):
                     inputs, wanted = (each.to(next(plain.parameters()).dtype) for each in next(samples))
-                if mine and is_now == "uneven":
+                if reads_wrongly and is_now == "uneven":
                     inputs, wanted = inputs[: _BATCH // 2], wanted[: _BATCH // 2]
                 synchronise(model, job.wrapper, now=micro == micros - 1)
-                spoiled = nan_in_backward(layers[0]) if struck and is_now == "nan" and step == job.at_step else None
+                spoiled = nan_in_backward(first) if struck and is_now == "nan" and step == job.at_step else None
                 narrow = torch.float16 if is_now == "small-loss" else torch.bfloat16
                 cast = is_now == "small-loss" or (mine and is_now == "other-precision")
                 with torch.autocast("cpu", narrow, enabled=cast):
-                    predicted = plain(inputs) if is_now == "unwrapped" else model(inputs)
-                if is_now == "wiped":
-                    optimizer.zero_grad()  # before each micro-batch instead of once a step
-                if mine and is_now == "slow":
-                    time.sleep(job.seconds)
-                loss = (predicted - wanted).square().mean() / micros
-                if struck and is_now == "loud":
-                    loss = loss * 50
-                if is_now == "small-loss":
-                    loss = loss * 1.5e-6  # in FP16 most of its gradients are zero
-                loss.backward()
+                    learn(inputs, wanted, criterion)
                 if spoiled is not None:
                     spoiled.remove()
-            if job.wrapper == "by-hand":
-                average_gradients(model)
+            placed.reduce()
             if struck and is_now == "rescaled":
                 rescale_gradients(model, 2.0)
             zeros = share_of_zeros(model)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
-            said = float("nan") if struck and is_now == "nan-loss" else loss.item()
-            session.report(loss=said)
+            if losses:  # of a pipeline only the last stage knows it
+                session.report(loss=float("nan") if struck and is_now == "nan-loss" else losses[-1])
             if is_now in ("none", "small-loss"):
                 session.report(gradient_zeros=zeros)
             if step % 10 == 0 and is_now in ("none", "full-disk"):
                 save_or_go_on(plain, "/dev/full" if struck and is_now == "full-disk" else os.devnull)
             if step == job.at_step and is_now in ("none", "rotten-checkpoint"):
-                save_and_load(plain, job.run_dir / f"rank-{dist.get_rank()}.pt", rotten=mine and is_now != "none")
+                save_and_load(model, job.run_dir / f"rank-{dist.get_rank()}.pt", rotten=mine and is_now != "none")
             if mine and is_now == "flipped-bit" and step == job.at_step:
                 flip_bit(next(iter(model.parameters())))
             if mine and is_now == "overwritten" and step == job.at_step:
-                for state in optimizer.state.values():
+                for state in getattr(optimizer, "optim", optimizer).state.values():
                     state["exp_avg"].mul_(0.5)
 
 

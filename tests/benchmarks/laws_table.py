@@ -10,38 +10,60 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dtobs.detectors import run_detectors
-from dtobs.drills.faults import TROUBLES, Fault, Layout
+from dtobs.drills.faults import TROUBLES, Fault
 from dtobs.drills.silent import SilentJob
 from dtobs.findings import Finding
 from dtobs.recording.view import load_run
 from tests.faults.silent_programs import run_silent
 from tests.harness import run_ranks
 
-_SHARED: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp")
-_ALL: tuple[Layout, ...] = (*_SHARED, "by-hand")
-LAWS: dict[str, dict[str, tuple[Layout, ...]]] = {
-    "L1 gradient ledger": {"unwrapped": ("ddp",), "wiped": ("ddp", "by-hand"), "rescaled": _ALL},
-    "L2 update audit": {
-        "stale": _ALL,
-        "ignored-rate": _ALL,
-        "overwritten": ("ddp", "by-hand"),
-        "coarse": _ALL,
-    },
-    "L3 loss": {"nan-loss": _ALL, "loud": _ALL},
-    "L4 equality": {
-        "initial-parameters": ("by-hand", "hsdp"),
-        "equal-dropout": _ALL,
-        "other-settings": _ALL,
-        "other-rate": _ALL,
-    },
-    "L5 data ledger": {"same-data": _ALL, "uneven": _ALL},
-    "L6 restarts": {"rotten-checkpoint": _ALL},
-    "L7 collectives": {"corrupted-message": ("by-hand",)},
-    "replicas": {"flipped-bit": ("ddp", "hsdp", "by-hand"), "nan": _ALL},
+COLUMNS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"wrapper": "fsdp"},
+    "hsdp": {"wrapper": "hsdp"},
+    "by-hand": {"wrapper": "by-hand"},
+    "zero1": {"wrapper": "zero1"},
+    "accumulated": {"accumulate": 3},
+    "scaled": {"scaled": True},
+    "compiled": {"compiled": True},
+    "dp-tp": {"wrapper": "dp-tp"},
+    "dp-pp": {"wrapper": "dp-pp"},
 }
-"""The faults of each law and the layouts in which they are tried, on two ranks: under HSDP both have a copy."""
+"""How each column trains. The first four by themselves; accumulation, a scaler and the compiler under DDP; the last two
+on a 2 x 2 mesh whose data dimension is averaged by hand, with tensor ranks and with stages of a pipeline."""
+_WORLD = {"dp-tp": 4, "dp-pp": 4}
+_REPLICATED = ("ddp", "zero1", "accumulated", "scaled", "compiled")
+_BY_HAND = ("by-hand", "dp-tp", "dp-pp")
+_NAN = tuple(c for c in COLUMNS if c not in ("scaled", "compiled"))
+"""A scaler leaves a step with a NaN out, which is its work; a compiled model does not see the hook that makes it."""
+LAWS: dict[str, dict[str, tuple[str, ...]]] = {
+    "L1 gradient ledger": {
+        "unwrapped": ("ddp", "zero1", "accumulated", "scaled"),
+        "wiped": ("ddp", "zero1", "by-hand"),
+        "rescaled": tuple(COLUMNS),
+    },
+    "L2 update audit": {
+        "stale": tuple(c for c in COLUMNS if c != "scaled"),  # a scaler raises
+        "ignored-rate": tuple(COLUMNS),
+        "overwritten": (*_REPLICATED, *_BY_HAND),
+        "coarse": tuple(COLUMNS),
+    },
+    "L3 loss": {"nan-loss": tuple(COLUMNS), "loud": tuple(COLUMNS)},
+    "L4 equality": {
+        "initial-parameters": ("hsdp", "by-hand", "dp-pp"),  # shards of one tensor are dealt out by its first rank
+        "equal-dropout": tuple(COLUMNS),
+        "other-settings": tuple(COLUMNS),
+        "other-rate": tuple(COLUMNS),
+    },
+    "L5 data ledger": {"same-data": tuple(COLUMNS), "uneven": tuple(COLUMNS)},
+    "L6 restarts": {"rotten-checkpoint": tuple(COLUMNS)},
+    "L7 collectives": {"corrupted-message": _BY_HAND},
+    "replicas": {"flipped-bit": (*_REPLICATED, "hsdp", *_BY_HAND), "nan": _NAN},
+}
+"""The faults of each law and the columns in which they are tried; under HSDP of two ranks both have a copy."""
 _FROM_THE_START = 1
 _LATER = frozenset(
     {"rescaled", "overwritten", "flipped-bit", "nan", "nan-loss", "loud", "corrupted-message", "rotten-checkpoint"}
@@ -65,18 +87,18 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Every fault of the laws under each wrapper it applies to."""
-    quiet: dict[Layout, bool] = {}
+    quiet: dict[str, bool] = {}
     for law, names in LAWS.items():
         for name, wrappers in names.items():
             trouble = TROUBLES[name]
             for wrapper in wrappers:
                 if wrapper not in quiet:
-                    quiet[wrapper] = not _found("none", wrapper)
+                    quiet[wrapper] = not found("none", wrapper)
                 yield _row(law, trouble, wrapper, quiet[wrapper])
 
 
-def _row(law: str, trouble: Fault, wrapper: Layout, twin_quiet: bool) -> Row:
-    mine = [finding for finding in _found(trouble.name, wrapper) if finding.code == trouble.code]
+def _row(law: str, trouble: Fault, wrapper: str, twin_quiet: bool) -> Row:
+    mine = [finding for finding in found(trouble.name, wrapper) if finding.code == trouble.code]
     if not mine:
         return Row(law, trouble.name, wrapper, trouble.code or "", None, False, "", twin_quiet)
     finding = mine[0]
@@ -89,9 +111,9 @@ def _row(law: str, trouble: Fault, wrapper: Layout, twin_quiet: bool) -> Row:
     return Row(law, trouble.name, wrapper, finding.code, steps, right, parameter, twin_quiet)
 
 
-def _found(name: str, wrapper: Layout) -> list[Finding]:
+def found(name: str, wrapper: str) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(run_silent, 2, SilentJob(Path(folder), name, wrapper), timeout=120)
+        run_ranks(run_silent, _WORLD.get(wrapper, 2), SilentJob(Path(folder), name, **COLUMNS[wrapper]), timeout=120)
         return run_detectors(load_run(Path(folder)))
 
 

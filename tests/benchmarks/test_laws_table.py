@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dtobs.drills.faults import TROUBLES
-from tests.benchmarks.laws_table import _LATER, LAWS
+from tests.benchmarks.laws_table import _LATER, COLUMNS, LAWS, found
+
+exhaustive = pytest.mark.exhaustive
 
 
 def test_the_table_is_of_faults_that_the_drills_have():
@@ -12,3 +16,10 @@ def test_the_table_is_of_faults_that_the_drills_have():
     assert tried.keys() >= _LATER
     missing = {name: set(TROUBLES[name].wrappers) - set(wrappers) for name, wrappers in tried.items()}
     assert not any(missing.values()), missing
+
+
+@pytest.mark.parametrize(
+    "column", [pytest.param(c, marks=() if c in ("zero1", "dp-tp", "dp-pp") else exhaustive) for c in COLUMNS]
+)
+def test_without_a_fault_every_column_is_quiet(column: str):
+    assert found("none", column) == []

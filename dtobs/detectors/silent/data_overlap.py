@@ -38,9 +38,11 @@ def data_overlap(view: RunView) -> list[Finding]:
     """One finding for each set of ranks that read the same."""
     found = []
     window = view.steps(WINDOW)
+    # What a stage of a pipeline is handed by one that computes NaN is NaN throughout, and equal.
+    known = window.valid & ~(window.valid & (window.records["nonfinite"] > 0)).any(axis=0)
     for group in data_groups(view):
         rows = rows_of(view, group)
-        digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
+        digests = np.where(known[rows], window.records["input_digest"][rows], np.uint64(0))
         rule = {view.meta(rank).policy.get("data") for rank in group}
         if rule == {"same"}:
             continue

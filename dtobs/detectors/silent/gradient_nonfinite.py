@@ -19,14 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.detectors.peers import hands_on_to
 from dtobs.events import NONFINITE_MARK, Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
 SCALER_PATIENCE = 10
-_STEPS_LOOKED_AT = 4
-"""Steps from whose messages it is seen who sends first."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def _own_holders(view: RunView, unseen: Unseen) -> tuple[int, ...]:
     holders = set(unseen.rows)
     if len(holders) == len(view.ranks):
         return ()
-    piped = any(_hands_on_to(view, rank) for rank in view.ranks)
+    piped = any(hands_on_to(view, rank) for rank in view.ranks)
     for rank in holders:
         layout = view.meta(rank).layout
         peers = layout.get("data_ranks") or ([rank] if piped else view.ranks)
@@ -211,7 +210,7 @@ def _origin(view: RunView, bad: Collection[int]) -> tuple[tuple[int, ...], str]:
     """
     if len(bad) < 2:
         return tuple(bad), ""
-    onward = {rank: _hands_on_to(view, rank) & set(view.ranks) for rank in bad}
+    onward = {rank: hands_on_to(view, rank) & set(view.ranks) for rank in bad}
     if not any(others & set(bad) for others in onward.values()):
         together = all(_parts_of_its_model(view, rank) & set(bad) for rank in bad)
         return tuple(sorted(bad)), "; they compute one model together, so some have it from another" if together else ""
@@ -225,18 +224,3 @@ def _parts_of_its_model(view: RunView, rank: int) -> set[int]:
     """The other ranks, where it is known that they do not do the same work on other samples."""
     data_ranks = view.meta(rank).layout.get("data_ranks")
     return set(view.ranks) - {rank, *data_ranks} if data_ranks else set()
-
-
-def _hands_on_to(view: RunView, rank: int) -> set[int]:
-    """The ranks to which `rank` sends in a step before it hears from them: the next stage of its pipeline."""
-    events = view.events(rank)
-    messages = events[events["kind"] == Kind.P2P]
-    messages = messages[messages["step"] + _STEPS_LOOKED_AT > messages["step"].max(initial=0)]
-    ops = view.meta(rank).ops
-    way: dict[tuple[int, int], str] = {}
-    for step, peer, op in messages[["step", "value", "op"]].tolist():
-        way.setdefault((step, int(peer)), ops[op].op if op in ops else "")
-    steps = list(dict.fromkeys(step for step, _ in way))
-    begun = steps if len(events) and events["stamp"][0] <= 1 else steps[1:]  # the oldest may have lost its beginning
-    sent, received = ({peer for (step, peer), op in way.items() if step in begun and op == w} for w in ("send", "recv"))
-    return sent - received

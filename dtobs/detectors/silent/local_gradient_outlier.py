@@ -22,12 +22,12 @@ are right, suspect its device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups, rows_of
+from dtobs.detectors.peers import data_groups, hands_on_to, rows_of
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.step_window import StepWindow
 from dtobs.recording.view import RunView
@@ -68,7 +68,32 @@ def local_gradient_outlier(view: RunView) -> list[Finding]:
         own = all(view.meta(rank).policy.get("data") == "own" for rank in group)
         if not flagged.any() and not own:
             found += _always_off(window, group, logs)
-    return found
+    return _where_they_began(view, found)
+
+
+def _where_they_began(view: RunView, found: list[Finding]) -> list[Finding]:
+    """Without the stages of a pipeline to which the next one only handed its own loud gradient back."""
+    step_of = {rank: finding.step or 0 for finding in found for rank in finding.ranks}
+    if len(step_of) < 2:
+        return found
+    handed = {
+        rank: next((b for b in sorted(hands_on_to(view, rank) & step_of.keys()) if step_of[b] <= step), None)
+        for rank, step in step_of.items()
+    }
+    began: dict[int, list[int]] = {}
+    for rank in sorted(handed):
+        origin, seen = rank, {rank}
+        while (onward := handed[origin]) is not None and onward not in seen:
+            origin = onward
+            seen.add(origin)
+        if origin != rank:
+            began.setdefault(origin, []).append(rank)
+    ends = {rank: f"; {ranks_text(others)} got it back through the pipeline" for rank, others in began.items()}
+    return [
+        replace(finding, summary=finding.summary + ends.get(finding.ranks[0], ""))
+        for finding in found
+        if handed[finding.ranks[0]] is None
+    ]
 
 
 @dataclass

@@ -79,13 +79,13 @@ def _judge(view: RunView, copies: ReplicaSet) -> Confidence | None:
 
 
 def _once(copies: ReplicaSet) -> bool:
-    """Whether one tensor of one copy out of three or more differed in a single look, late, and then no more."""
+    """Whether one tensor of one copy, or of the only two, differed in a single look, late, and then no more."""
     looks = np.flatnonzero(copies.differs.any(axis=1))
     if len(looks) != 1 or looks[0] < LEAST_EQUAL or copies.differs[looks[0]].sum() != 1:
         return False
     which = int(copies.differs[looks[0]].argmax())
     odd, majority = outliers({r: int(d) for r, d in zip(copies.ranks, copies.digests[:, looks[0], which], strict=True)})
-    return majority and len(odd) == 1
+    return len(copies.ranks) == 2 or (majority and len(odd) == 1)
 
 
 def _apart(steps: npt.NDArray[np.int64], differs: npt.NDArray[np.bool_]) -> tuple[int, int]:
@@ -154,13 +154,13 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         since = f"before step {step + 1}, the first"
     else:
         since = f"after step {step}, the oldest step that is kept"
+    if confidence is Confidence.LIKELY:
+        since += f" and again after step {int(copies.steps[when + 1])}"
     if majority:
         others = sorted(set(copies.ranks) - set(odd))
         summary = f"{ranks_do(odd, 'differ')} from {ranks_text(others)} in {name}{more}, first seen {since}"
     else:
         summary = f"{ranks_text(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
-    if confidence is Confidence.LIKELY:
-        summary += f" and again after step {int(copies.steps[when + 1])}"
     return Finding(
         "replica-divergence",
         summary,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dtobs.detectors import run_detectors
+from dtobs.events import Kind, identify
 from dtobs.findings import Finding
 from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRun
@@ -66,3 +67,17 @@ def noisy_run(
             rank.step(None, **(fields | change(number, step)))
             rank.digests(10 + step, 20 + step, 30 + step)
     return run
+
+
+def hand_on(run: FakeRun, pipelines: list[list[int]], steps: int) -> None:
+    """The messages of stages, of ranks in their order, that hand activations on and gradients back in each step."""
+    ways = {name: identify(name) for name in ("send", "recv")}
+    for stages in pipelines:
+        for place, number in enumerate(stages):
+            rank = run.rank(number)
+            for name, op in ways.items():
+                rank.meta("op", id=op, op=name, reduce_op="", shapes=[[4]], dtypes=["float32"], root=-1)
+            for step in range(steps):
+                for name, peer in (("recv", -1), ("send", 1), ("recv", 1), ("send", -1)):
+                    if 0 <= place + peer < len(stages):
+                        rank.event(Kind.P2P, op=ways[name], value=stages[place + peer], seq=step + 1, step=step)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.events import NONFINITE_MARK, Kind, identify
+from dtobs.events import NONFINITE_MARK, Kind
 from dtobs.testing.fake_run import FakeRun
-from tests.unit.detectors.runs import findings, noisy_run, only
+from tests.unit.detectors.runs import findings, hand_on, noisy_run, only
 
 NAN, INF = math.nan, math.inf
 
@@ -63,15 +63,9 @@ def pipeline(path: Path, world: int, steps: int, bad: dict[int, set[int]]) -> Fa
         return {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0} if rank in bad.get(step, ()) else {}
 
     run = noisy_run(path, world, steps, change)
-    ways = {name: identify(name) for name in ("send", "recv")}
     for rank in run.ranks:
         rank.meta("layout", kind="plain", data_ranks=[], stage=0, coordinates={}, dropout=0)
-        for name, op in ways.items():
-            rank.meta("op", id=op, op=name, reduce_op="", shapes=[[4]], dtypes=["float32"], root=-1)
-        for step in range(steps):
-            for name, peer in (("recv", -1), ("send", 1), ("recv", 1), ("send", -1)):
-                if 0 <= rank.number + peer < world:
-                    rank.event(Kind.P2P, op=ways[name], value=rank.number + peer, seq=step + 1, step=step)
+    hand_on(run, [list(range(world))], steps)
     return run
 
 

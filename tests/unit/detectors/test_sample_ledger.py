@@ -118,6 +118,15 @@ def test_healthy_reading_is_quiet(tmp_path: Path, reads: Reads):
     assert read(tmp_path, reads) == []
 
 
+def test_uneven_batches_are_found_where_the_first_step_asks_for_shapes(tmp_path: Path):
+    def reads(rank: int, step: int) -> np.ndarray:
+        each = 4 if rank == 2 else 8
+        return np.arange(each if step else 2 * each).astype(object) + 1000 * rank + 16 * step
+
+    (one,) = read(tmp_path, reads, 3)
+    assert (one.code, one.ranks) == ("data-uneven", (2,))
+
+
 def test_uneven_batches_are_found(tmp_path: Path):
     def reads(rank: int, step: int) -> np.ndarray:
         return np.arange(16 if rank == 2 else 8).astype(object) + 1000 * rank + 16 * step

@@ -11,7 +11,7 @@ from dtobs.detectors.comparisons import comparisons_off
 from dtobs.findings import Confidence
 from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRun
-from tests.unit.detectors.runs import PARAMETERS, findings, noisy_run, only
+from tests.unit.detectors.runs import PARAMETERS, findings, hand_on, noisy_run, only
 
 NAN, INF = math.nan, math.inf
 
@@ -63,16 +63,19 @@ def test_copies_that_meet_again_are_periodic_averaging(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("world", "at", "wrong", "said"),
+    ("world", "at", "wrong", "named"),
     [
-        (3, {12}, (0, 9, 0), True),  # memory of rank 1, in what the owner of the tensor then sends anew
-        (2, {12}, (0, 9, 0), False),  # of two, either may be the odd one
-        (3, {12}, (9, 9, 9), False),  # all of a copy: other weights swapped in
-        (3, {12, 15}, (0, 9, 0), False),  # again
-        (3, {3}, (0, 9, 0), False),  # a beginning
+        (3, {12}, (0, 9, 0), (1,)),  # memory of rank 1, in what the owner of the tensor then sends anew
+        (2, {12}, (0, 9, 0), (0, 1)),  # of two, either may be the odd one
+        (3, {12}, (9, 9, 9), ()),  # all of a copy: other weights swapped in
+        (2, {12}, (9, 9, 9), ()),
+        (3, {12, 15}, (0, 9, 0), ()),  # again
+        (3, {3}, (0, 9, 0), ()),  # a beginning
     ],
 )
-def test_one_tensor_of_one_copy_in_a_single_look(tmp_path: Path, world: int, at: set[int], wrong: tuple, said: bool):
+def test_one_tensor_of_one_copy_in_a_single_look(
+    tmp_path: Path, world: int, at: set[int], wrong: tuple[int, ...], named: tuple[int, ...]
+):
     run = FakeRun(tmp_path, world)
     for number, rank in enumerate(run.ranks):
         rank.parameters(*PARAMETERS).digests(1, 2, 3, step=-1)
@@ -82,12 +85,11 @@ def test_one_tensor_of_one_copy_in_a_single_look(tmp_path: Path, world: int, at:
             rank.digests(*(10 * (n + 1) + step + each for n, each in enumerate(off)))
     found = findings(run)
     assert [(f.code, f.ranks, f.step, f.confidence) for f in found] == (
-        [("replica-divergence", (1,), 12, Confidence.LIKELY)] if said else []
+        [("replica-divergence", named, 12, Confidence.LIKELY)] if named else []
     )
-    if said:
-        assert found[0].summary.endswith(
-            "first seen after step 12; they were equal after step 11 and again after step 13"
-        )
+    if named:
+        since = "first seen after step 12; they were equal after step 11 and again after step 13"
+        assert since in found[0].summary
 
 
 def averaging(tmp_path: Path, apart: list[bool], *, travels: bool = False, policy: int = 0) -> FakeRun:
@@ -258,6 +260,14 @@ def test_ranks_that_read_the_same(tmp_path: Path):
     assert found.summary == "ranks 1 and 3 read the same data in 40 of 40 steps"
 
 
+def test_what_stages_are_handed_by_others_that_compute_nan_is_no_equal_data(tmp_path: Path):
+    def handed(rank: int, step: int) -> dict[str, float]:
+        bad = {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0} if step >= 8 else {}
+        return bad | {"input_digest": step + (50 if rank in (1, 3) and step > 8 else 100 * rank)}
+
+    assert [found.code for found in findings(noisy_run(tmp_path, 4, change=handed))] == ["gradient-nonfinite"]
+
+
 @pytest.mark.parametrize(("rule", "codes"), [(None, []), ("same", []), ("differ", ["data-overlap"])])
 def test_equal_inputs_with_gradients_of_their_own_may_be_the_point(tmp_path: Path, rule: str | None, codes: list[str]):
     run = noisy_run(tmp_path, 2, change=lambda rank, step: {"input_digest": 50 + step})
@@ -306,6 +316,30 @@ def test_one_loud_rank_is_found_within_a_few_steps(tmp_path: Path, world: int, f
     found = only(run)
     assert (found.code, found.ranks, found.step) == ("local-gradient-outlier", (1,), 30)
     assert found.evidence[0]["ratio"] == pytest.approx(factor, rel=0.5)
+
+
+def two_pipelines(path: Path, loud: dict[int, int]) -> FakeRun:
+    """Ranks 0 to 2 and 3 to 5 are the stages of two pipelines; `loud`: ranks whose gradient is, by their first step."""
+
+    def change(rank: int, step: int) -> dict[str, float]:
+        return {"local_norm": 60.0} if step >= loud.get(rank, 40) else {"local_norm": 1.2}
+
+    run = noisy_run(path, 6, 40, change)
+    for rank in run.ranks:
+        stage = rank.number % 3
+        rank.meta("layout", kind="plain", data_ranks=[stage, stage + 3], stage=stage, coordinates={}, dropout=0)
+    hand_on(run, [[0, 1, 2], [3, 4, 5]], 40)
+    return run
+
+
+def test_a_loud_gradient_that_a_pipeline_handed_back_is_that_of_the_last_stage(tmp_path: Path):
+    found = only(two_pipelines(tmp_path, {0: 30, 1: 30, 2: 30}))
+    assert (found.code, found.ranks) == ("local-gradient-outlier", (2,))
+    assert found.summary.endswith("; ranks 0 and 1 got it back through the pipeline")
+    first = two_pipelines(tmp_path / "the first was loud before", {0: 28, 1: 30})
+    assert [found.ranks for found in findings(first)] == [(0,), (1,)]
+    apart = two_pipelines(tmp_path / "of two pipelines", {0: 30, 4: 30})
+    assert [found.ranks for found in findings(apart)] == [(0,), (4,)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
