@@ -67,6 +67,8 @@ class Context:
     """Called after torch has written parameters between two steps: at the end of ``Join``, those of another rank."""
     reductions: Reductions | None = None
     """Told of each all-reduce, while it is learned who holds copies."""
+    learned: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By id of a parameter the ranks over which its gradient was seen to be reduced; a new dict once that is known."""
     conservation: ConservationProbe | None = None
     """Asked about each collective before it is issued, and told of each wait."""
     loss_scale: float | torch.Tensor | None = None

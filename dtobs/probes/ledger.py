@@ -79,6 +79,8 @@ class LedgerProbe(Probe):
         self._now: dict[int, _Look] = {}
         self._handles: list[Any] = []
         self._step, self._compiled_said, self._searches = 0, False, False
+        self._learned: dict[int, tuple[int, ...]] = {}
+        self._made_apart = False
         self._record = np.zeros((), LEDGER.dtype)
 
     def install(self) -> None:
@@ -90,10 +92,25 @@ class LedgerProbe(Probe):
             self._off("no optimizer was given, so nothing says what becomes of a gradient", "no optimizer")
             return
         self.backward_end()
+        self._made_apart = False
+        self._list_rows()
+        inputs = self.guard(self._inputs)
+        context.on_inputs.append(inputs)
+        self.undo.callback(context.on_inputs.remove, inputs)
+        split = self.guard(self._weights_made_apart)
+        context.on_split_backward.append(split)
+        self.undo.callback(context.on_split_backward.remove, split)
+
+    def _list_rows(self) -> None:
+        """Write down which gradients are followed; again when it was learned who shares them."""
+        context = self.context
+        self._learned = context.learned
         self._now, self._rotation = {}, Rotation(0)  # of rows that may not be there any more
         self._rows, unknown = find_rows(context)
         if unknown:
             self._off(f"nothing says which ranks share the gradient of {unknown[0]} and {len(unknown) - 1} more")
+        elif self._learned:
+            context.recorder.meta.add("probe", name=self.name, state="on", reason="learned from all-reduces")
         if not self._rows:
             return
         everything = context.levels.get(self.name) == "all"
@@ -108,12 +125,6 @@ class LedgerProbe(Probe):
             of=[sets.index(row.ranks) for row in self._rows],
             ignored=[n for n, row in enumerate(self._rows) if row.ignored],
         )
-        inputs = self.guard(self._inputs)
-        context.on_inputs.append(inputs)
-        self.undo.callback(context.on_inputs.remove, inputs)
-        split = self.guard(self._weights_made_apart)
-        context.on_split_backward.append(split)
-        self.undo.callback(context.on_split_backward.remove, split)
 
     def remove(self) -> None:
         """Let go of everything."""
@@ -123,6 +134,8 @@ class LedgerProbe(Probe):
 
     def step_begin(self) -> None:
         """Choose the rows of this step."""
+        if self._learned is not self.context.learned and not self._made_apart:
+            self._list_rows()
         self._step = self.context.step
         self._now, self._searches = {}, False
         for number in self._rotation.rows(self._step):
@@ -137,6 +150,7 @@ class LedgerProbe(Probe):
         if self._rows:
             self._off("the pipeline's schedule adds weight gradients past autograd", "split backward")
             self._rows, self._now, self._rotation = [], {}, Rotation(0)
+        self._made_apart = True
 
     def backward_begin(self, tensors: Any) -> None:
         """Listen to what this backward adds to the rows of the step."""
@@ -309,6 +323,8 @@ def _row(
         return LedgerRow(named.name, kept, (0,), shape=shape)
     if isinstance(context.replicas, dist.ProcessGroup):
         return LedgerRow(named.name, kept, tuple(dist.get_process_group_ranks(context.replicas)), shape=shape)
+    if id(tensor) in context.learned:
+        return LedgerRow(named.name, kept, context.learned[id(tensor)], shape=shape)
     if isinstance(tensor, DTensor):
         return LedgerRow(named.name, kept, (context.rank,), shape=shape)
     return None

@@ -64,7 +64,7 @@ class ParameterProbe(Probe):
         """Let go of the model."""
         self._tensors = []
         self._memory = {}
-        self.context.reductions = None
+        self.context.reductions, self.context.learned = None, {}
         super().remove()
 
     def before_optimizer(self) -> None:
@@ -91,6 +91,7 @@ class ParameterProbe(Probe):
 
     def _learn(self, copies: dict[int, tuple[int, ...]]) -> None:
         """Write the table again, with the ranks that were seen to hold copies, and the layout where that tells it."""
+        self.context.learned = {id(self._tensors[row].tensor): ranks for row, ranks in copies.items()}
         rows = [t.row for t in self._tensors]
         for row in self._unknown & copies.keys():
             rows[row] = replace(rows[row], replica=replica_key(self._tensors[row].tensor, copies[row]))

@@ -79,7 +79,7 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
     """A model of which rank r holds half r % 2, gradients averaged over the ranks with the same half; its copies.
 
     `how` the gradients are averaged: one by one, from hooks, in one buffer, or one by one and "shared out": each rank
-    steps some parameters and sends them. `wrong`: "start", "flip", "data", "not sent" or "".
+    steps some parameters and sends them. `wrong`: "start", "flip", "data", "not sent", "scaled", "not reduced" or "".
     """
     halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group = halves[rank % 2]
@@ -101,13 +101,17 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
             dist.all_reduce(torch.ones(8, 6))  # as many elements as a weight has, over all
             optimizer.zero_grad()
             model(torch.randn(4, 6, generator=inputs)).square().mean().backward()
-            if how in ("one by one", "shared out"):
+            if wrong == "not reduced" and step >= 20:
+                pass
+            elif how in ("one by one", "shared out"):
                 for parameter in params:
                     average(parameter)
             elif how == "buffer":
                 flat = torch.cat([p.grad.flatten() for p in params])
                 dist.all_reduce(flat, group=group)
                 torch.nn.utils.vector_to_parameters(flat, [p.grad for p in params])
+            if wrong == "scaled" and step >= 20 and rank == 2:
+                params[0].grad *= 3
             if wrong == "flip" and step == 20 and rank == 2:
                 params[2].data[1, 2] += 0.5
             optimizer.step()

@@ -52,6 +52,7 @@ def test_tensor_parallel(tmp_path: Path, nan: bool):
     [
         *((how, wrong) for how in ("one by one", "buffer") for wrong in ("", "start", "flip", "data")),
         *(pytest.param("hooks", wrong, marks=pytest.mark.exhaustive) for wrong in ("", "start", "flip", "data")),
+        *(("one by one", wrong) for wrong in ("scaled", "not reduced")),
         ("shared out", ""),
         ("shared out", "not sent"),
     ],
@@ -65,6 +66,12 @@ def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how
         "": [],
         "start": [(code, ranks, 0) for code in ("replica-divergence", "seed-policy") for ranks in ((0, 2), (1, 3))],
         "flip": [("replica-divergence", (0, 2), 19)],
+        "scaled": [("replica-divergence", (0, 2), 20)],
+        "not reduced": [
+            (code, ranks, 20 if code == "replica-divergence" else 0)
+            for code in ("gradients-not-synchronized", "replica-divergence")
+            for ranks in ((0, 2), (1, 3))
+        ],
         "not sent": [("replica-divergence", (0, 2), 20), ("replica-divergence", (1, 3), 20)],
         "data": [("data-overlap", (0, 2), 0), ("data-overlap", (1, 3), 0)],
     }

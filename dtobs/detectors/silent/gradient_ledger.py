@@ -16,7 +16,7 @@ clipping by the norm of what one rank holds.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import Ledger
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_text
+from dtobs.words import count, ranks_text
 
 SAME_FACTOR = 1e-3
 """Factors of two ranks that differ by less are the same."""
@@ -61,7 +61,7 @@ def gradient_ledger(view: RunView) -> list[Finding]:
     for one in judged:
         if one.name not in ignored:
             _sort(one, matters)
-    fine = {one.name for one in judged if not one.mistakes}
+    fine = {one.name: one.step for one in judged if not one.mistakes}  # when it was last
     looked = {one.step for one in judged}
     kept = [m for m in matters.values() if not _now_and_then(m, looked) and not _searches(m)]
     averages = any(_local(matter) for matter in kept) and (declared or _meet_again(view))
@@ -131,7 +131,7 @@ def _local(matter: _Matter) -> bool:
     return matter.kind in ("own", "group", "own-micro")
 
 
-def _describe(matter: _Matter, fine: set[str]) -> Finding:
+def _describe(matter: _Matter, fine: Mapping[str, int]) -> Finding:
     code = "accumulation-not-normalized" if "micro" in matter.kind else "gradients-not-synchronized"
     text, ranks = _words(matter)
     word, fault = None if "micro" in matter.kind else "own-models" if _local(matter) else "", True
@@ -142,7 +142,7 @@ def _describe(matter: _Matter, fine: set[str]) -> Finding:
     elif "micro" in matter.kind:  # sharpness-aware optimizers do it with two backwards, and on purpose
         fault = matter.micros > 2
         confidence = Confidence.LIKELY if fault else Confidence.POSSIBLE
-    others = fine - set(matter.names)
+    others = {name for name, step in fine.items() if step >= min(matter.steps)} - set(matter.names)
     return Finding(
         code,
         f"{text}, in {_which(list(matter.names), others)} since step {min(matter.steps)}",
@@ -198,10 +198,11 @@ def _one(ranks: Sequence[int]) -> str:
 
 
 def _which(names: list[str], others: set[str]) -> str:
-    if not others and len(names) > 1:
+    if not others and len(names) > 2:
         return f"all {len(names)} parameters looked at"
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more + (f" ({len(others)} others are fine)" if others else "")
+    fine = f" ({count(len(others), 'other is', 'others are')} fine)" if others else ""
+    return ", ".join(names[:2]) + more + fine
 
 
 def _factors(judged: list[Judged]) -> list[Finding]:
