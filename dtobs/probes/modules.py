@@ -85,14 +85,34 @@ def trains(root: torch.nn.Module) -> bool:
 
 
 def around_call(probe: Probe, module: torch.nn.Module, begin: Callable[..., Any], end: Callable[..., object]) -> None:
-    """Call `begin(module, its arguments)` and `end(what begin returned)` around each call of `module`."""
+    """Call `begin(module, its arguments)` and `end(what begin returned)` around each call of `module`.
+
+    The call of what ``torch.compile(module)`` returned is one; the module's own call inside is then no other.
+    """
     reference = weakref.ref(module)
+    inside: list[object] = []  # a call of the compiled module, while it lasts
 
     def when(called: torch.nn.Module, *_args: Any) -> bool:
         # While a compiler traces, only the call itself may be seen; other modules of this class are not the root.
-        return not torch.compiler.is_compiling() and reference() is called
+        return not torch.compiler.is_compiling() and reference() is called and not inside
+
+    def when_compiled(called: Any, *_args: Any) -> bool:
+        return called._orig_mod is reference() and not inside
+
+    def begin_compiled(called: Any, *args: Any, **named: Any) -> Any:
+        begun = begin(called._orig_mod, *args, **named)
+        inside.append(called)
+        return (begun,)  # something that has to be ended
+
+    def end_compiled(begun: tuple[Any]) -> None:
+        inside.clear()
+        if begun[0] is not None:
+            end(begun[0])
 
     probe.around(type(module), "__call__", begin, end, when)
+    compiled: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiled is not None and type(module) is not compiled.OptimizedModule:
+        probe.around(compiled.OptimizedModule, "__call__", begin_compiled, end_compiled, when_compiled)
 
 
 class OptimizerSteps(Probe):

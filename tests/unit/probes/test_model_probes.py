@@ -47,6 +47,25 @@ def test_every_field_is_filled_in(tmp_path: Path):
     assert load_run(tmp_path).digests(0)["step"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("watched", ["module", "compiled", "broken"])
+def test_a_compiled_module_is_called_once_whichever_of_the_two_is_watched(tmp_path: Path, watched: str, backend: str):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    if watched == "broken":  # no compiler traces the module: its own call is seen inside that of the compiled one
+        model.forward = torch.compiler.disable(model.forward)
+    called = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dtobs.attach(called if watched == "compiled" else model, optimizer, run_dir=tmp_path, monitor=False):
+        for _ in range(6):
+            called(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+    records = load_run(tmp_path).steps().records[0]
+    assert (records["forward_ns"] > 0).all()
+    assert records["input_elements"].tolist() == [12] * 6
+    assert records["micro_batches"].tolist() == [1] * 6
+
+
 def test_generators_that_are_used_move(tmp_path: Path):
     torch.manual_seed(1)
     used = train(nn.Linear(3, 2), tmp_path / "used").records["rng_torch"][0]
