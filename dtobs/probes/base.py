@@ -68,7 +68,7 @@ class Context:
     reductions: Reductions | None = None
     """Told of each all-reduce, while it is learned who holds copies."""
     learned: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By id of a parameter the ranks over which its gradient was seen to be reduced; a new dict once that is known."""
+    """By id of a parameter the ranks that its gradient is reduced over before a step; a new dict once that is known."""
     conservation: ConservationProbe | None = None
     """Asked about each collective before it is issued, and told of each wait."""
     loss_scale: float | torch.Tensor | None = None

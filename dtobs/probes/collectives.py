@@ -123,7 +123,7 @@ class Collectives(Probe):
             reduce_op = args[reduce_at].op() if reduce_at >= 0 else -1
             root = args[root_at] if root_at >= 0 else -1
             if reduces and context.reductions is not None and REDUCE_NAMES.get(reduce_op, "sum") in ("sum", "avg"):
-                context.reductions.reduced(tensors, group.ranks)
+                context.reductions.reduced(tensors, group.ranks, stepping=context.stepping is not None)
             if len(tensors) == 1:
                 tensor = tensors[0]
                 size = 0 if barrier else _bytes(tensor)

@@ -46,6 +46,7 @@ class LedgerRow:
     gathered: Gathered | None = None
     ddp: weakref.ref[DistributedDataParallel] | None = None
     ignored: bool = False  #: DDP was told to leave it alone
+    learned: bool = False  #: from what was reduced in the first steps
     shape: tuple[int, ...] = ()  #: of the gradient as autograd sees it, on this rank
 
     @property
@@ -250,6 +251,7 @@ class LedgerProbe(Probe):
     def _flags(self, row: LedgerRow, look: _Look) -> int:
         ddp = row.ddp() if row.ddp is not None else None
         flags = (Ledger.HELD_BACK if look.held_back else 0) | (Ledger.SEARCHES if self._searches else 0)
+        flags |= Ledger.LEARNED if row.learned else 0
         return flags | (Ledger.CUSTOM_HOOK if getattr(ddp, "_comm_hooks", None) else 0)
 
     def _write(
@@ -318,13 +320,13 @@ def _row(
         ddp = inside[id(tensor)]
         ranks = tuple(dist.get_process_group_ranks(ddp.process_group))
         ignored = named.name in {n.removeprefix("module.") for n in getattr(ddp, "parameters_to_ignore", ())}
-        return LedgerRow(named.name, kept, ranks, None, weakref.ref(ddp), ignored, shape)
+        return LedgerRow(named.name, kept, ranks, None, weakref.ref(ddp), ignored, shape=shape)
     if context.world_size == 1:
         return LedgerRow(named.name, kept, (0,), shape=shape)
     if isinstance(context.replicas, dist.ProcessGroup):
         return LedgerRow(named.name, kept, tuple(dist.get_process_group_ranks(context.replicas)), shape=shape)
     if id(tensor) in context.learned:
-        return LedgerRow(named.name, kept, context.learned[id(tensor)], shape=shape)
+        return LedgerRow(named.name, kept, context.learned[id(tensor)], learned=True, shape=shape)
     if isinstance(tensor, DTensor):
         return LedgerRow(named.name, kept, (context.rank,), shape=shape)
     return None

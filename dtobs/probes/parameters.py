@@ -76,7 +76,7 @@ class ParameterProbe(Probe):
         reductions = context.reductions
         if reductions is not None and reductions.stepped(context.trained_by() - context.trained_by(context.stepping)):
             context.reductions = None
-            self._learn(reductions.found())
+            self._learn(reductions.found(), reductions.within)
         if self._fresh:
             self._fresh = False
             self._read(step - 1, None)
@@ -89,9 +89,12 @@ class ParameterProbe(Probe):
         """On every K-th step."""
         self._due = self.context.step if self.context.step % self._every == 0 else None
 
-    def _learn(self, copies: dict[int, tuple[int, ...]]) -> None:
-        """Write the table again, with the ranks that were seen to hold copies, and the layout where that tells it."""
-        self.context.learned = {id(self._tensors[row].tensor): ranks for row, ranks in copies.items()}
+    def _learn(self, copies: dict[int, tuple[int, ...]], within: set[int]) -> None:
+        """Write the table again, with the ranks that were seen to hold copies, and the layout where that tells it.
+
+        Gradients that an optimizer reduces `within` its step are not reduced when it begins.
+        """
+        self.context.learned = {id(self._tensors[row].tensor): copies[row] for row in copies.keys() - within}
         rows = [t.row for t in self._tensors]
         for row in self._unknown & copies.keys():
             rows[row] = replace(rows[row], replica=replica_key(self._tensors[row].tensor, copies[row]))

@@ -33,16 +33,19 @@ class Reductions:
         self._places: dict[tuple[int, int], int] = {}  # address and size of a gradient: its row
         self._total = 0  # elements of all gradients together, 0 as long as one is not there
         self._searches, self._steps = 0, 0
+        self.within: set[int] = set()  #: rows that an optimizer reduces by itself, in its step
         self._now: dict[int, set[Ranks]] = {}  # by row: over which groups it was reduced since the last step
         self._seen: dict[int, tuple[Ranks, int]] = {}  # by row: the one group, and in how many steps running
 
-    def reduced(self, tensors: Sequence[torch.Tensor], ranks: Ranks) -> None:
-        """`tensors` are about to be summed or averaged over `ranks`."""
+    def reduced(self, tensors: Sequence[torch.Tensor], ranks: Ranks, *, stepping: bool = False) -> None:
+        """`tensors` are about to be summed or averaged over `ranks`; `stepping`: while an optimizer steps."""
         if len(ranks) < 2:
             return
         for tensor in tensors:
             for row in self._rows_of(tensor):
                 self._now.setdefault(row, set()).add(ranks)
+                if stepping:
+                    self.within.add(row)
 
     def stepped(self, elsewhere: set[int]) -> bool:
         """An optimizer steps; whether nothing more is to be learned. `elsewhere`: ids of what others train here.

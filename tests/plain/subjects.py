@@ -14,6 +14,7 @@ from tests.plain.programs import (  # noqa: F401 - each lists its own
     model_parallel,
     objectives,
     optimizers,
+    own_reductions,
     parts,
     pipelines,
     precision,

@@ -136,13 +136,17 @@ def _describe(matter: _Matter, fine: Mapping[str, int]) -> Finding:
     text, ranks = _words(matter)
     word, fault = None if "micro" in matter.kind else "own-models" if _local(matter) else "", True
     confidence = Confidence.CERTAIN if len(set(matter.steps)) >= LASTING else Confidence.LIKELY
-    if _local(matter) and matter.flags & (Ledger.HELD_BACK | Ledger.CUSTOM_HOOK):
+    others = {name for name, step in fine.items() if step >= min(matter.steps)} - set(matter.names)
+    # Nobody has said that gradients are to be reduced; but who goes over to averaging parameters does so with all.
+    may_average = matter.flags & (Ledger.HELD_BACK | Ledger.CUSTOM_HOOK) or (
+        matter.flags & Ledger.LEARNED and not others
+    )
+    if _local(matter) and may_average:
         confidence, fault = Confidence.POSSIBLE, False
         text += "; they may average parameters instead"
     elif "micro" in matter.kind:  # sharpness-aware optimizers do it with two backwards, and on purpose
         fault = matter.micros > 2
         confidence = Confidence.LIKELY if fault else Confidence.POSSIBLE
-    others = {name for name, step in fine.items() if step >= min(matter.steps)} - set(matter.names)
     return Finding(
         code,
         f"{text}, in {_which(list(matter.names), others)} since step {min(matter.steps)}",

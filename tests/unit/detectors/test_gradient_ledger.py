@@ -210,7 +210,7 @@ def test_the_same_data_everywhere_is_no_missing_average(tmp_path: Path):
     assert gradient_ledger(run.view()) == []
 
 
-@pytest.mark.parametrize("flag", [Ledger.HELD_BACK, Ledger.CUSTOM_HOOK])
+@pytest.mark.parametrize("flag", [Ledger.HELD_BACK, Ledger.CUSTOM_HOOK, Ledger.LEARNED])
 @pytest.mark.parametrize("final", [own, halves])
 def test_ranks_that_may_average_parameters_instead_are_only_asked(tmp_path: Path, final: Final, flag: Ledger):
     """Local SGD: no_sync until parameters are averaged; post-local SGD: a hook that averages within a node."""

@@ -49,6 +49,16 @@ def test_a_gradient_reduced_over_several_groups_now_and_then_or_by_one_rank_tell
     assert learned(tensors(4), reduce) == {}
 
 
+def test_what_an_optimizer_reduces_in_its_step_is_told_apart():
+    named = tensors(2)
+    reductions = Reductions(named, (0, 1))
+    for each in named:
+        each.tensor.grad = torch.ones_like(each.tensor)
+    reductions.reduced([named[0].tensor.grad], ALL)
+    reductions.reduced([named[1].tensor.grad], ALL, stepping=True)
+    assert reductions.within == {1}
+
+
 def test_what_is_no_gradient_tells_nothing():
     def reduce(reductions, gradients, step):
         for gradient in gradients:
