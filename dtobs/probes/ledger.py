@@ -93,7 +93,7 @@ class LedgerProbe(Probe):
             self._off("no optimizer was given, so nothing says what becomes of a gradient", "no optimizer")
             return
         self.backward_end()
-        self._made_apart = False
+        self._rows, self._made_apart = [], False
         self._list_rows()
         inputs = self.guard(self._inputs)
         context.on_inputs.append(inputs)
@@ -106,8 +106,11 @@ class LedgerProbe(Probe):
         """Write down which gradients are followed; again when it was learned who shares them."""
         context = self.context
         self._learned = context.learned
+        rows, unknown = find_rows(context)
+        if self._rows and [(row.name, row.ranks) for row in rows] == [(row.name, row.ranks) for row in self._rows]:
+            return
+        self._rows = rows
         self._now, self._rotation = {}, Rotation(0)  # of rows that may not be there any more
-        self._rows, unknown = find_rows(context)
         if unknown:
             self._off(f"nothing says which ranks share the gradient of {unknown[0]} and {len(unknown) - 1} more")
         elif self._learned:

@@ -69,6 +69,8 @@ _LATER = frozenset(
     {"rescaled", "overwritten", "flipped-bit", "nan", "nan-loss", "loud", "corrupted-message", "rotten-checkpoint"}
 )
 """Faults that strike at the job's `at_step`, counted from 0; the first step is 1."""
+_OF_TWO = frozenset({"rescaled", "other-settings", "other-rate"})
+"""Faults of one rank that show as a difference from its peer."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,21 @@ def _row(law: str, trouble: Fault, wrapper: str, twin_quiet: bool) -> Row:
         return Row(law, trouble.name, wrapper, trouble.code or "", None, False, "", twin_quiet)
     finding = mine[0]
     struck = SilentJob.at_step + 1 if trouble.name in _LATER else _FROM_THE_START
-    # Of two ranks that differ none can be called the odd one, unless something else than their difference tells.
-    right = 1 in finding.ranks if trouble.names == "odd" else finding.ranks == (0, 1)
+    ranks = {rank for each in mine for rank in each.ranks}
+    right = SilentJob.odd in ranks if trouble.names == "odd" else ranks == _expected(trouble.name, wrapper)
     named = next((e[key] for e in finding.evidence for key in ("parameter", "parameters") if e.get(key)), "")
     parameter = named if isinstance(named, str) else f"{len(named)} of 4"
     steps = max(0, (finding.step or 0) - struck)
     return Row(law, trouble.name, wrapper, finding.code, steps, right, parameter, twin_quiet)
+
+
+def _expected(name: str, wrapper: str) -> set[int]:
+    """The ranks to be named: all that do it, or the two that differ, of which none can be called the odd one."""
+    world = _WORLD.get(wrapper, 2)
+    if name in _OF_TWO:
+        return {SilentJob.odd, (SilentJob.odd + world // 2) % world}
+    first_stages_only = wrapper == "dp-pp" and name in ("equal-dropout", "same-data")
+    return {0, 2} if first_stages_only else set(range(world))
 
 
 def found(name: str, wrapper: str) -> list[Finding]:
