@@ -81,7 +81,7 @@ class LedgerProbe(Probe):
         self._handles: list[Any] = []
         self._step, self._compiled_said, self._searches = 0, False, False
         self._learned: dict[int, tuple[int, ...]] = {}
-        self._made_apart = False
+        self._follows = False  # gradients, of whichever rows
         self._record = np.zeros((), LEDGER.dtype)
 
     def install(self) -> None:
@@ -93,7 +93,7 @@ class LedgerProbe(Probe):
             self._off("no optimizer was given, so nothing says what becomes of a gradient", "no optimizer")
             return
         self.backward_end()
-        self._rows, self._made_apart = [], False
+        self._rows, self._follows = [], True
         self._list_rows()
         inputs = self.guard(self._inputs)
         context.on_inputs.append(inputs)
@@ -133,12 +133,12 @@ class LedgerProbe(Probe):
     def remove(self) -> None:
         """Let go of everything."""
         self.backward_end()
-        self._rows, self._now = [], {}
+        self._rows, self._now, self._follows = [], {}, False
         super().remove()
 
     def step_begin(self) -> None:
         """Choose the rows of this step."""
-        if self._learned is not self.context.learned and not self._made_apart:
+        if self._learned is not self.context.learned and self._follows:
             self._list_rows()
         self._step = self.context.step
         self._now, self._searches = {}, False
@@ -154,7 +154,7 @@ class LedgerProbe(Probe):
         if self._rows:
             self._off("the pipeline's schedule adds weight gradients past autograd", "split backward")
             self._rows, self._now, self._rotation = [], {}, Rotation(0)
-        self._made_apart = True
+        self._follows = False
 
     def backward_begin(self, tensors: Any) -> None:
         """Listen to what this backward adds to the rows of the step."""
