@@ -3,9 +3,6 @@
 Why it hurts: every host has issued the same calls, so nothing that Python records differs; only the devices know. The
 evidence is the Flight Recorder of the capture, which says how far each device came in a group, and the device errors
 (Xid) that the kernel logged for the rank's process.
-
-What to do next: look at this rank's device (``nvidia-smi``, the Xid in NVIDIA's list) and at the kernels queued before
-the collective.
 """
 
 from __future__ import annotations

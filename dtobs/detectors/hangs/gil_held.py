@@ -2,9 +2,6 @@
 
 Why it hurts: data loaders, hooks, watchdogs and signal handlers in Python all stop; tools that ask Python for a stack
 hang as well. The evidence is that native threads of the process answered while Python did not.
-
-What to do next: the stack names the call into native code. Release the lock there (ctypes.CDLL instead of PyDLL,
-``Py_BEGIN_ALLOW_THREADS``), or move the call to a process of its own.
 """
 
 from __future__ import annotations

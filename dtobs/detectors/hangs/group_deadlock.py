@@ -3,8 +3,6 @@
 Why it hurts: every rank is inside a collective, so none looks at fault. It takes two groups that share ranks, used in
 another order on some of them. The evidence is the circle: each rank is blocked in a collective that the next one in
 the circle has not issued, because it is blocked itself.
-
-What to do next: use groups that share ranks in the same order on all ranks.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Why it hurts: every rank has to construct the same groups in the same order, also those that it is no member of. A
 branch by rank around ``new_group``, or a loop over a set, leaves ranks waiting for partners that never come, inside a
 call that no collective shows. The evidence is each rank's list of constructions, numbered as torch numbers them.
-
-What to do next: construct the same groups, with the same members and names, in the same order on every rank.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Why it hurts: no rank is at fault, so no log shows one. The evidence: ranks are blocked in a collective that every
 member has issued, or in a receive whose send was issued; all are alive; nothing has moved beyond the threshold. Where a
 link fails in one direction only, some members have the result and wait in a later call for those that have not.
-
-What to do next: check the links between the hosts of this group, and run ``dtobs preflight``.
 """
 
 from __future__ import annotations

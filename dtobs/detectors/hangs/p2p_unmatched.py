@@ -3,9 +3,6 @@
 Why it hurts: both ranks are inside communication, so neither looks at fault. The peer is blocked itself, on the rank
 that waits for it, directly or through others. The evidence is how many messages each of the two has issued for the
 other, and the lines that wait.
-
-What to do next: compare peers, order and number of sends and receives on the ranks named: one schedule and one number
-of micro-batches on all stages, ``batch_isend_irecv`` where both sides send first.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Why it hurts: the peers see a broken connection at best, and wait forever at worst. The evidence is the kernel's word
 that the process is gone, and its exit status where somebody saw it end. Ranks that a launcher terminated after another
 one failed are not accused, nor is a process that ends badly after it closed its session.
-
-What to do next: look at the host's kernel log and at the scheduler for who killed it; restart from the last checkpoint.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Why it hurts: the peers wait for a collective that will never be joined, or lose the connection. The evidence: the rank
 closed its session or exited with code 0, and its last sequence number is behind what its peers wait in.
-
-What to do next: make every rank do the same number of steps; uneven data shards are the usual cause (``drop_last``,
-``Join``).
 """
 
 from __future__ import annotations

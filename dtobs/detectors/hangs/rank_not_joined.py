@@ -3,9 +3,6 @@
 Why it hurts: the peers wait until their timeout, and their error messages name themselves, not the rank that is
 missing. The evidence is the issue frontier: the last sequence number of every rank in that group. Where the rank is
 instead comes from its stack at the capture, else from its phase and its last call.
-
-What to do next: look at the line this rank is at. Usually code that only some ranks run (``if rank == 0``), a branch
-that depends on data, or a host-side operation that takes very long there.
 """
 
 from __future__ import annotations

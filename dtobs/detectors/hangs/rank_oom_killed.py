@@ -2,8 +2,6 @@
 
 Why it hurts: it looks like any SIGKILL, and comes back at the same place after every restart. The evidence is the
 exit by SIGKILL together with the kernel's own count of such kills.
-
-What to do next: fewer loader workers, smaller buffers, or a larger memory limit.
 """
 
 from __future__ import annotations

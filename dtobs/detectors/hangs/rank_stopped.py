@@ -2,8 +2,6 @@
 
 Why it hurts: nobody exits and nothing is logged; the peers wait until their timeout. The evidence is the kernel's
 state of the process, T or t.
-
-What to do next: resume it with ``kill -CONT PID``, and find out who stopped it.
 """
 
 from __future__ import annotations

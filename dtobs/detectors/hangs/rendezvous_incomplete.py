@@ -3,9 +3,6 @@
 Why it hurts: the job hangs before it has done anything, and the ranks that wait say nothing until their store's
 timeout of half an hour, and then not who was missing. The evidence: which ranks have started, which wait, since when
 and from which line, and whether the processes of the others live.
-
-What to do next: look at the ranks and hosts named. A rank that never started is a matter for its launcher; one that
-started and is not there yet is at another line; one whose process is gone has said why in its own log.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Why it hurts: the whole job waits for one loader or for storage that hangs (a full quota, a lost mount), and the error,
 when it comes, is a communication timeout on every *other* rank. The evidence is the phase the rank is in, or a frame of
 the loader's or the checkpoint's code in its stack.
-
-What to do next: check the storage and the loader's workers on this rank's host, and time a small file written there.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Why it hurts: every other rank then reports a broken connection or a timeout, and the log's last lines are theirs.
 Broken connections and timeouts are consequences and never accused, as long as anything else explains the end; where
 nothing does, the first of them is reported as a possible cause, so that no crash goes unmentioned.
-
-What to do next: fix the exception at the line shown.
 """
 
 from __future__ import annotations

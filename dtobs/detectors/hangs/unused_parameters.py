@@ -3,9 +3,6 @@
 Why it hurts: that rank's bucket is never reduced. Its peers wait in their backward for ever, or the rank's next forward
 raises DDP's "Expected to have finished reduction", which names numbers instead of parameters. The evidence is the mark
 that this rank's recording made when its backward ended, or DDP's own words.
-
-What to do next: let every parameter take part in the loss on every rank and step (add ``0 * output.sum()`` of the
-branch not taken), or pass ``find_unused_parameters=True``.
 """
 
 from __future__ import annotations

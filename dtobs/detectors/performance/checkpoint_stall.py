@@ -6,8 +6,6 @@ What it does: adds up the checkpoint phase of the newest steps. It is a stall wh
 ends with its only checkpoint is none, nor is one that keeps small states often.
 
 Why it hurts: every device of the job idles meanwhile.
-
-What to do next: write asynchronously (`dcp.async_save` with a group of its own), less often, or to faster storage.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ is starved when data takes `SHARE` of the time in total and in the median step, 
 toy model's step is all overhead). Ranks that merely wait for a starved one do not count.
 
 Why it hurts: the accelerator is idle meanwhile, on all ranks of the job.
-
-What to do next: more loader workers, prefetching, pre-processed data; or measure the storage.
 """
 
 from __future__ import annotations

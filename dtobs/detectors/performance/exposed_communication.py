@@ -6,9 +6,6 @@ the time and at least `LEAST_SECONDS` in the median step, over many steps and se
 each rank.
 
 Why it hurts: nothing is computed meanwhile, on any rank.
-
-What to do next: the summary names the dimension of the mesh. For data: larger buckets, overlap with the backward,
-gradient accumulation under no_sync, BF16 reduction. For tensor: keep it within one machine. Else: measure the links.
 """
 
 from __future__ import annotations

@@ -5,10 +5,6 @@ which it was asked, and neither data nor communication explain it; or Python col
 or the control group of the process had used up its processor time in `SHARE` of it.
 
 Why it hurts: devices are idle although there is work.
-
-What to do next: the summary names the reason. Launches: torch.compile or CUDA graphs, larger micro-batches, no
-`.item()` in the loop. Garbage: `gc.freeze()` and `gc.disable()` with a collection every so many steps. Processor time:
-a larger CPU limit for the container, fewer threads.
 """
 
 from __future__ import annotations

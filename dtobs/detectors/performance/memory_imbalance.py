@@ -6,9 +6,6 @@ on the host, the same is asked of the resident memory that is theirs alone, with
 Pipeline stages are not compared: the first one holds more activations in most schedules.
 
 Why it hurts: the fullest device decides how large a micro-batch can be, and runs out of memory first.
-
-What to do next: look for what only that rank keeps: evaluation, logging, a second model, another process on its
-device, longer sequences; `dtobs memory` on a snapshot of it.
 """
 
 from __future__ import annotations

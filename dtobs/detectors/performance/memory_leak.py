@@ -8,9 +8,6 @@ also grows for a whole epoch there, only a rank is named that grows by `HOST_BYT
 ranks that do the same work.
 
 Why it hurts: the run ends with an out-of-memory error, hours later.
-
-What to do next: look for tensors that outlive their step: losses summed without `.item()` or `.detach()`, lists of
-outputs, hooks that keep activations.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ memory that nothing uses does not count.
 
 Why it hurts: a longer sequence, a validation or a checkpoint ends the run with an out-of-memory error; before that the
 allocator frees and takes segments again, which waits for the device.
-
-What to do next: a smaller micro-batch, activation checkpointing or more sharding; `dtobs memory` on a snapshot.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ straggler. `pipeline-bubble`: idle time is `ABOVE` more than the schedule's own 
 explain it. Both want many steps and seconds, steps of `LEAST_SECONDS`, and a core for every rank.
 
 Why it hurts: all ranks wait for the longest stage in every micro-batch.
-
-What to do next: move layers between stages; more micro-batches; look at the messages with `dtobs timeline`.
 """
 
 from __future__ import annotations

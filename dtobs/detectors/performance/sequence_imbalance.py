@@ -7,8 +7,6 @@ inputs of different sizes nothing is said: `dtobs whatif` sees sequences that ar
 and backward of single micro-batches.
 
 Why it hurts: all ranks wait for the longest sequence of each step.
-
-What to do next: balance the ranks of a step by cost (the sum of squared lengths), not by the number of samples.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ to tell which one is odd. Only hosts that share a clock and block on what they i
 `dtobs trace`.
 
 Why it hurts: the whole job waits for the slowest link in every step.
-
-What to do next: `dtobs preflight` measures the links of the ranks named.
 """
 
 from __future__ import annotations

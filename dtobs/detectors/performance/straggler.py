@@ -9,10 +9,6 @@ step times: an all-reduce makes those equal on all ranks. Where the peers themse
 their busy time waiting for a core, chance decides who gets one, and that time is left out for all ranks.
 
 Why it hurts: every rank of the job runs at the pace of the slowest one.
-
-What to do next: the summary names the part of the step that is longer, and where the host or what the driver says of
-its device explains it, why. For data look at its storage and its share of the data; for forward and backward at clocks,
-temperature, other processes and uneven batches.
 """
 
 from __future__ import annotations

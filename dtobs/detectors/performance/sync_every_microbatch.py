@@ -7,9 +7,6 @@ nothing: the wait for it is below `SHARE` of the time or `LEAST_SECONDS` a step.
 gradients take more memory than shards.
 
 Why it hurts: all but the last reduction of a step are wasted.
-
-What to do next: run all but the last micro-batch under `model.no_sync()` (DDP) or after
-`model.set_requires_gradient_sync(False)` (FSDP2).
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ slower than most before it. What changed most at that step is named: a part of t
 collection, processor time, other processes on the host, a device whose clock fell or that somebody else computes on.
 
 Why it hurts: nobody looks at a run that goes on.
-
-What to do next: look at what the summary names at that time: clocks and temperature, storage, other jobs on the host.
 """
 
 from __future__ import annotations

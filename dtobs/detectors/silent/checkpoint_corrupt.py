@@ -5,8 +5,6 @@ does not fit the checksum that was saved with it (`probes.loads`), or one that t
 
 Why it hurts: torch.load does not look at the checksums, so a changed bit is a changed weight that nobody hears of. A
 loop that falls back to an older checkpoint redoes what was trained since.
-
-What to do next: go on from another checkpoint, or copy this one again from where it was written.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ What it does: reads what each rank recorded of saves that raised (a full disk, a
 later save at the same line that succeeds makes it history.
 
 Why it hurts: the loop may have caught the exception, and what is trained from then on is lost with the job.
-
-What to do next: look at the error, make room or choose another path, and save again.
 """
 
 from __future__ import annotations

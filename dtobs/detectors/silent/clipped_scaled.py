@@ -5,8 +5,6 @@ several steps, with a largest norm far below the scale (`probes.scaler`).
 
 Why it hurts: the clipped gradients are divided by the scale afterwards. What reaches the optimizer is thousands of
 times smaller than was wanted, and changes whenever the scale does; nothing raises, and training hardly moves.
-
-What to do next: call ``scaler.unscale_(optimizer)`` between the backward and the clipping.
 """
 
 from __future__ import annotations

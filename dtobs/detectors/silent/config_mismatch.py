@@ -7,8 +7,6 @@ user's own source files. Optimizers that hold a part of the model each (ZeRO) ma
 left out.
 
 Why it hurts: one rank trains something else, and the average of all gradients is neither.
-
-What to do next: look for a branch on the rank, an environment variable or a file that only some hosts have.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ maxima and minima must be those of what went in; what all ranks receive must be 
 pair of ranks until calls with different contents have been seen to be whole there, which proves that ranks count alike.
 
 Why it hurts: ranks train on other numbers than were sent, and mostly nothing else shows it.
-
-What to do next: look for a buffer that is written while a call is under way, or read before it was waited for. Where
-there is none, suspect the link, the network card or the memory of the rank named.
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ before, or the ranks read each other's samples in other steps, or a DistributedS
 there are replicas of the model.
 
 Why it hurts: each computes its part of every product for another sample; the sums mean nothing, and nothing raises.
-
-What to do next: seed and shard the data by the place along data dimensions only, or broadcast each batch within the
-tensor-parallel group.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ the same samples, in the same order, and the attempt before had read others in t
 the data was not resumed. Constant and cyclic inputs prove nothing.
 
 Why it hurts: the beginning of the data set is learned again and the rest of the epoch is left out, at every restart.
-
-What to do next: save the position in the data (epoch and samples read) with the checkpoint, and skip to it.
 """
 
 from __future__ import annotations

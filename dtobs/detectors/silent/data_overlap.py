@@ -11,8 +11,6 @@ a rank reads anything for the second time, when its epoch may have ended. It is 
 draw from all data on purpose.
 
 Why it hurts: the ranks compute the same gradient: twice the price for the progress of one.
-
-What to do next: give the sampler the data-parallel rank and size.
 """
 
 from __future__ import annotations

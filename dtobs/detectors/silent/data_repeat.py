@@ -8,9 +8,6 @@ itself (``shuffle=True``) has no epoch: there the inputs of the first steps of t
 
 Why it hurts: batches are the same ones in every epoch, on every rank: less random than the job was meant to be, and
 the loss over an epoch shows the pattern of the order.
-
-What to do next: call ``sampler.set_epoch(epoch)`` at the beginning of every epoch; seed generators once, before the
-first.
 """
 
 from __future__ import annotations

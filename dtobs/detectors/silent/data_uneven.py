@@ -7,8 +7,6 @@ gradients weighs their samples unequally, unless their losses make up for it. Th
 last batches) are left alone, and so is what ``session.policy(data="uneven")`` declares.
 
 Why it hurts: samples of the ranks with smaller batches count more than the others', and the larger ones are waited for.
-
-What to do next: give every rank the same batch size, or weigh each loss by its share of all samples.
 """
 
 from __future__ import annotations

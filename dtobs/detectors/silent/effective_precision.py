@@ -5,8 +5,6 @@ any setting says. Looked at is a sample of each gradient that the ledger sketche
 Where the settings differ (`config_mismatch`) they say it better.
 
 Why it hurts: one rank trains with less precision than the others, and the average has its errors.
-
-What to do next: look at what surrounds the forward on that rank: autocast, a cast of inputs or weights.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ no more. So does a scale that leaves `ZEROS` of the gradients zero in `SAMPLES` 
 now and then is how it is found, and a scale that has always been one belongs to a scaler that is switched off.
 
 Why it hurts: parameters whose gradients vanish stop learning, without an error and often without a visible loss.
-
-What to do next: train in BF16, whose range is that of FP32; or find what overflows (the first non-finite gradient) and
-let the scale grow again.
 """
 
 from __future__ import annotations

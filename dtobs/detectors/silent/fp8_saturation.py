@@ -7,9 +7,6 @@ and small numbers beside it may vanish.
 
 Why it hurts: clipped numbers bias every product; numbers turned into zero do not take part. The loss then stalls or
 drifts away from what the same training does in BF16, without an error.
-
-What to do next: look for outliers in the role named (its amax is in the evidence); leave those layers in BF16, scale by
-row, or scale by the present amax if it was an older one.
 """
 
 from __future__ import annotations

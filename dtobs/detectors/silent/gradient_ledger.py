@@ -7,10 +7,6 @@ gradients by a factor of their own.
 
 Why it hurts: nothing raises and the loss still falls, of a model that learns from a part of its data, or of several
 models that drift apart.
-
-What to do next: each summary says which parameters and ranks; the usual causes are a forward that goes past the
-wrapper, parameters made after wrapping, a process group of the wrong ranks, ``zero_grad`` inside the accumulation, and
-clipping by the norm of what one rank holds.
 """
 
 from __future__ import annotations

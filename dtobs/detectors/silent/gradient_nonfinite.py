@@ -7,8 +7,6 @@ optimizer was given shows it, nobody is accused: it arose in a tensor that was n
 a loss scaler single overflows are its way to find its scale; then a row of `SCALER_PATIENCE` steps is needed.
 
 Why it hurts: one NaN in one gradient makes every parameter of every rank NaN with the next optimizer step.
-
-What to do next: look at the module named, with the batch of this rank and step.
 """
 
 from __future__ import annotations

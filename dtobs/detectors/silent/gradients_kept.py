@@ -5,8 +5,6 @@ steps in a row (`probes.kept_gradients`).
 
 Why it hurts: the loss may still fall, of steps that grow in length and point where gradients pointed long ago. Where
 only some ranks zero theirs, the others' old gradients go into every average.
-
-What to do next: call ``optimizer.zero_grad()`` on every rank, once a step, before the first backward.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ What it does: compares the learning rates of the same steps between the ranks of
 those that are apart in the newest steps. Optimizers that hold a part of the model each (ZeRO) are left out.
 
 Why it hurts: replicas part, or the shards of one model are trained at different speeds.
-
-What to do next: step the scheduler equally often on every rank; after a resume load its state on every rank.
 """
 
 from __future__ import annotations

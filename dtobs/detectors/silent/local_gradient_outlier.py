@@ -14,9 +14,6 @@ ranks move together. Averages are kept in logarithms and take in a deviating ste
 deviations, so one wild step does not blind the following ones.
 
 Why it hurts: the average over ranks follows the loudest one: its data, its scaling or its device decides.
-
-What to do next: look at this rank's batch at this step, its loss scale, and how it divides by micro-batches; if these
-are right, suspect its device.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ What it does: looks at the losses that the loop reports; names the ranks of the 
 say nothing. A loss that follows a non-finite gradient of an earlier step is its consequence and not reported.
 
 Why it hurts: the step teaches nothing, and unless it is skipped the model is lost.
-
-What to do next: look at the batch of this rank and step; see whether the gradient norm grew in the steps before (then
-lower the learning rate or clip).
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ short one counts more than one of a long one (a mean of means). Several losses i
 
 Why it hurts: the learning rate is not what it says, or rare short samples are learnt and long ones are not; a run with
 another number of micro-batches or ranks trains a different model.
-
-What to do next: sum the losses of all micro-batches and ranks, and divide by the tokens that all of them have together.
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ although the gradients of `probes.kept_gradients.UNUSED` batches were computed a
 a loop without any backward, where parameters rest.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
-
-What to do next: make the optimizer after the model was moved, wrapped and loaded, from that model's parameters; in BF16
-keep FP32 master weights, or raise the learning rate.
 """
 
 from __future__ import annotations

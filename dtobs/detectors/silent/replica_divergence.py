@@ -9,9 +9,6 @@ wrong with that, and `detectors.comparisons` says it as a fact, after `FIRST_PER
 differed in a single look, and never before or after, is no averaging: something overwrote what was then sent anew.
 
 Why it hurts: from then on the ranks average gradients of different models. Nothing raises, the loss still falls.
-
-What to do next: restart from a checkpoint before that step. One odd rank with one odd parameter is a sign of bad
-memory or a bad device; many parameters at the first step are a missing broadcast or a wrong seed.
 """
 
 from __future__ import annotations

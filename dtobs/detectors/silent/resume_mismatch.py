@@ -6,8 +6,6 @@ data after its restart is not judged.
 
 Why it hurts: a scheduler that starts over warms up again; weights or optimizer state that were not loaded undo what
 was learned.
-
-What to do next: load the state of model, optimizer, scheduler and scaler on every rank before the first step.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ generators that do not move, because nothing draws from them, prove nothing.
 
 Why it hurts: dropout and augmentation are others than in a run without the restart: the run cannot be repeated, and
 every restart with a fixed seed draws the same numbers again.
-
-What to do next: save the states of the generators of host and device with the checkpoint, for every rank.
 """
 
 from __future__ import annotations

@@ -12,9 +12,6 @@ What it does: four comparisons.
 
 Why it hurts: a different seed gives a rank another model or another order of the data; equal dropout makes the
 data-parallel gradient noisier than it need be.
-
-What to do next: seed the model's initialisation and the order of the data equally on all ranks, and everything drawn
-while training by the data-parallel rank.
 """
 
 from __future__ import annotations

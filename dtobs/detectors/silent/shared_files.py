@@ -6,9 +6,6 @@ where the others do. By its name, or because a rank was in a checkpoint, it is c
 
 Why it hurts: what is left of the file is a mixture, or the work of the last one. A checkpoint of that kind loads, or
 does not, on the day it is needed.
-
-What to do next: write from one rank only, or to a file for each rank; write checkpoints beside their place and rename
-them when they are whole. Open logs for appending.
 """
 
 from __future__ import annotations

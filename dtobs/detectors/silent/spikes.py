@@ -7,8 +7,6 @@ first steps of an attempt, and steps around a jump of the learning rate, say not
 GAN) each is compared with its own steps.
 
 Why it hurts: a spike costs what was learnt in the steps before, and many of them end in a loss that does not come back.
-
-What to do next: look at the batch of the step named; clip gradients, lower the learning rate, or skip such batches.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ same numbers and did not change them, and single moments, or single bits (a sum 
 changed alone. ``session.policy(at_rest="same")`` says that nothing may change them: then every change is named.
 
 Why it hurts: memory that flips bits, or a copy of the model that one rank only overwrites: it trains something else.
-
-What to do next: where one rank is named, test its memory; look for code between two steps that runs on that rank only.
 """
 
 from __future__ import annotations

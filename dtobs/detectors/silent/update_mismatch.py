@@ -8,9 +8,6 @@ masks and projections in a hook of the step) is somebody's intention and is not 
 
 Why it hurts: the optimizer does not do what the program says: a learning rate that is ignored, a broken kernel, a
 device that computes wrongly.
-
-What to do next: where one rank is named, test its device and memory. Where all are, look at what is compiled or
-captured into a graph with an old learning rate, and at hooks of the optimizer's step.
 """
 
 from __future__ import annotations

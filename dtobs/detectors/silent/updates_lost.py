@@ -6,8 +6,6 @@ every addition is below half a unit in the last place, the training stands still
 that do (a norm's weight near 1 in BF16) are common and left alone.
 
 Why it hurts: the job costs what it costs and learns next to nothing.
-
-What to do next: keep FP32 master weights, use stochastic rounding, or raise the learning rate.
 """
 
 from __future__ import annotations
