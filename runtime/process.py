@@ -53,6 +53,8 @@ class Process:
     def run(self, train: Callable[[], None]) -> int:
         """Call `train`; the exit code. A failing rank ends at once and waits for nobody."""
         warnings.formatwarning = _format_warning
+        # Vocabulary-parallel logits are a view of a DTensor; nothing here changes them in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         try:
             with self._cleanup, self._reporting():
                 with self.observers, self._reporting():

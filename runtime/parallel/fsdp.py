@@ -28,12 +28,10 @@ def data_mesh(mesh: DeviceMesh, *, of_experts: bool = False) -> DeviceMesh:
     """
     names = mesh.mesh_dim_names or ()
     shard_like = tuple(name for name in _SHARD_LIKE if name in names and not (of_experts and name == "expert"))
+    shards = mesh[shard_like]
     if len(shard_like) > 1:
-        flat = "_".join(shard_like)
-        mesh[shard_like]._flatten(flat)
-    else:
-        (flat,) = shard_like
-    return mesh["replicate", flat] if "replicate" in names else mesh[flat]
+        shards = shards._flatten("_".join(shard_like))
+    return DeviceMesh._concatenate([mesh["replicate"], shards]) if "replicate" in names else shards
 
 
 def shard_unit(unit: nn.Module, mesh: DeviceMesh, config: Config, *, reshard: bool) -> None:
