@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.exporters.monitor_stats import MonitorStats
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
 from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import Bubble, latest
 from dtobs.timeline.whatif import WhatIf, recent
-
-
-class OwnCost(Protocol):
-    """The cost and the failures of the process that exports."""
-
-    @property
-    def cpu_seconds(self) -> float: ...
-    @property
-    def rss_bytes(self) -> float: ...
-    @property
-    def ticks(self) -> int: ...
-    @property
-    def passes(self) -> int: ...
-    @property
-    def pass_seconds(self) -> float: ...
-    @property
-    def captures(self) -> int: ...
-    @property
-    def errors(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +26,7 @@ class MonitorSnapshot:
     leads: bool = True
     findings: Sequence[Finding] = ()
     totals: StepTotals = field(default_factory=StepTotals)
-    own: OwnCost | None = None
+    own: MonitorStats | None = None
     stalled_seconds: float = 0.0  #: how long the present stall lasts; 0 without one
     simulate: Callable[[RunView], WhatIf | None] = recent
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtobs.host.process import kernel_text, process_ids, stat_fields
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MAX_BELOW = 4096
 
@@ -50,28 +52,9 @@ def _families(pids: Iterable[int], stats: Mapping[int, Sequence[str]]) -> dict[i
 
 
 def _stats(proc: Path) -> dict[int, list[str]]:
-    return {int(entry.name): fields for entry in _entries(proc) if (fields := _stat(entry))}
-
-
-def _entries(proc: Path) -> list[Path]:
-    try:
-        return [entry for entry in proc.iterdir() if entry.name.isdigit()]
-    except OSError:
-        return []
-
-
-def _stat(process: Path) -> list[str]:
-    """Fields of its stat file from the third on; its own and its reaped children's times are 11 to 14."""
-    try:
-        fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-    return fields if len(fields) >= 22 else []
+    return {pid: fields for pid in process_ids(proc) if (fields := stat_fields(pid, proc, 22))}
 
 
 def _io(process: Path) -> int:
-    try:
-        lines = (process / "io").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = kernel_text(process / "io").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))

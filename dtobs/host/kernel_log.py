@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+KERNEL_LOG = Path("/dev/kmsg")
 _XID = re.compile(
     r"NVRM: Xid \((?:PCI:)?(?P<device>[0-9a-fA-F:.]+)\): (?P<number>\d+)"
     r"(?:, pid='?(?P<pid>\d+|<unknown>)'?)?(?:, name='?(?P<name>[^,']*)'?)?(?:, )?(?P<text>.*)"
@@ -36,9 +37,9 @@ class Xid:
         return f"Xid {self.number} of device {self.device}{f': {self.text}' if self.text else ''}"
 
 
-def read_xids(log: Path = Path("/dev/kmsg")) -> list[Xid]:
+def read_xids(log: Path = KERNEL_LOG) -> list[Xid]:
     """Every Xid that the kernel's log still holds, oldest first; [] where it may not be read."""
-    return parse_xids(_records(log))
+    return parse_xids(log_records(log))
 
 
 def parse_xids(records: Iterable[str]) -> list[Xid]:
@@ -57,7 +58,8 @@ def parse_xids(records: Iterable[str]) -> list[Xid]:
     return found
 
 
-def _records(log: Path) -> list[str]:
+def log_records(log: Path = KERNEL_LOG) -> list[str]:
+    """What the kernel's log still holds, a line each, oldest first; [] where it may not be read."""
     try:
         fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -70,10 +72,8 @@ def _records(log: Path) -> list[str]:
                 break
             # The device hands out one record a read; a plain file, in tests and copies, holds many lines.
             found += data.decode(errors="replace").splitlines()
-    except BlockingIOError:
-        pass  # the end of the log
     except OSError:
-        pass  # overwritten while we read: what was read stands
+        pass  # the end of the log; or overwritten while we read: what was read stands
     finally:
         os.close(fd)
     return found

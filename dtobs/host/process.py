@@ -70,8 +70,8 @@ def decode_status(status: int) -> int:
 
 def read_process(pid: int, start_ticks: int = 0, proc: Path = Path("/proc")) -> ProcessState:
     """The present state of `pid`; with `start_ticks`, a later process with the same number counts as gone."""
-    fields = _stat_fields(pid, proc)
-    if fields is None or (start_ticks and int(fields[19]) != start_ticks):
+    fields = stat_fields(pid, proc)
+    if not fields or (start_ticks and int(fields[19]) != start_ticks):
         return ProcessState(pid, alive=False)
     state = fields[0]
     if state in ("Z", "X"):
@@ -81,7 +81,7 @@ def read_process(pid: int, start_ticks: int = 0, proc: Path = Path("/proc")) -> 
         pid,
         alive=True,
         state=state,
-        wchan=_read(f"{proc}/{pid}/wchan").strip("\0\n "),
+        wchan=kernel_text(f"{proc}/{pid}/wchan").strip("\0\n "),
         cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS,
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
     )
@@ -100,35 +100,60 @@ def cores_used(
 
 def start_ticks(pid: int, proc: Path = Path("/proc")) -> int:
     """When the process began, in clock ticks since boot; 0 when it is gone."""
-    fields = _stat_fields(pid, proc)
+    fields = stat_fields(pid, proc)
     return int(fields[19]) if fields else 0
 
 
-def waited_for_core_ns(task: Path = Path("/proc/self/task")) -> int:
-    """Nanoseconds that the living threads of this process together could have run and got no core."""
-    total = 0
+def parent_of(pid: int, proc: Path = Path("/proc")) -> int:
+    """The parent's id; 0 when the process is gone."""
+    fields = stat_fields(pid, proc, 2)
+    return int(fields[1]) if fields else 0
+
+
+def environment_of(pid: int, proc: Path = Path("/proc")) -> dict[str, str]:
+    """The variables that a process was started with; {} when it is gone or may not be read."""
+    text = kernel_text(f"{proc}/{pid}/environ", 1 << 20)
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def waited_for_core_ns(pid: int | str = "self", proc: Path = Path("/proc")) -> int | None:
+    """Nanoseconds that the living threads of a process together could have run and got no core; None: not known.
+
+    ``schedstat`` of a thread has the time on a core, the time that it waited for one, and its slices.
+    """
+    waits: list[str] = []
     with suppress(OSError):
-        for thread in task.iterdir():
-            with suppress(OSError, ValueError, IndexError), (thread / "schedstat").open("rb") as file:
-                total += int(file.read().split()[1])  # of a thread that has just ended nothing is known
-    return total
+        for thread in (proc / str(pid) / "task").iterdir():
+            fields = kernel_text(thread / "schedstat").split()
+            waits += fields[1:2] if len(fields) == 3 else ()  # of a thread that has just ended nothing is known
+    return sum(map(int, waits)) if waits else None
 
 
-def _stat_fields(pid: int, proc: Path) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third (state) on; the name before them may hold anything."""
-    text = _read(f"{proc}/{pid}/stat")
-    fields = text.rpartition(")")[2].split()
-    return fields if len(fields) >= 50 else None
+def process_ids(proc: Path = Path("/proc")) -> list[int]:
+    """The ids of all processes, ascending."""
+    try:
+        return sorted(int(entry.name) for entry in proc.iterdir() if entry.name.isdigit())
+    except OSError:
+        return []
 
 
-def _read(path: Path | str) -> str:
-    """A small file of the kernel's; "" where it cannot be read."""
+def stat_fields(pid: int, proc: Path = Path("/proc"), least: int = 50) -> list[str]:
+    """Fields of /proc/PID/stat from the third (state) on, [] where there are not so many.
+
+    The name before them may hold anything. The process's own and its reaped children's times are 11 to 14.
+    """
+    fields = kernel_text(f"{proc}/{pid}/stat").rpartition(")")[2].split()
+    return fields if len(fields) >= least else []
+
+
+def kernel_text(path: Path | str, most: int = 1 << 16) -> str:
+    """A file of the kernel's that one read brings, at most so many bytes; "" where it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
     try:
-        return os.read(fd, 1 << 16).decode(errors="replace")
+        return os.read(fd, most).decode(errors="replace")
     except OSError:
         return ""
     finally:
@@ -138,10 +163,7 @@ def _read(path: Path | str) -> str:
 @lru_cache
 def boot_id(proc: Path = Path("/proc")) -> str:
     """The kernel's identifier of this boot of this host; "" where there is none."""
-    try:
-        return (proc / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return kernel_text(proc / "sys/kernel/random/boot_id").strip()
 
 
 @lru_cache

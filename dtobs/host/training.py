@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dtobs.host.process import start_ticks
+from dtobs.host.process import process_ids, start_ticks
 
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
@@ -48,14 +48,14 @@ class TrainingProcess:
 
 def training_processes(proc: Path = Path("/proc")) -> list[TrainingProcess]:
     """Every rank on this host whose environment may be read, by job and rank."""
-    seen = {found.pid: found for pid in _pids(proc) if (found := read_candidate(pid, proc)) is not None}
+    seen = {found.pid: found for pid in process_ids(proc) if (found := read_candidate(pid, proc)) is not None}
     ranks = [one for one in seen.values() if one.rank >= 0 and not _helper(one, seen)]
     return sorted(ranks, key=lambda one: (one.job, one.rank, one.pid))
 
 
 def named_processes(pids: list[int], proc: Path = Path("/proc")) -> list[TrainingProcess]:
     """The ranks that are the given processes or below them; numbered by their age where nothing tells a rank."""
-    everything = {pid: read_any(pid, proc) for pid in _pids(proc)}
+    everything = {pid: read_any(pid, proc) for pid in process_ids(proc)}
     known = {pid: one for pid, one in everything.items() if one is not None}
     found: list[TrainingProcess] = []
     for pid in pids:
@@ -136,13 +136,6 @@ def _below(pid: int, known: dict[int, TrainingProcess]) -> list[TrainingProcess]
 def _outermost(some: list[TrainingProcess]) -> list[TrainingProcess]:
     pids = {one.pid for one in some}
     return [one for one in some if one.parent not in pids]
-
-
-def _pids(proc: Path) -> list[int]:
-    try:
-        return sorted(int(entry.name) for entry in proc.iterdir() if entry.name.isdigit())
-    except OSError:
-        return []
 
 
 def _bytes(path: Path) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dtobs.errors import RecordingDisabled
 from dtobs.host.nvml import Nvml, open_nvml
-from dtobs.monitor.exits import parent_of
+from dtobs.host.process import parent_of
 from dtobs.monitor.ranks import NodeRanks
 from dtobs.recording.devices import DeviceSample, write_devices
 from dtobs.recording.meta import read_meta

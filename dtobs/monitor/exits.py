@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dtobs.host.process import ProcessState, decode_status, read_process, start_ticks
+from dtobs.host.process import ProcessState, decode_status, environment_of, parent_of, read_process, start_ticks
 from dtobs.monitor.oom import OomWatch
 
 _GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11  # PIDFD_GET_INFO, Linux 6.13; exit status since 6.15
@@ -140,12 +140,15 @@ class ProcessWatch:
 
     def flush(self) -> bool:
         """Write what is not yet in exits.jsonl; False when it cannot be written now."""
-        if not self.unwritten:
-            return True
-        if not append_lines(self.exits_path, self.unwritten):
-            return False
-        self.unwritten.clear()
-        return True
+        return write_out(self.exits_path, self.unwritten)
+
+
+def write_out(path: Path, lines: list[str]) -> bool:
+    """Append lines that were kept and forget them; False, and they are still kept, when the disk refuses."""
+    if lines and not append_lines(path, lines):
+        return False
+    lines.clear()
+    return True
 
 
 def append_lines(path: Path, lines: list[str]) -> bool:
@@ -167,25 +170,11 @@ def append_lines(path: Path, lines: list[str]) -> bool:
     return True
 
 
-def parent_of(pid: int, proc: Path = Path("/proc")) -> int:
-    """The parent's id; 0 when the process is gone."""
-    try:
-        text = (proc / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return 0
-    fields = text.rpartition(")")[2].split()
-    return int(fields[1]) if len(fields) > 1 else 0
-
-
-def restartable(pid: int, proc: Path = Path("/proc")) -> bool:
+def restartable(pid: int) -> bool:
     """Whether torchrun would start the process again, as its environment has it."""
-    try:
-        data = (proc / str(pid) / "environ").read_bytes()
-    except OSError:
-        return False
-    variables = dict(entry.split(b"=", 1) for entry in data.split(b"\0") if b"=" in entry)
-    done, limit = (variables.get(f"TORCHELASTIC_{name}".encode()) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return bool(done and limit and done.isdigit() and limit.isdigit() and int(done) < int(limit))
+    variables = environment_of(pid)
+    done, limit = (variables.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return done.isdecimal() and limit.isdecimal() and int(done) < int(limit)
 
 
 def _exit_of(fd: int) -> int | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtobs.codec import encode
 from dtobs.findings import Confidence, Finding
-from dtobs.monitor.exits import append_lines
+from dtobs.monitor.exits import write_out
 from dtobs.recording.journal import Entry, Event, open_entries, read_journal
 
 _MISSES_TO_CLEAR = 2
@@ -129,12 +129,7 @@ class Journal:
 
     def flush(self) -> bool:
         """Write what the disk refused before; False when it still does."""
-        if not self.unwritten:
-            return True
-        if not append_lines(self._path, self.unwritten):
-            return False
-        self.unwritten.clear()
-        return True
+        return write_out(self._path, self.unwritten)
 
     def _entry(self, event: Event, finding: Finding, now_ns: int, until_ns: int = 0) -> Entry:
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")

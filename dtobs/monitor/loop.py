@@ -17,6 +17,7 @@ from dtobs.detectors.hangs.stall import finished, last_movement_ns, moved_on, st
 from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.events import RankState
 from dtobs.exporters.look import MonitorSnapshot
+from dtobs.exporters.monitor_stats import MonitorStats
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding, Trait
 from dtobs.host.process import ProcessState, boot_id, cores_used
@@ -30,7 +31,6 @@ from dtobs.monitor.leftovers import remove_socket_folder
 from dtobs.monitor.on_hang import OnHang, hang_of
 from dtobs.monitor.ranks import NodeRanks
 from dtobs.monitor.shared_files import SharedFiles
-from dtobs.monitor.stats import MonitorStats
 from dtobs.monitor.uncounted_time import Excuses
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.nodes.cluster import Cluster

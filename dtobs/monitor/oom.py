@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-KERNEL_LOG = Path("/dev/kmsg")
-_LOG_RECORD = 8192
-_LOG_RECORDS = 4096
+from dtobs.host.kernel_log import KERNEL_LOG, log_records
+from dtobs.host.process import kernel_text
 
 
 class OomWatch:
@@ -32,7 +30,7 @@ class OomWatch:
 
     def killed(self, pid: int) -> bool:
         """Whether `pid`, which SIGKILL ended, was killed for memory; each kill counted explains one process."""
-        if self._in_kernel_log(pid):
+        if any(f"Killed process {pid} (" in record for record in log_records(self._log)):
             return True
         path = self._group_of.get(pid)
         if path is None or _oom_kills(path) <= self._seen[path]:
@@ -41,11 +39,7 @@ class OomWatch:
         return True
 
     def _counter(self, pid: int) -> Path | None:
-        try:
-            lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
-        except OSError:
-            return None
-        for line in lines:
+        for line in kernel_text(self._proc / str(pid) / "cgroup").splitlines():
             _, controllers, group = line.split(":", 2)
             inner = group.lstrip("/")
             if controllers == "":
@@ -61,33 +55,9 @@ class OomWatch:
                     return candidate
         return None
 
-    def _in_kernel_log(self, pid: int) -> bool:
-        try:
-            fd = os.open(self._log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return False  # not permitted, as for most users
-        wanted = f"Killed process {pid} (".encode()
-        try:
-            for _ in range(_LOG_RECORDS):
-                record = os.read(fd, _LOG_RECORD)
-                if not record:
-                    return False
-                if wanted in record:
-                    return True
-        except OSError:  # EAGAIN: the end of the log; EPIPE: overwritten while we read
-            return False
-        finally:
-            os.close(fd)
-        return False
-
 
 def _oom_kills(path: Path) -> int:
     """The counter ``oom_kill`` of a memory control group, -1 when it has none."""
-    try:
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        return -1
-    return -1
+    fields = dict(line.split(" ", 1) for line in kernel_text(path).splitlines() if " " in line)
+    kills = fields.get("oom_kill", "")
+    return int(kills) if kills.isdecimal() else -1

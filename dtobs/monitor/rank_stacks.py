@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from dtobs.host import pyspy
-from dtobs.host.process import start_ticks
+from dtobs.host.process import kernel_text, start_ticks
 from dtobs.host.pyspy import NoStacks
 from dtobs.host.stacks import parse_stacks
 from dtobs.words import duration_text
@@ -65,11 +65,7 @@ def by_pyspy(pid: int, seconds: float = 4.0) -> str:
 
 def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
     """Whether the process has a handler for the signal."""
-    try:
-        lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    for line in lines:
+    for line in kernel_text(proc / str(pid) / "status").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

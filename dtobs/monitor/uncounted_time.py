@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from dtobs.host.process import ProcessState
+from dtobs.host.process import ProcessState, waited_for_core_ns
 from dtobs.recording.uncounted_time import Excused
 
 LATE_NS = 2_000_000_000
@@ -25,23 +24,10 @@ Delay = Callable[[int], int | None]
 """How long the threads of a process have waited for a processor so far, ns; None where the kernel does not say."""
 
 
-def run_delay(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Of all threads, from ``/proc/PID/task/TID/schedstat`` (ns on a processor, ns waiting for one, time slices)."""
-    total, told = 0, False
-    for path in proc.glob(f"{pid}/task/*/schedstat"):
-        try:
-            fields = path.read_text().split()
-        except OSError:
-            continue  # the thread has ended
-        if len(fields) == 3:
-            total, told = total + int(fields[1]), True
-    return total if told else None
-
-
 class Excuses:
     """Fed by the monitor's loop. All times are monotonic, ns."""
 
-    def __init__(self, clock: Callable[[], int] = time.monotonic_ns, delay: Delay = run_delay) -> None:
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns, delay: Delay = waited_for_core_ns) -> None:
         self._clock, self._delay = clock, delay
         self._spans: list[Excused] = []
         self._due_ns: int | None = None

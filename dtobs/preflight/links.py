@@ -111,7 +111,7 @@ def _pings(peer: int, device: torch.device, *, first: bool) -> tuple[float, floa
     own: list[float] = []
     waited: list[int] = []
     for _ in range(_PINGS + 1):
-        before, begin = waited_for_core_ns(), time.perf_counter()
+        before, begin = _waited_ns(), time.perf_counter()
         if first:
             dist.send(ball, peer)
             dist.recv(ball, peer)
@@ -121,7 +121,7 @@ def _pings(peer: int, device: torch.device, *, first: bool) -> tuple[float, floa
             dist.send(ball, peer)
         _finish(device)
         taken.append(time.perf_counter() - begin)
-        own.append(max(0, waited_for_core_ns() - before) / 1e9)
+        own.append(max(0, _waited_ns() - before) / 1e9)
         waited.append(int(ball))
     others = [max(0, after - before) / 1e9 for before, after in pairwise(waited)]
     least = min(max(t - o - p, 1e-6) for t, o, p in zip(taken, own, others, strict=False))
@@ -133,21 +133,21 @@ def _transfer(target: int, size: int, device: torch.device, latency: float) -> t
     data = pattern(size, device)
     receipt = torch.zeros(1, dtype=torch.int64, device=device)
     _finish(device)
-    before, begin = waited_for_core_ns(), time.perf_counter()
+    before, begin = _waited_ns(), time.perf_counter()
     dist.send(data, target)
     dist.recv(receipt, target)
     _finish(device)
     taken = time.perf_counter() - begin
-    waited = (max(0, waited_for_core_ns() - before) + int(receipt)) / 1e9
+    waited = (max(0, _waited_ns() - before) + int(receipt)) / 1e9
     return size / taken, size / max(taken - latency - waited, taken / 10)
 
 
 def _take(source: int, size: int, device: torch.device) -> int:
     """Receive, reply with the nanoseconds waited for a core meanwhile, and count the bytes that are not as sent."""
     data = torch.zeros(size, dtype=torch.uint8, device=device)
-    before = waited_for_core_ns()
+    before = _waited_ns()
     dist.recv(data, source)
-    dist.send(torch.tensor([max(0, waited_for_core_ns() - before)], dtype=torch.int64, device=device), source)
+    dist.send(torch.tensor([max(0, _waited_ns() - before)], dtype=torch.int64, device=device), source)
     return int((data != pattern(size, device)).sum())
 
 
@@ -155,6 +155,10 @@ def pattern(size: int, device: torch.device) -> torch.Tensor:
     """uint8[size] whose period (251) is no power of two, so that a shifted or repeated block shows."""
     period = torch.arange(251, dtype=torch.uint8, device=device)
     return period.repeat(size // 251 + 1)[:size]
+
+
+def _waited_ns() -> int:
+    return waited_for_core_ns() or 0
 
 
 def _finish(device: torch.device) -> None:

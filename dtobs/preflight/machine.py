@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dtobs.host.process import kernel_text
 from dtobs.preflight.model import Disk, Facts
 
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "PYTORCH_", "UCX_", "FI_", "TP_", "DTOBS_")
@@ -56,17 +57,10 @@ def _versions() -> dict[str, str]:
         found["device"] = torch.cuda.get_device_name(0)
         if torch.distributed.is_nccl_available():
             found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-    driver = _driver()
+    driver = kernel_text("/sys/module/nvidia/version").strip()
     if driver:
         found["driver"] = driver
     return found
-
-
-def _driver(path: Path = Path("/sys/module/nvidia/version")) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _name_is_loopback() -> bool:

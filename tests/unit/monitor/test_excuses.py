@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dtobs.detectors.hangs.stall import last_movement_ns, stall
-from dtobs.host.process import ProcessState, boot_id
-from dtobs.monitor.uncounted_time import Excuses, run_delay
+from dtobs.host.process import ProcessState, boot_id, waited_for_core_ns
+from dtobs.monitor.uncounted_time import Excuses
 from dtobs.recording.uncounted_time import Excused, excused_ns, read_excused, write_excused
 from dtobs.testing.fake_run import FakeRun
 
@@ -108,9 +108,9 @@ def test_wall_clocks_play_no_part(monkeypatch):
 
 
 def test_the_kernel_tells_of_this_process():
-    delay = run_delay(os.getpid())
+    delay = waited_for_core_ns(os.getpid())
     assert delay is None or delay > 0
-    assert run_delay(5_000_000) is None
+    assert waited_for_core_ns(5_000_000) is None
 
 
 def test_others_who_look_at_the_files_excuse_the_same(tmp_path: Path):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.host.process import start_ticks
-from dtobs.monitor.exits import ProcessWatch, append_lines, parent_of
+from dtobs.host.process import parent_of, start_ticks
+from dtobs.monitor.exits import ProcessWatch, append_lines
 from dtobs.monitor.oom import OomWatch
 from tests.unit.monitor.children import WAIT, child
 
