@@ -8,17 +8,20 @@ the difference of two ranks' clocks, however far apart their hosts' are.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dtobs.timeline.kineto.load import Floats, Ints, TracedRank
+from dtobs.timeline.kineto.load import Floats, Ints, Spans, TracedRank
 from dtobs.timeline.kineto.names import KernelKind, TracedCall
 
 Key = tuple[str, tuple[int, ...], tuple[int, int] | None]
 _ALIKE = 0.9
 _SHIFTS = 16
 _SETTLED_US = 50.0
+NOBODY = (-1, -1)
+"""In a key: messages between two ranks of which the trace does not say which two."""
 _COMMON_END = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
 
@@ -32,6 +35,7 @@ class TracedGroup:
     begin: Floats
     end: Floats
     calls: list[TracedCall]
+    step: Ints | None = None  #: the ProfilerStep whose host launched each call; None where no rank's trace has steps
 
     @property
     def last(self) -> Floats:
@@ -47,6 +51,7 @@ class MatchedTraces:
     groups: list[TracedGroup]
     offsets: dict[int, float]  #: what to take from a rank's times to have the first rank's
     notes: list[str] = field(default_factory=list)
+    alone: dict[int, list[Spans]] = field(default_factory=dict)  #: calls of a rank that are not in `groups`
 
 
 @dataclass
@@ -58,6 +63,7 @@ class _Side:
     sign: Ints
     calls: list[TracedCall]
     damaged: bool
+    step: Ints | None
 
 
 def match(ranks: dict[int, TracedRank]) -> MatchedTraces:
@@ -67,10 +73,10 @@ def match(ranks: dict[int, TracedRank]) -> MatchedTraces:
     sizes: dict[Key, int] = {}
     signs: dict[tuple[str, int], int] = {}
     for number, rank in sorted(ranks.items()):
-        for key, side in _sides(rank, signs).items():
+        for key, side in _sides(rank, number, signs).items():
             sides[key][number] = side
-            members[key] = key[2] or key[1]
-            sizes[key] = max(sizes.get(key, 0), side.calls[0].size if key[2] is None else 2)
+            members[key] = key[1] if key[2] in (None, NOBODY) else key[2]
+            sizes[key] = max(sizes.get(key, 0), side.calls[0].size if key[2] in (None, NOBODY) else 2)
     notes, paired = [], []
     for key, by_rank in sides.items():
         if members[key] and not set(by_rank) <= set(members[key]):
@@ -79,35 +85,64 @@ def match(ranks: dict[int, TracedRank]) -> MatchedTraces:
             notes.append(f"group {key[0] or '?'}: {len(by_rank)} ranks say that it has {sizes[key]}; not compared")
         elif len(by_rank) > 1:
             paired.append((key, by_rank, _columns(by_rank)))
-    offsets = _clocks(ranks, [(by_rank, columns) for _, by_rank, columns in paired])
-    groups = []
+    offsets = _clocks(ranks, paired)
+    groups: dict[Key, TracedGroup] = {}
     for key, by_rank, columns in paired:
         group = _group(key, members[key] or tuple(sorted(by_rank)), by_rank, columns, offsets)
         if group is not None:
-            groups.append(group)
-    return MatchedTraces(groups, offsets, notes)
+            groups[key] = group
+    alone: dict[int, list[Spans]] = defaultdict(list)
+    for key, by_rank in sides.items():
+        for r, side in by_rank.items():
+            if key not in groups or r not in groups[key].ranks:
+                alone[r].append(Spans(side.begin - offsets[r], side.end - offsets[r]))
+    return MatchedTraces(list(groups.values()), offsets, notes, alone)
 
 
-def _sides(rank: TracedRank, signs: dict[tuple[str, int], int]) -> dict[Key, _Side]:
+def _sides(rank: TracedRank, number: int, signs: dict[tuple[str, int], int]) -> dict[Key, _Side]:
     chosen = np.flatnonzero((rank.kind == KernelKind.COMMUNICATION) & (rank.call >= 0))
-    keys = [_key(call) for call in rank.calls]
+    keys = [_key(call, number) for call in rank.calls]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     group_of = np.array([numbers[key] for key in keys], dtype=np.int64)[rank.call[chosen]] if len(chosen) else chosen
     sign_of = np.array([signs.setdefault((c.op, c.nbytes), len(signs)) for c in rank.calls], dtype=np.int64)
+    step = _steps(rank)
     found = {}
-    for key, number in numbers.items():
-        mine = chosen[group_of == number]
+    for key, place in numbers.items():
+        mine = chosen[group_of == place]
         if not len(mine):
             continue
         mine = mine[np.argsort(rank.device.begin[mine], kind="stable")]
         calls = [rank.calls[c] for c in rank.call[mine].tolist()]
         begin, end = rank.device.begin[mine], rank.device.end[mine]
-        found[key] = _Side(begin, end, sign_of[rank.call[mine]], calls, bool(rank.damage))
+        found[key] = _Side(begin, end, sign_of[rank.call[mine]], calls, bool(rank.damage), step and step(mine))
     return found
 
 
-def _key(call: TracedCall) -> Key:
-    return (call.group, call.ranks, call.peers if call.op == "send_recv" else None)
+def _steps(rank: TracedRank) -> Callable[[Ints], Ints] | None:
+    """What tells the ProfilerStep of a row of the device, None without steps.
+
+    That is the step in which the host launched it: where nothing synchronises, the host is done with all its steps
+    while the device is in the first.
+    """
+    if len({number for number, _, _ in rank.steps}) < 2:
+        return None
+    numbers = np.array([number for number, _, _ in rank.steps])
+    edges = np.array([begin for _, begin, _ in rank.steps])
+
+    def step(row: Ints) -> Ints:
+        when = np.where(np.isfinite(rank.launch[row]), rank.launch[row], rank.device.begin[row])
+        place = np.searchsorted(edges, when, side="right") - 1
+        found: Ints = np.where(place < 0, -1, numbers[place])
+        return found
+
+    return step
+
+
+def _key(call: TracedCall, rank: int) -> Key:
+    if call.op != "send_recv":
+        return (call.group, call.ranks, None)
+    source, target = (rank if peer < 0 else peer for peer in call.peers or NOBODY)
+    return (call.group, call.ranks, (source, target) if source != target else NOBODY)
 
 
 def _columns(by_rank: dict[int, _Side]) -> dict[int, Ints]:
@@ -146,10 +181,12 @@ def _shift(first: _Side, other: _Side) -> int | None:
     return best if clear else nearest
 
 
-def _clocks(ranks: dict[int, TracedRank], paired: list[tuple[dict[int, _Side], dict[int, Ints]]]) -> dict[int, float]:
+def _clocks(
+    ranks: dict[int, TracedRank], paired: list[tuple[Key, dict[int, _Side], dict[int, Ints]]]
+) -> dict[int, float]:
     """Each rank's clock against the lowest rank's, by way of whoever shares calls with whom."""
     links: dict[int, dict[int, list[tuple[bool, int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for by_rank, columns in paired:
+    for key, by_rank, columns in paired:
         first, *others = by_rank
         for number in others:
             both = (columns[number] >= 0) & (columns[first] >= 0)
@@ -158,6 +195,8 @@ def _clocks(ranks: dict[int, TracedRank], paired: list[tuple[dict[int, _Side], d
             ends = by_rank[number].end[columns[number][both]] - by_rank[first].end[columns[first][both]]
             common = by_rank[first].calls[0].op in _COMMON_END
             difference = float(np.median(ends))
+            if key[2] == NOBODY and float(np.median(np.abs(ends - difference))) > _SETTLED_US:
+                continue  # other pairs' messages
             links[first][number].append((common, len(ends), difference))
             links[number][first].append((common, len(ends), -difference))
     offsets: dict[int, float] = {}
@@ -191,6 +230,9 @@ def _group(
     end = np.array([by_rank[r].end[columns[r][keep]] - offsets[r] for r in ranks])
     if not begin.size:
         return None
+    if key[2] == NOBODY and float(np.median(np.ptp(end, axis=0))) > _SETTLED_US:
+        return None  # they were messages between other pairs of ranks: what is one call ends at one time
     first = by_rank[ranks[0]]
     calls = [first.calls[i] for i in columns[ranks[0]][keep].tolist()]
-    return TracedGroup(key, tuple(ranks), members, begin, end, calls)
+    step = next((s[columns[r][keep]] for r in ranks if (s := by_rank[r].step) is not None), None)
+    return TracedGroup(key, tuple(ranks), members, begin, end, calls, step)

@@ -80,7 +80,7 @@ class TracedCall:
     ranks: tuple[int, ...] = ()
     size: int = 0  #: of the group
     nbytes: int = 0  #: the S of nccl-tests: the larger of what goes in and what comes out
-    peers: tuple[int, int] | None = None  #: of a message between two ranks, the lower one first
+    peers: tuple[int, int] | None = None  #: of a message who sends and who receives, -1 for the rank of the trace
 
 
 @lru_cache(65536)
@@ -131,7 +131,7 @@ def call_of(args: dict[str, Any]) -> TracedCall | None:
     elements = max(whole(args.get("In msg nelems")), whole(args.get("Out msg nelems")))
     width = _BYTES.get(str(args.get("dtype", "")).strip('"').lower(), 1 if "8" in str(args.get("dtype", "")) else 0)
     source, target = whole(args.get("Src Rank"), -1), whole(args.get("Dst Rank"), -1)
-    peers = (min(source, target), max(source, target)) if source >= 0 and target >= 0 and source != target else None
+    peers = (source, target) if source != target else None  # PyTorch names the other side alone
     ranks = ranks_of(args.get("Process Group Ranks"))
     group = str(args.get("Process Group Name", "")).strip('"')[:200]
     return TracedCall(op, group, ranks, whole(args.get("Group size")) or len(ranks), elements * width, peers)

@@ -1,6 +1,8 @@
 """Who makes the others wait: by the time its lateness costs them, not by how often it is last.
 
 A rank's lateness at a call is judged without what it waited itself, for others in other groups, since the call before.
+A message between two ranks accuses nobody: the ranks of a pipeline wait for each other however fast all are. What they
+waited there counts at the next collective, where the rank with more work of its own is late, be it the first to arrive.
 Jitter makes every rank late now and then: accused is only a rank whose lateness, summed by step, would hardly come
 about when all ranks were alike.
 """
@@ -15,8 +17,10 @@ import numpy.typing as npt
 
 from dtobs.findings import Confidence
 from dtobs.timeline.kineto.figures import Figures
-from dtobs.timeline.kineto.load import Floats, Ints, TracedRank
+from dtobs.timeline.kineto.intervals import clipped, joined, union, within
+from dtobs.timeline.kineto.load import Floats, Ints, Spans, TracedRank
 from dtobs.timeline.kineto.matching import MatchedTraces, TracedGroup
+from dtobs.timeline.kineto.names import KernelKind
 
 KINDS = ("host-bound", "device", "input", "network")
 CHANCE, CERTAINTY = 1e-3, 1e-6
@@ -41,9 +45,10 @@ class Straggler:
 
 @dataclass
 class _Lateness:
-    """Events of lateness: at which step, who, what it cost, and how late each rank was there."""
+    """Events of lateness: at which step, of which group, who, what it cost, and how late each rank was there."""
 
     steps: Ints
+    group: Ints
     who: Ints
     cost: Floats
     signed: dict[int, dict[int, float]]  #: rank → step → lateness against the median of its peers
@@ -51,11 +56,11 @@ class _Lateness:
 
 def straggler(matched: MatchedTraces, ranks: dict[int, TracedRank], figures: dict[int, Figures]) -> Straggler | None:
     """The rank to accuse, or None."""
-    groups = [g for g in matched.groups if g.begin.shape[1] > 1]
+    groups = [g for g in matched.groups if g.begin.shape[1] > 1 and g.key[2] is None]
     if len(ranks) < 2 or not groups:
         return None
-    steps = _steps(groups, ranks, matched.offsets)
-    late = _lateness(groups, steps)
+    steps = _steps(groups)
+    late = _lateness(groups, steps, _waits(matched, ranks))
     costs = {r: float(late.cost[late.who == r].sum()) for r in ranks}
     rank = max(costs, key=lambda r: (costs[r], -r))
     total = sum(costs.values())
@@ -64,6 +69,11 @@ def straggler(matched: MatchedTraces, ranks: dict[int, TracedRank], figures: dic
     peers = max(len(g.ranks) for g in groups if rank in g.ranks) - 1 if total else 1
     if not total or costs[rank] / total < 0.5 or costs[rank] / peers < WASTE * span or len(by_step) < LEAST_EVENTS:
         return None
+    stages = _pipeline(rank, ranks)
+    same = [n for n, g in enumerate(groups) if rank in g.ranks and not stages & (set(g.ranks) - {rank})]
+    behind = float(late.cost[(late.who == rank) & np.isin(late.group, same)].sum())
+    if stages and same and behind < WASTE * span * max(len(groups[n].ranks) - 1 for n in same):
+        return None  # its stage has more work, on every rank
     alike = len({r for g in groups for r in g.ranks})
     steps_seen = max(len({s for table in late.signed.values() for s in table}), 1)
     work = max(span / steps_seen - float(np.median(by_step)), span * 1e-3)
@@ -73,7 +83,8 @@ def straggler(matched: MatchedTraces, ranks: dict[int, TracedRank], figures: dic
     kind, extra = _kind(rank, matched, figures)
     sure = chance < CERTAINTY and _complete(matched, ranks, rank) and extra[kind] >= 0.5 * float(by_step.sum())
     confidence = Confidence.CERTAIN if sure else Confidence.LIKELY
-    if not _complete(matched, ranks, rank) and 2 * len(ranks) <= _world(matched, ranks):
+    few = not _complete(matched, ranks, rank) and 2 * len(ranks) <= _world(matched, ranks)
+    if few or (stages and not same):  # or its stage has more work: no other rank has the same
         confidence = Confidence.POSSIBLE
     return Straggler(rank, costs[rank], kind, confidence, costs[rank] / total, float(np.median(by_step)), extra)
 
@@ -90,12 +101,28 @@ def _complete(matched: MatchedTraces, ranks: dict[int, TracedRank], rank: int) -
     return known and _world(matched, ranks) == len(ranks) and not any(r.damage for r in ranks.values())
 
 
-def _steps(groups: list[TracedGroup], ranks: dict[int, TracedRank], offsets: dict[int, float]) -> list[Ints]:
+def _pipeline(rank: int, ranks: dict[int, TracedRank]) -> set[int]:
+    """The ranks that `rank` exchanges messages with, directly or by way of others, itself among them; empty if none."""
+    near: dict[int, set[int]] = {r: set() for r in ranks}
+    for number, traced in ranks.items():
+        for call in {traced.calls[c] for c in np.unique(traced.call[traced.call >= 0]).tolist()}:
+            if call.op == "send_recv":
+                named = {peer for peer in call.peers or () if peer >= 0} - {number}
+                for other in named or set(call.ranks or ranks) - {number}:
+                    near.setdefault(number, set()).add(other)
+                    near.setdefault(other, set()).add(number)
+    found, new = set(), {rank} if near[rank] else set()
+    while new:
+        found |= new
+        new = {other for one in new for other in near[one]} - found
+    return found
+
+
+def _steps(groups: list[TracedGroup]) -> list[Ints]:
     """The number of the step of each call: by ProfilerSteps, else by how the calls repeat, else each on its own."""
-    number = next((r for r in sorted(offsets) if len({n for n, _, _ in ranks[r].steps}) > 1), None)
-    if number is not None:
-        edges = np.array([begin for _, begin, _ in ranks[number].steps]) - offsets[number]
-        return [np.searchsorted(edges, g.last) for g in groups]
+    told = [g.step for g in groups if g.step is not None]
+    if len(told) == len(groups):
+        return told
     largest = max(groups, key=lambda g: g.begin.shape[1])
     period = _period([(c.op, c.nbytes) for c in largest.calls])
     edges = largest.last[::period]
@@ -111,53 +138,57 @@ def _period(signs: list[tuple[str, int]]) -> int:
     return 1
 
 
-def _lateness(groups: list[TracedGroup], steps: list[Ints]) -> _Lateness:
-    waits = _waits(groups)
-    where, who, cost = [], [], []
+def _lateness(groups: list[TracedGroup], steps: list[Ints], waits: dict[int, _Waits]) -> _Lateness:
+    where, which, who, cost = [], [], [], []
     signed: dict[int, dict[int, float]] = {}
     for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
         lost = (group.last - group.begin).sum(axis=0)
         skip = int(lost[0] > 2 * float(lost[1:].max()))  # the profilers' own start, not the ranks'
         begin, at = group.begin[:, skip:], step[skip:]
         before = np.concatenate([group.end[:, :1] - np.inf, group.end[:, :-1]], axis=1)[:, skip:]
-        own = np.array([_waited(waits, r, number, before[i], begin[i]) for i, r in enumerate(group.ranks)])
-        last = begin.argmax(axis=0)
-        column = np.arange(begin.shape[1])
-        excused = own[last, column]
-        lateness = np.maximum(begin[last, column] - begin - excused, 0.0).sum(axis=0)
+        waited = [waits[r].elsewhere(group, before[i], begin[i]) for i, r in enumerate(group.ranks)]
+        own = begin - np.array([everything for everything, _ in waited])
+        theirs = begin - np.array([held_up for _, held_up in waited])
+        last = own.argmax(axis=0)
+        lateness = np.maximum(own.max(axis=0) - theirs, 0.0)
+        lateness[last, np.arange(begin.shape[1])] = 0.0
         where.append(at)
+        which.append(np.full(len(at), number))
         who.append(np.array(group.ranks)[last])
-        cost.append(lateness)
+        cost.append(lateness.sum(axis=0))
         for row, rank in enumerate(group.ranks):
-            others = np.median(np.delete(begin, row, axis=0), axis=0)
-            mine = begin[row] - others
-            mine = np.where(mine > 0, np.maximum(mine - own[row], 0.0), mine)
-            totals = np.bincount(at, mine)
+            mine = own[row] - np.median(np.delete(theirs, row, axis=0), axis=0)
+            totals = np.bincount(at - at.min(), mine)
             table = signed.setdefault(rank, {})
             for s in np.unique(at).tolist():
-                table[s] = table.get(s, 0.0) + float(totals[s])
-    return _Lateness(np.concatenate(where), np.concatenate(who), np.concatenate(cost), signed)
+                table[s] = table.get(s, 0.0) + float(totals[s - at.min()])
+    return _Lateness(np.concatenate(where), np.concatenate(which), np.concatenate(who), np.concatenate(cost), signed)
 
 
-def _waits(groups: list[TracedGroup]) -> dict[int, list[tuple[int, Floats, Floats]]]:
-    """For each rank, by group: when it arrived, and the sum of what it had waited there until then and with it."""
-    found: dict[int, list[tuple[int, Floats, Floats]]] = {}
-    for number, group in enumerate(groups):
+class _Waits:
+    """One rank's waits for others, by group; times are those of the common clock."""
+
+    def __init__(self, computing: Spans) -> None:
+        self.computing = computing
+        self.by_group: list[tuple[TracedGroup | None, Spans]] = []  #: no group: nobody knows the other ranks
+
+    def elsewhere(self, group: TracedGroup, begin: Floats, end: Floats) -> tuple[Floats, Floats]:
+        """What it waited between two times in other groups than `group`: all of it, and what held its device up."""
+        waits = union(joined([spans for one, spans in self.by_group if one is not group]))
+        everything = within(waits, begin, end)
+        return everything, everything - within(clipped(waits, self.computing), begin, end)
+
+
+def _waits(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, _Waits]:
+    found = {}
+    for number, shift in matched.offsets.items():
+        computing = union(ranks[number].of(KernelKind.COMPUTE))
+        found[number] = _Waits(Spans(computing.begin - shift, computing.end - shift))
+        found[number].by_group = [(None, spans) for spans in matched.alone.get(number, ())]
+    for group in matched.groups:
         for row, rank in enumerate(group.ranks):
-            waited = np.concatenate([[0.0], np.cumsum(group.last - group.begin[row])])
-            found.setdefault(rank, []).append((number, group.begin[row], waited))
+            found[rank].by_group.append((group, Spans(group.begin[row], group.last)))
     return found
-
-
-def _waited(
-    waits: dict[int, list[tuple[int, Floats, Floats]]], rank: int, group: int, begin: Floats, end: Floats
-) -> Floats:
-    """What a rank waited for others between two times, in other groups than `group`."""
-    total = np.zeros(len(end))
-    for number, arrived, waited in waits[rank]:
-        if number != group:
-            total += waited[np.searchsorted(arrived, end)] - waited[np.searchsorted(arrived, begin)]
-    return total
 
 
 def _binomial(late: _Lateness, rank: int, alike: int) -> float:

@@ -12,7 +12,7 @@ import pytest
 
 from dtobs.cli import main
 from dtobs.timeline.kineto.analyse import analyse
-from tests.unit.timeline.kineto.traces import Host, group, jitter, job, random_rank, save
+from tests.unit.timeline.kineto.traces import Host, group, host_ahead, jitter, job, pipeline, random_rank, save
 
 
 def say(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any], str]:
@@ -120,6 +120,33 @@ def test_nobody_is_accused_without_evidence(kept: tuple[int, ...], tmp_path: Pat
     found = analyse([save({r: hosts[r] for r in kept}, tmp_path)])
     assert found.straggler is None
     assert len(kept) > 1 or "needs the traces of the others" in " ".join(found.notes)
+
+
+@pytest.mark.parametrize("slow", [None, 2])
+def test_hosts_that_run_ahead_of_their_devices(slow: int | None, tmp_path: Path):
+    found = analyse([save(host_ahead(slow=slow), tmp_path)]).straggler
+    assert (found and (found.rank, found.kind)) == (None if slow is None else (slow, "device"))
+
+
+PIPELINES: tuple[tuple[str, dict[str, Any], tuple[int, str] | None], ...] = (
+    *((f"healthy {stages}x{replicas} {peers}", {"stages": stages, "replicas": replicas, "peers": peers}, None)
+      for stages in (2, 4) for replicas in (1, 2) for peers in (True, False)),
+    ("a slow rank among replicas", {"replicas": 2, "work": lambda r: 1.5 if r == 5 else 1}, (5, "likely")),
+    ("it, messages unnamed", {"replicas": 2, "peers": False, "work": lambda r: 1.5 if r == 2 else 1}, (2, "likely")),
+    ("a long stage, in all replicas", {"replicas": 2, "work": lambda r: 1.5 if r % 4 == 1 else 1}, None),
+    ("a rank or its stage", {"work": lambda r: 1.5 if r == 3 else 1}, (3, "possible")),
+    ("the first of two", {"stages": 2, "work": lambda r: 1.5 if r == 0 else 1}, (0, "possible")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "accused"), [p[1:] for p in PIPELINES], ids=[p[0] for p in PIPELINES])
+def test_pipelines_wait_in_their_order(form: dict[str, Any], accused: tuple[int, str] | None, tmp_path: Path):
+    found = analyse([save(pipeline(**form), tmp_path)]).straggler
+    if accused is None:
+        assert found is None
+    else:
+        assert found is not None and (found.rank, found.kind) == (accused[0], "device")
+        assert found.confidence.value in (accused[1], "certain")[: 1 + (accused[1] == "likely")]
 
 
 def test_who_is_late_because_it_waited_elsewhere_is_not_accused(tmp_path: Path):

@@ -121,3 +121,89 @@ def random_rank(seed: int, kernels: int = 400) -> Host:
         free[stream] = begin + duration
         host.launch(name, begin, duration, max(begin - chance.randint(1, 400), 1), stream=stream, category=category)
     return host
+
+
+def host_ahead(world: int = 4, steps: int = 8, slow: int | None = None) -> dict[int, Host]:
+    """Nothing synchronises: the hosts are done with all their steps before the devices are with the first."""
+    hosts = job(world, steps, lambda rank, step: 16_000 if rank == slow else 10_000)
+    for host in hosts.values():
+        runtime = iter([e for e in host.events if e["cat"] == "cuda_runtime"])
+        for number, event in enumerate(e for e in host.events if e["cat"] == "user_annotation"):
+            event["ts"], event["dur"] = 1_000_000 + number * 50, 40
+            for launch in (next(runtime), next(runtime)):
+                launch["ts"] = event["ts"] + 5
+    return hosts
+
+
+def pipeline(
+    stages: int = 4,
+    replicas: int = 1,
+    steps: int = 6,
+    micro: int = 8,
+    work: Callable[[int], float] = lambda rank: 1.0,
+    peers: bool = True,
+    seed: int = 0,
+) -> dict[int, Host]:
+    """1F1B of forwards of 3 and backwards of 6 ms, times `work`; messages as PyTorch records them, each naming the
+    other side; then the stage's replicas reduce together, and all ranks a single number.
+    """
+    chance, world = random.Random(seed), stages * replicas
+    hosts = {rank: Host(rank, world) for rank in range(world)}
+    now = dict.fromkeys(hosts, 1_000_000)
+
+    def reduce(ranks: list[int], name: str, took: int) -> None:
+        end = max(now[r] for r in ranks) + took
+        for r in ranks:
+            args = {**group(len(ranks), name), "Process Group Ranks": str(ranks)}
+            hosts[r].launch("ncclDevKernel_AllReduce", now[r], end - now[r], now[r] - 30, stream=30, **args)
+            now[r] = end
+
+    for step in range(steps):
+        for rank, host in hosts.items():
+            host.add("user_annotation", f"ProfilerStep#{step}", now[rank], 1)
+            now[rank] += 100
+        for first in range(0, world, stages):
+            ready: dict[tuple[str, int, int], int] = {}
+            left = {stage: _one_forward_one_backward(stages - stage, micro) for stage in range(stages)}
+            while any(left.values()):
+                for stage in range(stages):
+                    rank, source = first + stage, 0
+                    while left[stage]:
+                        op, number = left[stage][0]
+                        source = stage - 1 if op == "F" else stage + 1
+                        if 0 <= source < stages:
+                            if (op, number, source) not in ready:
+                                break
+                            sent = ready[op, number, source]
+                            end = max(sent, now[rank]) + 100
+                            args = {
+                                **group(stages, f"pp{first}"),
+                                "Process Group Ranks": str([*range(first, first + stages)]),
+                            }
+                            for r, begin, name, other in (
+                                (first + source, sent, "send", {"Dst Rank": rank}),
+                                (rank, now[rank], "recv", {"Src Rank": first + source}),
+                            ):
+                                more = {**args, "Collective name": name, **(other if peers else {})}
+                                stream = 20 + ("send", "recv").index(name) * 2 + (op == "F")
+                                hosts[r].launch(
+                                    "ncclDevKernel_SendRecv", begin, end - begin, begin - 30, stream, **more
+                                )
+                            now[rank] = end
+                        took = int((3_000 if op == "F" else 6_000) * work(rank) * chance.uniform(0.97, 1.03))
+                        hosts[rank].launch("gemm", now[rank], took, now[rank] - 30)
+                        now[rank] += took
+                        ready[op, number, stage] = now[rank]
+                        left[stage].pop(0)
+        for stage in range(stages) if replicas > 1 else ():
+            reduce(list(range(stage, world, stages)), f"dp{stage}", 2_000)
+        reduce(list(hosts), "0", 60)
+    return hosts
+
+
+def _one_forward_one_backward(first: int, micro: int) -> list[tuple[str, int]]:
+    """The operations of a stage that begins with `first` forwards."""
+    order = [("F", n) for n in range(min(first, micro))]
+    for n in range(micro):
+        order += [("B", n), *([("F", n + first)] if n + first < micro else [])]
+    return order
