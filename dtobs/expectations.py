@@ -41,6 +41,8 @@ EXPECTATIONS: dict[str, Expectation] = dict(
         ("own-updates", Expectation("a hook changes what the optimizer does", {"updates": "own"})),
         ("own-accumulation", Expectation("gradients are kept, zeroed and summed as they are", {"accumulation": "own"})),
         ("loss-weights", Expectation("losses are weighted as they are", {"token_weights": True})),
+        ("own-statistics", Expectation("batch norm normalises by each rank's own samples", {"statistics": "own"})),
+        ("own-rate", Expectation("the learning rate does not follow the number of ranks", {"rate": "own"})),
         ("fresh-restart", Expectation("a restart begins data, seeds or schedule anew", {"restart": "fresh"})),
         _itself("sync-every-microbatch", "gradients are reduced after every micro-batch"),
         _itself("memory-near-limit", "devices are filled to their limit"),

@@ -319,7 +319,7 @@ def _inputs(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference
 
 def _batch_norm(a: ComparedJob, b: ComparedJob, step: int) -> list[Difference]:
     layers = b.settings_at(step).get("batch norm", "")
-    if a.data_ranks == b.data_ranks or "of each rank" not in layers:
+    if a.data_ranks == b.data_ranks or not layers.endswith("of each rank"):
         return []
     said = (
         "batch norm takes its statistics from the samples of each rank,"

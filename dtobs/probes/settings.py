@@ -151,7 +151,8 @@ def _model(model: nn.Module | None, modules: list[weakref.ref[nn.Module]]) -> di
         if norms:
             together = sum(isinstance(module, nn.SyncBatchNorm) for module in norms)
             kind = "of all ranks" if together == len(norms) else "of each rank"
-            fields["batch norm"] = f"{count(len(norms), 'layer')}, statistics {kind}"
+            kept = "" if any(module.training for module in norms) else " kept"
+            fields["batch norm"] = f"{count(len(norms), 'layer')}, statistics {kind}{kept}"
         rates = sorted({float(getattr(module, "p", 0.0)) for module in alive if hasattr(module, "p")})
         if rates:
             fields["dropout"] = ", ".join(f"{rate:g}" for rate in rates)

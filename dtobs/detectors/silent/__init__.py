@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dtobs.detectors.base import Detector
+from dtobs.detectors.silent.batchnorm_unsynchronized import batchnorm_unsynchronized
 from dtobs.detectors.silent.checkpoint_corrupt import checkpoint_corrupt
 from dtobs.detectors.silent.checkpoint_failed import checkpoint_failed
 from dtobs.detectors.silent.clipped_scaled import clipped_scaled
@@ -20,6 +21,7 @@ from dtobs.detectors.silent.gradient_ledger import gradient_ledger
 from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.detectors.silent.gradients_kept import gradients_kept
 from dtobs.detectors.silent.learning_rate_mismatch import learning_rate_mismatch
+from dtobs.detectors.silent.learning_rate_not_scaled import learning_rate_not_scaled
 from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
 from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
 from dtobs.detectors.silent.loss_weights import loss_weights
@@ -58,6 +60,8 @@ DETECTORS: tuple[Detector, ...] = (
     config_mismatch,
     effective_precision,
     learning_rate_mismatch,
+    learning_rate_not_scaled,
+    batchnorm_unsynchronized,
     data_repeat,
     data_not_resumed,
     rng_not_restored,

@@ -214,20 +214,29 @@ def _factors(judged: list[Judged]) -> list[Finding]:
         if known.sum() < 2:
             continue
         seen[one.ranks] += 1
-        tolerance = max(SAME_FACTOR, 10 * float(one.residuals[known].max()))
-        if np.ptp(one.factors[known]) > tolerance * np.abs(np.median(one.factors[known])):
+        if np.ptp(one.factors[known]) > _tolerance(one):
             apart[one.ranks].append(one)
     return [_factor_finding(ranks, found, seen[ranks]) for ranks, found in apart.items()]
+
+
+def _tolerance(one: Judged) -> float:
+    """How far the factors of two ranks may be apart."""
+    known = np.isfinite(one.factors) & (one.factors != 0)
+    relative = max(SAME_FACTOR, 10 * float(one.residuals[known].max()))
+    return relative * float(np.abs(np.median(one.factors[known])))
 
 
 def _factor_finding(ranks: Ranks, found: list[Judged], seen: int) -> Finding:
     first = found[0]
     scaled = {r: float(f) for r, f in zip(ranks, first.factors, strict=True) if np.isfinite(f)}
-    usual = Counter(round(f, 3) for f in scaled.values()).most_common(1)[0]
-    if 2 * usual[1] > len(scaled):
-        odd = tuple(r for r, f in scaled.items() if abs(f - usual[0]) > SAME_FACTOR * abs(usual[0]) + 5e-4)
+    values = np.array(list(scaled.values()))
+    # Which ranks have about the factor of each: factors may all be small, where gradients are clipped to little.
+    alike = np.abs(values[:, None] - values) <= _tolerance(first)
+    usual = values[alike.sum(axis=1).argmax()]
+    odd = tuple(r for r, same in zip(scaled, alike[alike.sum(axis=1).argmax()], strict=True) if not same)
+    if odd and 2 * len(odd) < len(scaled):
         text = f"{ranks_text(odd)} multiplies" if len(odd) == 1 else f"{ranks_text(odd)} multiply"
-        text += f" gradients by {_number(scaled[odd[0]])} where the other ranks multiply by {_number(usual[0])}"
+        text += f" gradients by {_number(scaled[odd[0]])} where the other ranks multiply by {_number(usual)}"
     else:
         odd = tuple(scaled)
         shown = ", ".join(f"rank {r} {_number(f)}" for r, f in list(scaled.items())[:4])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.recording.attempts import Clock, attempt_steps
-from dtobs.recording.meta import read_meta
+from dtobs.recording.meta import Meta, read_meta
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView
 
@@ -43,21 +43,31 @@ def redone(view: RunView) -> Iterator[Redone]:
     Loops that count their steps from 0 in every attempt give no comparison: nobody knows which steps are the same. Nor
     do attempts with another number of ranks, whose data is dealt differently.
     """
-    if view.attempt == 0:
-        return
-    run = RunDirectory(view.root)
-    for rank in view.ranks:
-        now = view.meta(rank).process
-        if not now.get("steps_numbered"):
+    for rank in view.ranks if view.attempt else ():
+        earlier = before(view, rank) if view.meta(rank).process.get("steps_numbered") else None
+        if earlier is None:
             continue
-        for number in range(view.attempt - 1, -1, -1):
-            earlier = attempt_steps(view.root, rank, number, _ANY_CLOCK)
-            if not len(earlier):
-                continue
-            then = read_meta(run.meta(rank, number)).process
-            if then.get("steps_numbered") and _world(run, number) == view.world_size:
-                yield _align(rank, earlier, view.rank_steps(rank))
-            break
+        if earlier.meta.process.get("steps_numbered") and earlier.world == view.world_size:
+            yield _align(rank, earlier.steps, view.rank_steps(rank))
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a rank left of the last attempt in which it finished a step: STEP_DTYPE, and the ranks there were."""
+
+    meta: Meta
+    steps: npt.NDArray[np.void]
+    world: int
+
+
+def before(view: RunView, rank: int) -> Earlier | None:
+    """The attempt before this one in which `rank` finished a step; None where there is none."""
+    run = RunDirectory(view.root)
+    for number in range(view.attempt - 1, -1, -1):
+        steps = attempt_steps(view.root, rank, number, _ANY_CLOCK)
+        if len(steps):
+            return Earlier(read_meta(run.meta(rank, number)), steps, _world(run, number))
+    return None
 
 
 def _world(run: RunDirectory, attempt: int) -> int:

@@ -309,3 +309,14 @@ def test_a_monitor_that_looks_again_reads_what_is_new(tmp_path: Path):
         write(rank, 5)
     view, fine = look(view)
     assert fine == [(5, "0.weight")]
+
+
+def test_small_factors_that_hardly_differ_are_a_finding(tmp_path: Path):
+    """Clipped to little by a local norm: both factors are the same to three digits after the point."""
+
+    def clipped(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+        return total(case, step, name, rank, shares) / len(shares) * (0.0364, 0.0361)[rank]
+
+    (finding,) = judged(tmp_path, Case(world=2, final=clipped))
+    assert (finding.code, finding.ranks) == ("gradient-scale-mismatch", (0, 1))
+    assert "(rank 0 0.0364, rank 1 0.0361)" in finding.summary

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.detectors.silent import DETECTORS
+from dtobs.detectors.silent.learning_rate_not_scaled import learning_rate_not_scaled
 from dtobs.events import identify
 from dtobs.findings import Finding
 from dtobs.recording.view import RunView
@@ -94,3 +95,34 @@ def test_another_number_of_ranks_is_not_compared(tmp_path: Path) -> None:
             for step in range(20):
                 rank.step(step, learning_rate=1.0 + attempt)
     assert found(run.view()) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "rate", "elements", "times"),
+    [
+        (2, 1e-3, 64, 0.5),  # half the ranks, and the rate of all
+        (8, 1e-3, 64, 2.0),
+        (2, 5e-4, 64, None),  # scaled by the linear rule
+        (2, 7.1e-4, 64, None),  # by the square root
+        (2, 1e-3, 128, None),  # the ranks that are left read twice as much
+        (4, 1e-3, 64, None),
+    ],
+)
+def test_a_learning_rate_that_does_not_follow_the_ranks(
+    tmp_path: Path, world: int, rate: float, elements: int, times: float | None
+) -> None:
+    for attempt, (ranks, steps) in enumerate(((4, range(20)), (world, range(20, 40)))):
+        run = FakeRun(tmp_path, ranks, attempt=attempt, start_ns=10**12 * (attempt + 1))
+        for rank in run.ranks:
+            rank.meta("layout", kind="ddp", data_ranks=list(range(ranks)))
+            for step in steps:
+                read = (64, elements)[attempt]
+                rank.step(step, learning_rate=(1e-3, rate)[attempt], input_elements=read)
+    told = learning_rate_not_scaled(run.view())
+    assert [f.evidence[0]["times"] for f in told] == ([] if times is None else [times])
+    if times == 0.5:
+        assert (told[0].ranks, told[0].step, told[0].severity) == ((0, 1), 20, "note")
+        assert told[0].summary == (
+            "since the restart 2 data ranks read 50% as much a step as 4 did before, and the learning rate is 0.001 as"
+            " before; it is usually multiplied by 0.5 for SGD and by 0.707 for Adam"
+        )

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import dtobs
+from dtobs.detectors.silent.batchnorm_unsynchronized import batchnorm_unsynchronized
 from dtobs.detectors.silent.data_mismatch import data_mismatch
 from dtobs.detectors.silent.data_overlap import data_overlap
 from dtobs.detectors.silent.data_repeat import data_repeat
@@ -265,3 +266,25 @@ def test_a_mask_beside_the_tokens_changes_nothing():
     assert len(np.unique(digests)) == 8
     assert (digests != 0).all()
     assert (host_rows([mask]) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("layers", "rows", "micros", "found"),
+    [
+        ("2 layers, statistics of each rank", 4, 1, True),
+        ("2 layers, statistics of each rank", 8, 2, True),  # four at a time
+        ("2 layers, statistics of each rank", 8, 1, False),  # a common choice
+        ("2 layers, statistics of all ranks", 2, 1, False),
+        ("2 layers, statistics of each rank kept", 2, 1, False),
+    ],
+)
+def test_batch_norm_of_few_samples(tmp_path: Path, layers: str, rows: int, micros: int, found: bool) -> None:
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        rank.meta("settings", step=0, fields={"batch norm": layers})
+        write(rank.recorder, 20, lambda rank, step: np.arange(rows).astype(object), rank.number)
+    told = batchnorm_unsynchronized(run.steps(20, micro_batches=micros).view())
+    assert [f.summary for f in told] == [
+        "the batch norm of ranks 0 and 1 (2 layers) takes its statistics from 4 samples of each rank alone, not from"
+        " the 8 of all"
+    ] * found
