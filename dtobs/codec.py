@@ -48,6 +48,19 @@ def encode(value: Any, **options: Any) -> str:
     return json.dumps(value, default=_plain, **options)
 
 
+def finite(value: Any, depth: int = 0) -> Any:
+    """A JSON value without NaN and infinity, which JSON does not have, and of bounded depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
+        return "…"
+    if isinstance(value, dict):
+        return {str(key): finite(given, depth + 1) for key, given in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(given, depth + 1) for given in value]
+    return value
+
+
 @overload
 def decode(kind: type[T], value: Any) -> T: ...
 @overload

@@ -23,6 +23,7 @@ from dtobs.findings import CATALOGUE, Confidence, Finding, Severity, Trait
 from dtobs.host.process import ProcessState
 from dtobs.recording.journal import Entry
 from dtobs.recording.rank import END_SIGNALS
+from dtobs.recording.rundir import total_steps
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text
@@ -280,10 +281,8 @@ def _ended_from_outside(view: RunView) -> str:
     if not all_told(ended) or any(not e.over for e in ended.values()):
         return ""
     step = max(int(view.page(rank)["steps_done"]) for rank in view.ranks)
-    settings = view.info.get("config")
-    run = settings.get("run") if isinstance(settings, dict) else None
-    total = run.get("steps") if isinstance(run, dict) else None
-    of = f" of {total:,}" if isinstance(total, int) and total else ""
+    total = total_steps(view.info)
+    of = f" of {total:,}" if total else ""
     ways = sorted({e.way for e in ended.values() if e.told})
     return f"interrupted after step {step:,}{of}: the ranks were {' and '.join(ways).replace('was ', '')}"
 

@@ -18,6 +18,7 @@ from dtobs.exporters import noise
 from dtobs.exporters.look import MonitorSnapshot
 from dtobs.findings import CATALOGUE, Severity
 from dtobs.recording.rank import ENDED, State
+from dtobs.recording.rundir import setting
 
 Sample = tuple[tuple[str, ...], float]
 Source = Callable[[MonitorSnapshot], Iterator[Sample]]
@@ -180,11 +181,9 @@ def hfu(look: MonitorSnapshot) -> Iterator[Sample]:
 
 
 def _utilisation(look: MonitorSnapshot, field: str) -> Iterator[Sample]:
-    config: Any = look.view.info.get("config")
-    section: Any = config.get("run") if isinstance(config, dict) else None
-    peak = section.get("peak_flops") if isinstance(section, dict) else None
+    peak = setting(look.view.info, "run", "peak_flops")
     rates = [value for _, value in _flops_rate(look, field)]
-    if look.leads and isinstance(peak, int | float) and peak > 0 and rates:
+    if look.leads and peak is not None and rates:
         yield (), sum(rates) / len(rates) / peak
 
 

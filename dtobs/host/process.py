@@ -160,6 +160,12 @@ def kernel_text(path: Path | str, most: int = 1 << 16) -> str:
         os.close(fd)
 
 
+def with_path(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Variables for a Python process that looks for modules in `folder` first."""
+    paths = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
 @lru_cache
 def boot_id(proc: Path = Path("/proc")) -> str:
     """The kernel's identifier of this boot of this host; "" where there is none."""

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import IO
 
 from dtobs.errors import UsageError
+from dtobs.host.process import with_path
 
 STARTUP = Path(__file__).resolve().parent / "startup"
 """The folder whose ``sitecustomize`` Python runs first."""
@@ -24,10 +25,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 def environment(inherited: Mapping[str, str], run_dir: Path, name: str, hang_timeout: float | None) -> dict[str, str]:
     """The variables for a command whose ranks are to record to `run_dir`."""
-    paths = [str(STARTUP), *filter(None, inherited.get("PYTHONPATH", "").split(os.pathsep))]
-    values = {
-        **inherited,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+    values = with_path(inherited, STARTUP) | {
         "DTOBS_AUTO_ATTACH": "1",
         "DTOBS_RUN_DIR": str(run_dir),
         "DTOBS_RUN_NAME": name,

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtobs.codec import finite
 from dtobs.diagnose import Diagnosis, diagnose_target
 from dtobs.errors import DtobsError, TargetError
 from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.metrics import TABLE
 from dtobs.nodes.remote import is_address
 from dtobs.recording.view import RunView, load_run
-from dtobs.reports.sanitize import plain
 from dtobs.timeline.spans import timeline
 from dtobs.words import ranks_text
 
@@ -143,7 +143,7 @@ def _answer(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def bounded(value: dict[str, Any]) -> dict[str, Any]:
     """The value, its texts and lists cut to `MAX_CHARACTERS` of JSON; "left_out" says where that was needed."""
     limit = _MAX_LIST
-    whole = json.dumps(plain(value), default=str)
+    whole = json.dumps(finite(value), default=str)
     shown: dict[str, Any] = _cut(json.loads(whole), limit, _MAX_TEXT)
     text = json.dumps(shown)
     while len(text) > MAX_CHARACTERS and limit > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import socket
 from collections.abc import Mapping
 
 from dtobs.errors import UsageError
@@ -45,8 +44,3 @@ def _choices(piece: str) -> list[str]:
         else:
             found.append(item)
     return found
-
-
-def own_name() -> str:
-    """This host's name."""
-    return socket.gethostname()

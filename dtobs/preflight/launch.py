@@ -7,6 +7,7 @@ case that they are not.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import torch
 import dtobs
 from dtobs.errors import ServiceError
 from dtobs.findings import exit_code
-from dtobs.preflight import hosts
+from dtobs.host.process import with_path
 from dtobs.preflight.board import GONE, Meeting, join, keep
 from dtobs.preflight.judge import judge
 from dtobs.preflight.model import PreflightEvidence, Report
@@ -52,11 +53,7 @@ class Launch:
 
     def environment(self, inherited: Mapping[str, str], local_rank: int) -> dict[str, str]:
         """What torchrun would set for this rank, so that the job itself would find the same."""
-        here = str(Path(dtobs.__file__).resolve().parents[1])
-        paths = [here, *filter(None, inherited.get("PYTHONPATH", "").split(os.pathsep))]
-        values = {
-            **inherited,
-            "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        values = with_path(inherited, Path(dtobs.__file__).resolve().parents[1]) | {
             "RANK": str(self.node * self.local_world + local_rank),
             "WORLD_SIZE": str(self.world),
             "LOCAL_RANK": str(local_rank),
@@ -127,7 +124,7 @@ def lead(launch: Launch, options: Options, words: Sequence[str]) -> Report:
         launch.nodes, 0, launch.local_world, launch.address, store.port, launch.expected
     )  # port 0 has become a port
     board = Meeting(store)
-    board.post("node", 0, hosts.own_name())
+    board.post("node", 0, socket.gethostname())
     evidence = PreflightEvidence(launch.world, dict(launch.expected), launch.local_world)
     with Children(launch, words) as children:
         Reporter(board, evidence, options, children.died).wait()
@@ -140,7 +137,7 @@ def follow(launch: Launch, options: Options, words: Sequence[str]) -> tuple[int,
     """Another node: start the ranks and wait for node 0's verdict: (exit code, its lines). Raises ServiceError."""
     board = Meeting(join(launch.address, launch.port, options.join_seconds))
     try:
-        board.post("node", launch.node, hosts.own_name())
+        board.post("node", launch.node, socket.gethostname())
         deadline = time.monotonic() + options.join_seconds + options.seconds + _MARGIN_SECONDS
         with Children(launch, words) as children:
             while time.monotonic() < deadline:

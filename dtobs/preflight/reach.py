@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from dtobs.host.address import address_towards
 from dtobs.preflight.model import Hello, Reached
 
 CONNECT_SECONDS = 3.0
@@ -64,19 +65,11 @@ class Listener:
 
 def own_address(rendezvous: str, port: int, nodes: int) -> str:
     """The address that other hosts reach this one by. Raises OSError when it has none."""
-    address = local_address(rendezvous, port)
+    address = address_towards(rendezvous, port)
     if nodes > 1 and ipaddress.ip_address(address).is_loopback:
         # Node 0 itself, whose own name Debian resolves to 127.0.1.1: the address it has towards the outside.
-        return local_address(_ELSEWHERE, port)
+        return address_towards(_ELSEWHERE, port)
     return address
-
-
-def local_address(towards: str, port: int) -> str:
-    """The address of this host that packets to `towards` leave from. Raises OSError when there is no way there."""
-    family, _, _, _, target = socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket: asks the routing table and sends nothing
-        return str(probe.getsockname()[0])
 
 
 def peers(hellos: Sequence[Hello], own: Hello, most: int = 64) -> list[Hello]:

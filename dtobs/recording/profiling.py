@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dtobs.codec import DecodeError, decode
 from dtobs.errors import TargetError, UsageError
 from dtobs.events import RankState
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
@@ -60,13 +61,13 @@ def read_request(run: RunDirectory) -> Request | None:
     if not value:
         return None
     try:
-        name, ranks = str(value["name"]), tuple(int(r) for r in value["ranks"])
-        first, last = int(value["first"]), int(value["last"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        request = decode(Request, value)
+    except DecodeError as error:
         raise TargetError(f"{request_path(run)} is no request for a profile: {error}") from error
-    if Path(name).name != name or name in ("", ".", "..") or not 0 <= last - first < MOST_STEPS:
+    name = request.name
+    if Path(name).name != name or name in ("", ".", "..") or not 0 <= request.last - request.first < MOST_STEPS:
         raise TargetError(f"{request_path(run)} is no request for a profile")
-    return Request(name, first, last, ranks)
+    return request
 
 
 def ask(view: RunView, steps: int, ranks: tuple[int, ...] = (), now: datetime | None = None) -> Request:
@@ -95,9 +96,7 @@ def ask(view: RunView, steps: int, ranks: tuple[int, ...] = (), now: datetime | 
     name = f"{(now or datetime.now(UTC)):%Y%m%dT%H%M%S.%fZ}"[:19] + "Z"
     made = Request(name, first, first + steps - 1, chosen)
     run = RunDirectory(view.root)
-    write_json(
-        request_path(run), {"name": made.name, "first": made.first, "last": made.last, "ranks": list(made.ranks)}
-    )
+    write_json(request_path(run), vars(made))
     return made
 
 

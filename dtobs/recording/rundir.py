@@ -14,9 +14,11 @@ private to the user (0700, 0600).
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -164,6 +166,21 @@ class RunDirectory:
     def read_run(self) -> dict[str, Any]:
         """run.json, or {} where it was not written (yet). Raises TargetError when it is damaged."""
         return read_json(self.run_json)
+
+
+def setting(info: Mapping[str, Any], *path: str) -> float | None:
+    """A number above zero among the settings in run.json, as ``setting(info, "run", "peak_flops")``; None without."""
+    value: Any = info.get("config")
+    for part in path:
+        value = value.get(part) if isinstance(value, dict) else None
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return float(value) if good else None
+
+
+def total_steps(info: Mapping[str, Any]) -> int | None:
+    """How many steps the run is to take, where run.json says it."""
+    said = setting(info, "run", "steps")
+    return None if said is None else int(said)
 
 
 def new_run_path(name: str = "run", base: Path | None = None, now: datetime | None = None) -> Path:

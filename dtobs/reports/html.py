@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -31,10 +32,15 @@ def render(diagnosis: Diagnosis) -> str:
         _notes(diagnosis),
     ]
     title = diagnosis.verdict.code if diagnosis.verdict else "nothing found"
+    return document(f"{title} – {diagnosis.target}", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page of these parts, without those that are empty."""
     return printable(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)} – {escape(diagnosis.target)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in parts if part)
         + "\n</body>\n</html>\n"
     )

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
-from typing import Any
 
 _UNFIT = re.compile("[\x00-\x09\x0b-\x1a\x1c-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _FOREIGN_ESCAPE = re.compile(r"\x1b(?!\[(?:0|1|2|1;3[123])m)")
 _REPLACEMENT = "\ufffd"
-MAX_DEPTH = 32
 
 
 def printable(text: str) -> str:
     """`text` without what a terminal or a browser would obey; line ends and our own colours stay."""
     return _FOREIGN_ESCAPE.sub(_REPLACEMENT, _UNFIT.sub(_REPLACEMENT, text))
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """A JSON value without NaN and infinity, which JSON does not have, and of bounded depth."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
-        return "…"
-    if isinstance(value, dict):
-        return {str(key): plain(given, depth + 1) for key, given in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(given, depth + 1) for given in value]
-    return value

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from dtobs.reports.sanitize import printable
-from dtobs.reports.style import STYLE
+from dtobs.reports.html import document
 from dtobs.reports.trace_text import time_text
 from dtobs.timeline.kineto.analyse import JobTrace
 from dtobs.timeline.kineto.figures import Figures
-from dtobs.timeline.kineto.names import bus_factor
 
 _COLOURS = (("compute", "k2"), ("exposed communication", "k-waits"), ("memory", "k4"), ("idle", "k-ended"))
 _MOST = 1024
@@ -32,13 +30,7 @@ def render(trace: JobTrace, target: str) -> str:
         "<h2>Kernels</h2>" + _kernels(trace),
         f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
     ]
-    return printable(
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Traces – {escape(target)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</body>\n</html>\n"
-    )
+    return document(f"Traces – {target}", body)
 
 
 def _legend() -> str:
@@ -79,15 +71,9 @@ def _bar(figure: Figures) -> str:
 def _collectives(trace: JobTrace) -> str:
     rows = []
     for call in trace.collectives[:_MOST]:
-        speed = call.algbw
-        bus = "–" if speed is None else f"{speed * bus_factor(call.op, call.size):.2f} GB/s"
-        cells = (
-            str(max(c for c, _, _, _ in call.by_rank.values())),
-            time_text(max(t for _, _, t, _ in call.by_rank.values())),
-            time_text(max(e for _, _, _, e in call.by_rank.values())),
-            time_text(call.wait),
-            bus,
-        )
+        calls, _, time, exposed = call.most
+        bus = "–" if call.busbw is None else f"{call.busbw:.2f} GB/s"
+        cells = (str(calls), time_text(time), time_text(exposed), time_text(call.wait), bus)
         rows.append(
             f"<tr><td>{escape(call.op)}</td><td>{escape(call.group or '–')}</td><td>{escape(call.members)}</td>"
             + "".join(f'<td class="number">{cell}</td>' for cell in cells)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtobs.timeline.kineto.analyse import Collective, JobTrace
+from dtobs.timeline.kineto.analyse import JobTrace
 from dtobs.timeline.kineto.figures import Figures
-from dtobs.timeline.kineto.names import bus_factor
 from dtobs.words import duration_text
 
 _BAR = 30
@@ -83,21 +82,13 @@ def _bar(figure: Figures) -> str:
 def _collectives(trace: JobTrace) -> list[str]:
     lines = ["collective      group                       ranks   calls        time     exposed     bus GB/s"]
     for call in trace.collectives[:_MOST_CALLS]:
-        entry = _collective(call)
-        lines.append(entry)
+        calls, _, time, exposed = call.most
+        bus = "–" if call.busbw is None else f"{call.busbw:.2f}"
+        lines.append(
+            f"{call.op:<15} {call.group[:16] or '–':<16} {call.members[:20]:>16} {calls:>7} {time_text(time):>11}"
+            f" {time_text(exposed):>11} {bus:>12}"
+        )
     return lines
-
-
-def _collective(call: Collective) -> str:
-    speed = call.algbw
-    count = max(c for c, _, _, _ in call.by_rank.values())
-    time = max(t for _, _, t, _ in call.by_rank.values())
-    exposed = max(e for _, _, _, e in call.by_rank.values())
-    bus = "–" if speed is None else f"{speed * bus_factor(call.op, call.size):.2f}"
-    return (
-        f"{call.op:<15} {call.group[:16] or '–':<16} {call.members[:20]:>16} {count:>7} {time_text(time):>11}"
-        f" {time_text(exposed):>11} {bus:>12}"
-    )
 
 
 def _kernels(trace: JobTrace) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -234,8 +233,3 @@ def _store() -> Any:
             timeout=timedelta(seconds=AGREE_SECONDS),
         )
     return None
-
-
-def host() -> str:
-    """This machine's name."""
-    return socket.gethostname()

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import dtobs
+from dtobs.host.process import with_path
 from dtobs.recording.rundir import RunDirectory
 from dtobs.session.nodes import Listening
+
+_HERE = Path(dtobs.__file__).resolve().parents[1]
+"""From where this process has dtobs: so has the monitor."""
 
 
 class MonitorProcess:
@@ -33,7 +37,7 @@ class MonitorProcess:
                 stdout=fd,
                 stderr=fd,
                 cwd="/",
-                env=_environment(),
+                env=with_path(os.environ, _HERE) | {"PYTHONSAFEPATH": "1"},
                 start_new_session=True,  # a Ctrl-C or a kill of the job's process group is not for it
                 pass_fds=[made.fileno()] if made is not None else [],
             )
@@ -55,10 +59,3 @@ class MonitorProcess:
         if self._process.poll() is None:
             # Popen warns when it is deleted before its process has ended; this one is meant to live on.
             self._process.returncode = 0
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with dtobs importable from wherever this process got it."""
-    here = str(Path(dtobs.__file__).resolve().parents[1])
-    paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}

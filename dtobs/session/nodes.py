@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dtobs.errors import RecordingDisabled, TargetError
+from dtobs.host.address import address_towards
 from dtobs.host.process import read_process
 from dtobs.nodes.token import ensure_token, write_token
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
@@ -60,8 +61,11 @@ def bind_address(asked: str, environment: Mapping[str, str] = os.environ) -> str
                 f"{VARIABLE}={asked!r} is no address: give one of this host's, or {AUTO!r} for the one "
                 "that MASTER_ADDR is reached from"
             ) from None
-    found = _towards(environment.get("MASTER_ADDR", ""))
-    if found is None or ipaddress.ip_address(found).is_loopback:
+    try:
+        found = address_towards(environment.get("MASTER_ADDR", ""))
+    except OSError:
+        found = "127.0.0.1"
+    if ipaddress.ip_address(found).is_loopback:
         raise ValueError(
             f"{VARIABLE}={AUTO}: MASTER_ADDR={environment.get('MASTER_ADDR', '')!r} leads to no address of this "
             f"host that others reach: set {VARIABLE} to one"
@@ -149,15 +153,3 @@ def _living(run: RunDirectory, node: int) -> str:
     if not isinstance(entry, dict) or not isinstance(entry.get("pid"), int) or not entry.get("address"):
         return ""
     return str(entry["address"]) if read_process(entry["pid"]).alive else ""
-
-
-def _towards(host: str) -> str | None:
-    """The address that packets from here to `host` would carry; nothing is sent."""
-    try:
-        for family, _, _, _, address in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    except OSError:
-        return None
-    return None

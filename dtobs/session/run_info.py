@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dtobs
-from dtobs.session.identity import Identity, host
+from dtobs.session.identity import Identity
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +32,7 @@ def describe_run(name: str, who: Identity, mesh: DeviceMesh | None, config: Mapp
         "world_size": who.world_size,
         "attempt": who.attempt,
         "launch": who.launch,
-        "hosts": [host()],
+        "hosts": [socket.gethostname()],
         "mesh": describe_mesh(mesh),
         "config": without_secrets(dict(config or {})),
         "versions": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from dtobs.events import RankState
 from dtobs.host.process import boot_id, pid_namespace, start_ticks
 from dtobs.probes.base import Context, Probe
 from dtobs.recording.recorder import Recorder
-from dtobs.session.identity import Identity, host, launched_as
+from dtobs.session.identity import Identity, launched_as
 from dtobs.session.monitor_process import MonitorProcess
 from dtobs.session.nodes import arrange
 from dtobs.session.run_info import hide_arguments
@@ -240,7 +241,7 @@ class LiveSession(Session):
         return {
             "pid": self._pid,
             "parent_pid": os.getppid(),
-            "host": host(),
+            "host": socket.gethostname(),
             "boot_id": boot_id(),
             "pid_namespace": pid_namespace(),
             "start_ticks": start_ticks(self._pid),

@@ -11,12 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.codec import finite
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.stall import Stall, quiet_period
 from dtobs.events import phase_name
 from dtobs.findings import Finding, Severity
 from dtobs.recording.journal import Entry
 from dtobs.recording.rank import ENDED, LONG_PHASES, State
+from dtobs.recording.rundir import setting, total_steps
 from dtobs.recording.stepless import stepless
 from dtobs.recording.view import RunView
 from dtobs.timeline.bubble import ideal, recent_shares
@@ -122,11 +124,11 @@ class ScreenFrame:
 
     def to_json(self) -> dict[str, Any]:
         """The frame as JSON (``dtobs.top/1``): NaN and infinity become null."""
-        plain = {"schema": "dtobs.top/1", **asdict(self)}
+        plain: dict[str, Any] = {"schema": "dtobs.top/1", **asdict(self)}
         for row, source in zip(plain["rows"], self.rows, strict=True):
             row["suspicious"] = source.suspicious
-        finite: dict[str, Any] = _finite(plain)
-        return finite
+        found: dict[str, Any] = finite(plain)
+        return found
 
 
 def build_frame(
@@ -147,7 +149,7 @@ def build_frame(
     skews = [row.late_seconds for row in rows if row.late_seconds is not None]
     began = int(view.pages["attach_ns"].min()) if rows else 0
     end = _last_seen_ns(view) if status in ("ended", "broken") else view.now_ns
-    total, step = _setting(view.info, "run", "steps"), max((row.step for row in rows), default=None)
+    total, step = total_steps(view.info), max((row.step for row in rows), default=None)
     left = max(0, total - step - 1) if total and step is not None and status == "running" else None
     return ScreenFrame(
         target=str(view.root),
@@ -215,7 +217,7 @@ def _speed(view: RunView) -> _Speed:
     seconds = float(np.median(walls[-32:]))
     tokens = _tokens_per_step(view)
     flops = view.pages["model_flops"][np.isfinite(view.pages["model_flops"])]
-    peak = _setting_float(view.info, "run", "peak_flops")
+    peak = setting(view.info, "run", "peak_flops")
     mfu = float(flops.mean()) / seconds / peak if len(flops) and peak else None
     said = (("loss", steps["loss"]), ("step time, s", walls), ("gradient norm", steps["reduced_norm"]))
     curves = tuple(_curve(title, steps["step"], values) for title, values in said if np.isfinite(values).sum() > 1)
@@ -278,7 +280,7 @@ def _status(view: RunView, rows: Sequence[RankRow], step_seconds: float | None) 
 
 
 def _end(view: RunView, rows: Sequence[RankRow], broken: Sequence[RankRow]) -> tuple[Status, str]:
-    total, reached = _setting(view.info, "run", "steps"), max(row.step for row in rows)
+    total, reached = total_steps(view.info), max(row.step for row in rows)
     early = total is not None and reached + 1 < total
     where = f" at step {reached:,} of {total:,}" if early else ""
     if broken:
@@ -352,19 +354,6 @@ def _layout(info: dict[str, Any]) -> str:
     return " × ".join(f"{n} {s}" for n, s in zip(names, shape, strict=False) if s != 1)
 
 
-def _setting(info: dict[str, Any], *path: str) -> int | None:
-    value = _setting_float(info, *path)
-    return None if value is None else int(value)
-
-
-def _setting_float(info: dict[str, Any], *path: str) -> float | None:
-    value: Any = info.get("config")
-    for part in path:
-        value = value.get(part) if isinstance(value, dict) else None
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    return float(value) if good else None
-
-
 def _page_values(view: RunView, name: str) -> list[float | None]:
     return [float(v) if math.isfinite(v) else None for v in view.pages[name]]
 
@@ -373,11 +362,3 @@ def _mean(values: Sequence[float | None]) -> float | None:
     """NaN where any is NaN: one rank's bad loss is the run's."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "monitor": EVERYTHING_READ,
     "probes": VOCABULARY | {"recording", "host"},
     "session": VOCABULARY | {"recording", "host", "nodes", "probes"},
-    "integrations": VOCABULARY | {"session"},
+    "integrations": VOCABULARY | {"host", "session"},
     "drills": EVERYTHING_READ | {"session", "integrations"},
     "preflight": VOCABULARY | {"host"},
     "cli": EVERYTHING_READ

@@ -52,6 +52,17 @@ class Collective:
         time = sum(t for _, _, t, _ in self.by_rank.values())
         return nbytes / time / 1e3 if nbytes and time else None
 
+    @property
+    def busbw(self) -> float | None:
+        """The same times the operation's factor, as nccl-tests defines it."""
+        return None if self.algbw is None else self.algbw * bus_factor(self.op, self.size)
+
+    @property
+    def most(self) -> tuple[int, int, float, float]:
+        """Count, bytes, time and exposed time, each of the rank that has most of it."""
+        counts, nbytes, times, exposed = zip(*self.by_rank.values(), strict=True)
+        return max(counts), max(nbytes), max(times), max(exposed)
+
 
 @dataclass
 class JobTrace:
@@ -178,20 +189,20 @@ def _figures_json(found: Figures) -> dict[str, Any]:
 
 
 def _collective_json(found: Collective) -> dict[str, Any]:
-    speed = found.algbw
+    count, nbytes, _, _ = found.most
     return {
         "op": found.op,
         "group": found.group,
         "ranks": list(found.ranks),
         "size": found.size,
-        "count": max(c for c, _, _, _ in found.by_rank.values()),
-        "bytes": max(b for _, b, _, _ in found.by_rank.values()),
+        "count": count,
+        "bytes": nbytes,
         "time_us": _us(float(np.mean([t for _, _, t, _ in found.by_rank.values()]))),
         "exposed_us": _us(float(np.mean([e for _, _, _, e in found.by_rank.values()]))),
         "wait_us": None if found.wait is None else _us(found.wait),
         "transfer_us": None if found.transfer is None else _us(found.transfer),
-        "algbw_gbps": None if speed is None else round(speed, 3),
-        "busbw_gbps": None if speed is None else round(speed * bus_factor(found.op, found.size), 3),
+        "algbw_gbps": None if found.algbw is None else round(found.algbw, 3),
+        "busbw_gbps": None if found.busbw is None else round(found.busbw, 3),
         "by_rank": {
             str(r): {"count": c, "bytes": b, "time_us": _us(t), "exposed_us": _us(e)}
             for r, (c, b, t, e) in found.by_rank.items()
