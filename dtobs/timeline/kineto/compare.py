@@ -14,6 +14,8 @@ from dtobs.words import ranks_text
 SCHEMA = "dtobs.trace-compare/1"
 NOISE = 0.03
 """A step must change by this share for a verdict; twice of it where there are fewer than three steps on a side."""
+SAME_CALLS = 1.1
+"""Windows begin and end anywhere: the ratios of the counts of calls may differ by this."""
 TOP = 10
 
 
@@ -28,6 +30,12 @@ def compare(before: JobTrace, after: JobTrace) -> dict[str, Any]:
         notes.append("not both have ProfilerSteps: the windows are compared as they are")
     a, b = (_pace(t, common, stepped) for t in (before, after))
     change = (b - a) / a if a else 0.0
+    if not stepped and (more := _times_the_calls(before, after, common)):
+        if more != 1:
+            notes[-1] = (
+                f"not both have ProfilerSteps: B has {more:.3g} times A's collectives, its time is divided by that"
+            )
+        change = (b / more - a) / a if a else 0.0
     verdict = "same" if abs(change) < NOISE else "better" if change < 0 else "worse"
     return {
         "schema": SCHEMA,
@@ -82,6 +90,18 @@ def _collectives(trace: JobTrace, ranks: list[int], stepped: bool) -> dict[str, 
                 steps = trace.figures[rank].steps if stepped else 1
                 found[f"{call.op} {call.group}".strip()] += time / len(ranks) / steps
     return found
+
+
+def _times_the_calls(before: JobTrace, after: JobTrace, ranks: list[int]) -> float | None:
+    """How many times the calls of `before` a window without steps makes; None where not every collective says the same."""
+    a, b = (
+        {(c.op, c.group): sum(c.by_rank[r][0] for r in ranks if r in c.by_rank) for c in t.collectives}
+        for t in (before, after)
+    )
+    ratios = [b.get(key, 0) / count for key, count in a.items() if count]
+    if not ratios or set(a) != set(b) or min(ratios) <= 0 or max(ratios) > min(ratios) * SAME_CALLS:
+        return None
+    return float(np.median(ratios))
 
 
 def _changes(a: dict[str, float], b: dict[str, float]) -> list[dict[str, Any]]:

@@ -306,10 +306,13 @@ def test_the_merged_file_nests_and_has_one_clock(tmp_path: Path, capsys: pytest.
 COMPARED = [(10_000, 8_000, "better"), (10_000, 12_000, "worse"), (10_000, 10_050, "same")]
 
 
+@pytest.mark.parametrize("annotated", [True, False])
 @pytest.mark.parametrize(("a", "b", "verdict"), COMPARED)
-def test_compare(a: int, b: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    one = save(job(2, steps=6, work=lambda r, s: a), tmp_path / "a")
-    two = save(job(2, steps=9, work=lambda r, s: b), tmp_path / "b")
+def test_compare(a: int, b: int, verdict: str, annotated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    jobs = job(2, steps=6, work=lambda r, s: a), job(2, steps=9, work=lambda r, s: b)
+    for host in (*jobs[0].values(), *jobs[1].values()) if not annotated else ():
+        host.events = [e for e in host.events if not e["name"].startswith("ProfilerStep")]
+    one, two = save(jobs[0], tmp_path / "a"), save(jobs[1], tmp_path / "b")
     code, found, _ = say(capsys, "--compare", one, two)
     assert (code, found["schema"], found["verdict"]) == (0, "dtobs.trace-compare/1", verdict)
     assert found["ranks"]["0"]["compute_us"] == {"a": 6.0 * a, "b": 9.0 * b}
