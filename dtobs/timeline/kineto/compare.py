@@ -93,7 +93,7 @@ def _collectives(trace: JobTrace, ranks: list[int], stepped: bool) -> dict[str, 
 
 
 def _times_the_calls(before: JobTrace, after: JobTrace, ranks: list[int]) -> float | None:
-    """How many times the calls of `before` a window without steps makes; None where not every collective says the same."""
+    """How many times the calls of `before` a window without steps makes; None where not all collectives agree."""
     a, b = (
         {(c.op, c.group): sum(c.by_rank[r][0] for r in ranks if r in c.by_rank) for c in t.collectives}
         for t in (before, after)
