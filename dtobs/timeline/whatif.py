@@ -16,6 +16,7 @@ import numpy.typing as npt
 from dtobs.errors import TargetError
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
+from dtobs.timeline.chance import student_tail
 from dtobs.timeline.operation_graph import Graph, graph, ideal_durations
 from dtobs.timeline.operations import COMPUTATION, MESSAGES, OPS, SYNCS, Floats, Operations, from_run
 from dtobs.words import ranks_do, ranks_text
@@ -26,8 +27,10 @@ SLOW = 1.1
 """From this S on a job is said to be slowed down, as in the paper."""
 MOST = 0.5
 LONGER = 1.1
-LEAST_PARTS, CHANCE = 4, 5.0
+LEAST_PARTS, ERRORS = 4, 5.0
 """Steps or micro-batches, and standard errors, from which on a rank is said to be slow and not to differ by chance."""
+CHANCE = 1e-3
+"""What is accused would come about less often than this where all ranks and stages were alike."""
 CORRELATED, UNEVEN = 0.9, 0.05
 MOST_RANKS = 2048
 """Beyond it, ranks are judged by stage and data rank alone, as in the paper."""
@@ -264,8 +267,7 @@ def _slow_workers(ops: Operations, duration: Floats, found: WhatIf, least: float
         peers = [r for r in work if stage[r] == stage[rank] and r != rank]
         if not peers or work[rank] < least * float(np.median([work[r] for r in peers])):
             continue
-        excess = float(parts[rank].mean() - np.median([parts[r].mean() for r in peers]))
-        if excess >= CHANCE * _error(rank, [rank, *peers], parts):
+        if not _by_chance([parts[rank]], [parts[r] for r in peers], len(work)) >= CHANCE:
             slow.append(rank)
     return tuple(sorted(slow))
 
@@ -305,7 +307,7 @@ def _by_no_chance(rank: int, members: list[int], parts: dict[int, Floats]) -> bo
     means = np.array([parts[r].mean() for r in members])
     between = float(1.4826 * np.median(np.abs(means - np.median(means))))
     excess = float(parts[rank].mean() - np.median(means))
-    return excess >= CHANCE * max(_error(rank, members, parts), between)
+    return excess >= ERRORS * max(_error(rank, members, parts), between)
 
 
 def _error(rank: int, members: list[int], parts: dict[int, Floats]) -> float:
@@ -314,8 +316,27 @@ def _error(rank: int, members: list[int], parts: dict[int, Floats]) -> float:
     return float(np.sqrt(np.mean(spread) / len(parts[rank]))) if spread else 0.0
 
 
+def _by_chance(mine: list[Floats], others: list[Floats], candidates: int) -> float:
+    """How likely the longest of so many alike `candidates` is as much longer as `mine` are than `others`.
+
+    Each is the parts of one rank; nan where nothing tells how parts vary. Durations vary in proportion to themselves,
+    and a few are very long: their logarithms are compared.
+    """
+    mine, others = ([np.log(np.maximum(parts, 1.0)) for parts in ranks] for ranks in (mine, others))
+    one, rest = np.concatenate(mine), np.concatenate(others)
+    freedom = len(one) + len(rest) - len(mine) - len(others)
+    squares = sum(float(((parts - parts.mean()) ** 2).sum()) for parts in (*mine, *others))
+    if not freedom:  # one part a rank: what these differ by
+        freedom, squares = len(rest) - 1, float(((rest - rest.mean()) ** 2).sum())
+        if not freedom:
+            return float("nan")
+    error = np.sqrt(squares / freedom * (1 / len(one) + 1 / len(rest)))
+    more = float(one.mean() - rest.mean())
+    return candidates * student_tail(more / max(error, 1e-9), freedom) if more > 0 else 1.0
+
+
 def _long_stage(ops: Operations, duration: Floats) -> tuple[int | None, float]:
-    """The stage that computes longest, and how much longer than the others it does."""
+    """The stage that computes longest, and how much longer than the others it does; None where it does by chance."""
     work, stage = _compute_by_rank(ops, duration), _stage_of(ops)
     stages = sorted(set(stage.values()))
     if len(stages) < 2:
@@ -323,6 +344,10 @@ def _long_stage(ops: Operations, duration: Floats) -> tuple[int | None, float]:
     typical = {s: float(np.median([work[r] for r in work if stage[r] == s])) for s in stages}
     longest = max(stages, key=lambda s: (typical[s], s))
     others = float(np.median([typical[s] for s in stages if s != longest]))
+    parts = _parts_by_rank(ops, duration)
+    mine, rest = ([parts[r] for r in parts if (stage[r] == longest) is on] for on in (True, False))
+    if _by_chance(mine, rest, len(stages)) >= CHANCE:
+        return None, 1.0
     return longest, typical[longest] / max(others, 1.0)
 
 

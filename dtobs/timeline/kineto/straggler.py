@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from dtobs.findings import Confidence
+from dtobs.timeline.chance import student_tail
 from dtobs.timeline.kineto.figures import Figures
 from dtobs.timeline.kineto.intervals import clipped, joined, union, within
 from dtobs.timeline.kineto.load import Floats, Ints, Spans, TracedRank
@@ -229,11 +229,7 @@ def _student(values: Floats) -> float:
     if mean <= 0:
         return 1.0
     t = mean / max(spread / math.sqrt(len(values)), mean * 1e-6)
-    angle = math.atan(t / math.sqrt(freedom))
-    at = np.linspace(angle, math.pi / 2, 4001)
-    density: npt.NDArray[np.float64] = np.cos(at) ** (freedom - 1)
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    return float(scale * np.trapezoid(density, at))
+    return student_tail(t, freedom)
 
 
 def _kind(rank: int, matched: MatchedTraces, figures: dict[int, Figures]) -> tuple[str, dict[str, float]]:
