@@ -177,3 +177,19 @@ def test_a_rank_that_was_slow_in_one_micro_batch_is_only_possibly_slow(batches: 
     rows = job(1, 4, 1, batches, lambda op, s, d, p, m: _even(op) * (2 if d == 1 and "compute" in op else 1))
     found = whatif(read_table(write(rows, tmp_path / "t.csv")))
     assert [(f.code, f.ranks, str(f.confidence)) for f in found.findings] == [("straggler", (1,), confidence)]
+
+
+def _spiky(chance: random.Random) -> float:
+    """Now and then an operation takes eleven times as long: garbage collection, a page fault, another process."""
+    return 11.0 if chance.random() < 0.03 else chance.uniform(0.97, 1.03)
+
+
+@pytest.mark.parametrize("vary", [_spiky, lambda chance: chance.lognormvariate(0, 0.6)], ids=["spiky", "lognormal"])
+@pytest.mark.parametrize("shape", [(4, 2, 1, 8), (4, 4, 1, 4), (2, 2, 2, 4), (8, 1, 2, 8)], ids=str)
+def test_durations_that_vary_much_accuse_no_stage_and_no_rank(
+    shape: tuple[int, int, int, int], vary: Callable[[random.Random], float], tmp_path: Path
+):
+    for seed in range(4):
+        chance = random.Random(seed)
+        rows = job(*shape, lambda op, s, d, p, m: _even(op) * vary(chance))  # noqa: B023
+        assert whatif(read_table(write(rows, tmp_path / "t.csv"))).findings == []
