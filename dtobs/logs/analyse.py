@@ -24,6 +24,7 @@ _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mp
 _LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died", "rendezvous-closed")
 _ENGINE_WAITS = 4
 _MAX_RANKS_SHOWN = 4096
+_CANCELLED = "CANCELLED AT"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def judge(evidence: LogEvidence, several_files: bool, notes: list[str], bytes_re
     live = [sign for sign in signs if sign.role is Role.INFO or sign.order > over[sign.file]]
     world, told = world_size(live, evidence, ranks)
     groups = frontiers(live)
-    heard = replace(_heard(evidence, ranks, live, world, tracks), told=told)
+    finished = frozenset(s.rank for s in signs if s.kind == "completed" and s.rank is not None)
+    heard = replace(_heard(evidence, ranks, live, world, tracks), told=told, finished=finished)
     findings = _causes(live, ended, groups, heard, evidence)
     findings += quality.findings(tracks, live)
     if not findings:
@@ -103,6 +105,7 @@ def _causes(
         stuck_ranks=stuck,
         complaining=frozenset(s.rank for s in live if s.rank is not None and s.role in (Role.CASCADE, Role.STUCK)),
         timed_out=any(s.kind == "work-timeout" for s in live),
+        cancelled_at={s.file: s.order for s in reversed(live) if s.kind == "interrupted" and _CANCELLED in s.text},
         fatal_sites={s.rank: s.fields["site"] for s in live if s.kind == "fatal-site"},
     )
     found = crashes(scene)
@@ -142,8 +145,11 @@ def _over(signs: list[Sign], evidence: LogEvidence, ended: list[LoggedEnding]) -
     finished: dict[int, int] = {}
     restarted: dict[int, int] = {}
     trouble: dict[int, int] = {}
+    stuck = {(sign.file, rank_of(sign)) for sign in signs if sign.kind == "work-timeout"}
     for sign in signs:
         if sign.kind == "completed":
+            if sign.rank is not None and any(file == sign.file and rank != sign.rank for file, rank in stuck):
+                continue  # one rank is through, and others wait for it
             finished[sign.file] = sign.order
         elif sign.kind == "restart":
             restarted[sign.file] = sign.order
@@ -217,7 +223,10 @@ def _notes(
 ) -> list[str]:
     notes = []
     outside = [s for s in live if s.kind == "interrupted"]
-    if outside and not any(f.confidence is Confidence.CERTAIN for f in findings):
+    came_first = any(
+        e.signal is not None and e.file == s.file and e.order < s.order for e in ended for s in outside[:1]
+    )
+    if outside and not came_first and not any(f.confidence is Confidence.CERTAIN for f in findings):
         notes.append(
             f"the job was interrupted from outside: {' '.join(outside[0].text.split())[:160]} ({outside[0].where})"
         )

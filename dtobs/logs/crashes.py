@@ -41,6 +41,8 @@ _UNITS = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 _HOLDS = re.compile(r"Process (\d{1,10}) has (\d{1,6}\.\d\d) ([KMG]iB) memory in use")
 """Where the driver does not know, the amount has eleven digits."""
 _RESERVED = re.compile(r"(\d{1,6}\.\d\d) ([KMG]iB) is (?:allocated by PyTorch|reserved by PyTorch but unallocated)")
+_REPEATED = "Caught "
+"""How torch begins to repeat what a loader's worker or a replica raised, with the original traceback after it."""
 _EVIDENCE = 8
 _SHOWN = 220
 
@@ -54,7 +56,12 @@ class Scene:
     stuck_ranks: frozenset[int]
     complaining: frozenset[int]  #: ranks with a cascade line
     timed_out: bool
+    cancelled_at: dict[int, int] = field(default_factory=dict)  #: by file, the line that cancels the job
     fatal_sites: dict[int | None, str] = field(default_factory=dict)  #: where Python stood when a signal ended it
+
+    def cancelled(self, ending: LoggedEnding) -> bool:
+        """Whether the scheduler had taken the job back before it tells that this rank was killed."""
+        return ending.signal == signal.SIGKILL and ending.order > self.cancelled_at.get(ending.file, ending.order)
 
     def fatal_site(self, ranks: Sequence[int]) -> str:
         """Where the only rank of a crash stood, as its own lines tell or, for want of others, nobody's."""
@@ -65,6 +72,10 @@ class Scene:
 
 
 _CRASHED = "Look at the line shown: native code that it calls crashed; run it with compute-sanitizer or under gdb."
+_CRASHED_SOMEWHERE = (
+    "Native code crashed in it, nobody killed it: read its last lines, and run it with PYTHONFAULTHANDLER=1, which"
+    " prints the line of Python where it crashes."
+)
 
 
 def crashes(scene: Scene) -> list[Finding]:
@@ -227,7 +238,13 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
         return None
     chosen = min(
         groups.values(),
-        key=lambda g: (g[0].fields.get("comm", ""), len({s.rank for s in g}), "site" not in g[0].fields, g[0].order),
+        key=lambda g: (
+            g[0].fields.get("comm", ""),
+            len({s.rank for s in g}),
+            g[0].fields.get("message", "").startswith(_REPEATED),
+            "site" not in g[0].fields,
+            g[0].order,
+        ),
     )
     ranks = _ranks(chosen, scene, "uncaught-exception")
     first = chosen[0]
@@ -277,7 +294,7 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
             "rank-dead", f"{host} failed under the job: {_cut(failed_nodes[0].text)}", (), Confidence.CERTAIN,
             evidence=_records(failed_nodes),
         )  # fmt: skip
-    dead = [e for e in scene.endings if e.signal in DEADLY and e.signal != 6]
+    dead = [e for e in scene.endings if e.signal in DEADLY and e.signal != 6 and not scene.cancelled(e)]
     aborted = [e for e in scene.endings if e.signal == 6]
     quiet = [e for e in dead if e.rank is None or e.rank not in scene.stuck_ranks]
     if not quiet and not scene.timed_out:
@@ -295,7 +312,7 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
         ranks,
         Confidence.LIKELY if not everyone else Confidence.POSSIBLE,
         evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in quiet[:_EVIDENCE]),
-        next_step=_CRASHED if site else "",
+        next_step=_CRASHED if site else "" if first.signal == signal.SIGKILL else _CRASHED_SOMEWHERE,
     )
 
 
@@ -318,6 +335,8 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
         return [Finding("rank-dead", text, (), Confidence.POSSIBLE, evidence=_records(lost), next_step=step)]
     ended = [e for e in scene.endings if e.signal is None and e.code > 0]
     blames = any(s.role in (Role.CASCADE, Role.STUCK) and not _LAUNCHER.search(s.text) for s in live)
+    if not blames and not ended and (aborted := [s for s in live if s.kind == "aborted"]):
+        return [_signalled(aborted, scene)]
     if not ended or blames:
         return []
     ranks = tuple(sorted({e.rank for e in ended if e.rank is not None}))
@@ -343,7 +362,7 @@ def _signalled(signs: Sequence[Sign], scene: Scene) -> Finding:
     killed = ": its host or container may have run out of memory" if what == "Killed" else ""
     site = scene.fatal_site(ranks)
     text = f"{who} ended by a signal ({what}){site}{killed}: {_cut(first.text)}"
-    step = _CRASHED if site else ""
+    step = _CRASHED if site else "" if what == "Killed" else _CRASHED_SOMEWHERE
     return Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(signs), next_step=step)
 
 

@@ -28,6 +28,7 @@ class LoggedEnding:
     order: int
     host: str = ""
     pid: int | None = None
+    file: int = -1
 
     @property
     def signal(self) -> int | None:
@@ -98,15 +99,22 @@ def _of_sign(sign: Sign, ranks: RankMap) -> list[LoggedEnding]:
     if sign.kind == "srun-task":
         told = _srun_code(fields["how"])
         tasks = numbers(fields["tasks"]) if told is not None else []
-        return [LoggedEnding(task, told or 0, sign.where, sign.text, sign.order, fields["host"]) for task in tasks]
+        return [
+            LoggedEnding(task, told or 0, sign.where, sign.text, sign.order, fields["host"], file=sign.file)
+            for task in tasks
+        ]
     return []
 
 
 def _of_mpirun(signs: list[Sign]) -> list[LoggedEnding]:
-    """The process that mpirun saw end first: its name in one line, its code in the next."""
-    codes = {(s.file, s.order): int(s.fields["exit"]) for s in signs if s.kind == "mpi-code"}
+    """The process that mpirun saw end first: its name in one line, its code or signal in the next."""
+    codes = {
+        (s.file, s.order): int(s.fields["exit"]) if "exit" in s.fields else -int(s.fields["number"])
+        for s in signs
+        if s.kind == "mpi-code"
+    }
     return [
-        LoggedEnding(int(s.fields["rank"]), code, s.where, s.text, s.order)
+        LoggedEnding(int(s.fields["rank"]), code, s.where, s.text, s.order, s.fields.get("host", ""))
         for s in signs
         if s.kind == "mpi-first" and (code := codes.get((s.file, s.order + 1))) is not None
     ]

@@ -46,6 +46,7 @@ _COLLECTIVE_FRAME = re.compile(r"#\d{1,4} (?P<name>\S{1,120}) from (?P<file>[^:]
 _FATAL, _FATAL_STACK = "Fatal Python error: ", "Current thread 0x"
 _FATAL_LINES, _OF_FATAL = 400, (_FATAL_STACK, "Thread 0x", "File ", "Python runtime state: ")
 _FATAL_FRAME = re.compile(r'File "(?P<file>[^"]{1,400})", line (?P<line>\d{1,9}) in (?P<name>\S{1,120})')
+_SECTION = re.compile(r"-{4,40}(Begin|End) global rank (\d{1,7}) (?:STDOUT|STDERR|logs)-")  # MosaicML's Composer
 _INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python3|/torch/")
 
 
@@ -125,6 +126,7 @@ class LogEvidence:
         self._fatal: set[Writer] = set()  #: whose stack has not yet come to the thread that failed
         self._table: FailureTable | None = None
         self._order = 0
+        self._section: int | None = None  #: whose output a launcher repeats
         self._file, self._name, self._place = 0, "", LogPlace()
 
     @property
@@ -140,7 +142,7 @@ class LogEvidence:
         self._stacks.clear()
         self._fatal.clear()
         self._dull.clear()
-        self._table = None
+        self._table = self._section = None
         self._file, self._name, self._place = file, name, place
 
     def end(self) -> None:
@@ -154,7 +156,11 @@ class LogEvidence:
         self._order = now
 
     def add_line(self, number: int, raw: bytes) -> None:
-        """Read one line."""
+        """Read one line, or those that a collector wrapped in one."""
+        for line in prefix.unwrapped(raw) if raw.startswith(b'{"') else (raw,):
+            self._add(number, line)
+
+    def _add(self, number: int, raw: bytes) -> None:
         self._order += 1
         shape = raw[:_SHAPED].translate(None, _DIGITS)
         if not (self._traces or self._stacks or self._table is not None):
@@ -173,6 +179,9 @@ class LogEvidence:
             writer = host if writer.kind == "file" else writer
         self.writers[self._file, writer] += 1
         where = f"{self._name}:{number}"
+        if section := _SECTION.match(text):
+            self._section = int(section[2]) if section[1] == "Begin" else None
+            return
         if self._continues(writer, text, where):
             return
         if "Traceback" in text and any(start in text for start in STARTS):
@@ -213,7 +222,7 @@ class LogEvidence:
 
     def _writer(self, origin: prefix.Origin) -> Writer:
         place = self._place
-        rank = origin.rank if origin.rank is not None else place.rank
+        rank = next((r for r in (origin.rank, self._section, place.rank) if r is not None), None)
         local = origin.local if origin.local is not None else place.local
         node = origin.node or place.node
         if origin.local is not None and origin.task is not None:

@@ -32,6 +32,7 @@ class Heard:
     ranks: frozenset[int]
     steps: dict[int, int]
     shared: bool = False  #: one log holds the lines of several ranks: silence in it says something
+    finished: frozenset[int] = frozenset()  #: who printed that training is complete
     told: bool = True  #: a line says how many ranks there are; where none does, there may be more than are heard of
 
 
@@ -220,6 +221,8 @@ def _not_joined(stall: LoggedStall, ranks: tuple[int, ...], heard: Heard) -> Fin
     where = f"; its last call was #{own[0].issued}" if len(ranks) == 1 and own and own[0].issued is not None else ""
     if not where and (steps := {heard.steps[rank] for rank in ranks if rank in heard.steps}) and len(steps) == 1:
         where = f"; last heard at step {steps.pop()}"
+    if set(ranks) <= heard.finished:
+        where += f"; {'their logs tell' if len(ranks) > 1 else 'its log tells'} that training is complete"
     needed = f" (no log of {ranks_text(stall.unheard)})" if stall.unheard else ""
     text = not_issued_text(ranks, stall.call(), stall.waiting, stall.standing.site)
     return Finding(

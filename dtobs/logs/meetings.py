@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
+from dtobs.calls.agree import judge
+from dtobs.calls.words import mismatch_text
 from dtobs.findings import Confidence, Finding
 from dtobs.logs.endings import LoggedEnding
 from dtobs.logs.evidence import Sign
@@ -22,7 +26,7 @@ def named(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     """Reports of torch itself that name the ranks which did not come (monitoredBarrier, TORCH_NCCL_DESYNC_DEBUG)."""
     reports = [s for s in live if s.kind in ("barrier-missing", "desync") and s.fields.get("ranks")]
     if not reports:
-        return []
+        return _started_apart(live)
     ranks = tuple(sorted({int(n) for s in reports for n in _NUMBER.findall(s.fields["ranks"])}))
     call = reports[0].fields.get("next")
     what = (
@@ -45,11 +49,28 @@ def named(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     ]
 
 
+def _started_apart(live: Sequence[Sign]) -> list[Finding]:
+    """Ranks that stand in one call with other operations, as the snapshot of torch's desync report lists them."""
+    began: dict[int, dict[int, str]] = defaultdict(dict)
+    signs = [s for s in live if s.kind in ("desync-at", "desync-started")]
+    seq = 0
+    for at, started in pairwise(signs):
+        if at.kind == "desync-at":
+            seq = int(at.fields["seq"])
+        if started.kind == "desync-started" and at.file == started.file:
+            began[seq] |= dict.fromkeys(map(int, _NUMBER.findall(started.fields["ranks"])), started.fields["op"])
+    for seq, ops in sorted(began.items()):
+        if (found := judge(ops, len(ops))) is not None:
+            text = mismatch_text("collective-mismatch", f"#{seq}, as torch reports", found, ops.__getitem__)
+            return [_finding("collective-mismatch", text, found.odd, found.confidence, signs)]
+    return []
+
+
 def across_backends(live: Sequence[Sign], found: list[Finding]) -> list[Finding]:
     """Some ranks in NCCL, all others in Gloo: neither half will come to the other's call."""
     gloo = {s.rank for s in live if s.kind in ("gloo-timeout", "gloo-closed") and s.rank is not None}
     if found and found[0].code in ("dumps-missing", "network-stalled"):
-        return _unnamed_in_gloo(live, found) or found
+        return _unnamed_in_gloo(live, found) or _with_links(live, found)
     sure = any(s.kind == "gloo-timeout" for s in live)
     if not found or found[0].code != "rank-not-joined" or not set(found[0].ranks) <= gloo:
         return found
@@ -60,6 +81,15 @@ def across_backends(live: Sequence[Sign], found: list[Finding]) -> list[Finding]
     signs = [s for s in live if s.kind in ("gloo-timeout", "gloo-closed")]
     confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
     return [_finding("group-deadlock", text, tuple(sorted({*found[0].ranks, *waiting})), confidence, signs)]
+
+
+def _with_links(live: Sequence[Sign], found: list[Finding]) -> list[Finding]:
+    """What lines of InfiniBand say of a call that nobody completes."""
+    links = _links(live)
+    if not links or found[0].code != "network-stalled":
+        return found
+    evidence = (*links[0].evidence[:4], *found[0].evidence)
+    return [replace(found[0], summary=f"{found[0].summary}; {links[0].summary}", evidence=evidence)]
 
 
 def _unnamed_in_gloo(live: Sequence[Sign], found: list[Finding]) -> list[Finding]:
@@ -121,6 +151,7 @@ def _store(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     if not signs:
         return []
     counted = next((s for s in signs if "joined" in s.fields), None)
+    step = ""
     missing = tuple(rank for rank in range(heard.world) if rank not in heard.ranks)
     if counted is not None:
         joined, size = int(counted.fields["joined"]), int(counted.fields["size"])
@@ -130,11 +161,20 @@ def _store(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     elif bound := next((s for s in signs if s.kind == "store-bind"), None):
         port = f"port {bound.fields['port']}" if "port" in bound.fields else "its port"
         ranks, text = (), f"the rendezvous could not listen on {port}: another process may have it already"
+        step = "See who listens there (ss -ltnp), perhaps a job before; end it, or take another --master-port."
     elif "host" in signs[0].fields:
-        ranks, text = (), f"the rendezvous at {signs[0].fields['host']}:{signs[0].fields['port']} did not answer"
+        at = f"{signs[0].fields['host']}:{signs[0].fields['port']}"
+        unknown = "unknown" in signs[0].fields
+        why = "cannot be asked: its name is not known on this host" if unknown else "did not answer"
+        step = (
+            "Check the name given as MASTER_ADDR or --rdzv-endpoint, and that this host knows it (getent hosts NAME)."
+            if unknown
+            else "Check that its host runs, that MASTER_ADDR and MASTER_PORT are its own, and firewalls between."
+        )
+        ranks, text = (), f"the rendezvous at {at} {why}"
     else:
         ranks, text = (), f"the rendezvous never came about: {' '.join(signs[0].text.split())[:160]}"
-    return [_finding("rendezvous-incomplete", text, ranks, Confidence.LIKELY, signs)]
+    return [_finding("rendezvous-incomplete", text, ranks, Confidence.LIKELY, signs, step)]
 
 
 def at_barrier(live: Sequence[Sign], heard: Heard, moved: Mapping[int, Collection[tuple[int, int]]]) -> list[Finding]:
@@ -270,6 +310,8 @@ def _unnumbered(live: Sequence[Sign]) -> list[Finding]:
     return [_finding("dumps-missing", text, (), Confidence.POSSIBLE, signs)]
 
 
-def _finding(code: str, text: str, ranks: tuple[int, ...], confidence: Confidence, signs: Sequence[Sign]) -> Finding:
+def _finding(
+    code: str, text: str, ranks: tuple[int, ...], confidence: Confidence, signs: Sequence[Sign], step: str = ""
+) -> Finding:
     records = tuple({"what": s.text, "rank": s.rank, "where": s.where} for s in signs[:8])
-    return Finding(code, text, ranks, confidence, evidence=records)
+    return Finding(code, text, ranks, confidence, evidence=records, next_step=step)

@@ -2,11 +2,13 @@
 
 torchrun ``[default3]:`` and ``[node0:default3]:``, torch ``[rank3]:`` (and torchtitan's ``[rank1]:[rank3]:``, the first
 of which is local), srun ``3:``, mpirun ``[1,3]<stderr>:``, kubectl
-``[pod/…]``, ray ``(Worker pid=1)``, pdsh ``host:``, times, the head of a C++ log line, ANSI colours.
+``[pod/…]``, ray ``(Worker pid=1)``, pdsh ``host:``, journald and container runtimes, times, the head of a C++ log line,
+ANSI colours. Collectors that write JSON put the line itself under one of a few names: `unwrapped`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -27,7 +29,7 @@ _WATCHDOG_WORDS = (
 )
 _ROLE_RANK = re.compile(r"\[[A-Za-z_]\w{0,30}-(\d{1,5}):(\d{1,7})\]: ?")
 _ROLE = re.compile(r"\[(?:([\w.\-]{1,80}):)?([A-Za-z_]{1,30}?)[_-]?(\d{1,5})\]:(?= |\[|$|\S) ?")
-_MPI = re.compile(r"\[\d{1,4},(\d{1,7})\](?:<std(?:out|err)>)?: ?")
+_MPI = re.compile(r"\[\d{1,4},(?:mpirank:)?(\d{1,7})(?:,[\w.\-]{1,60})?\](?:<std(?:out|err)>)?: ?")
 _LABEL = re.compile(r" {0,6}(\d{1,6}): ")
 _POD = re.compile(r"\[(?:pod/)?([\w.\-]{1,120})(?:/([\w.\-]{1,120}))?\] (?=\S)")
 _STERN = re.compile(r"([a-z0-9][\w.\-]{0,100}-\d{1,6})\s{1,8}(?:[\w.\-]{1,60}\s{1,4})?[|│>] ")
@@ -35,17 +37,25 @@ _RAY = re.compile(r"\([A-Za-z_][\w.:<>\-]{0,80} (?:\w{1,20}=\w{1,40}, )?pid=(\d{
 _LOGGER = re.compile(
     r"[\w.\-]{1,60} - (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) - "
     r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[\w.\-/]{1,120}:\d{1,6}\] )?"
+    r"|\[[\w.\-]{1,80}\]\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\] - "
 )
-_STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT): ?")
+_STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT)(?:: ?| [FP] )")
 _HOST = re.compile(r"(?!E[A-Z]\d{4}:)([A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}): (?=[\[{T(*\dWEI ])")
 _TIME = re.compile(
     r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \|)? ?"
 )
-_SYSLOG = re.compile(r"(?:<\d{1,3}>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d ([\w.\-]{1,80}) ")
+_SYSLOG = re.compile(
+    r"(?:<\d{1,3}>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d ([\w.\-]{1,80}) (?:[\w.\-/]{1,60}\[\d{1,9}\]: )?"
+    r"|([\w.\-]{1,80}) [\w.\-/]{1,60}\[\d{1,9}\]: "
+)
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]? (?=\S)")
 _NUMBER = re.compile(r"\[\d{3,9}\] (?=\[)")
 _C10 = re.compile(r"\[[EWIF](?:\d{3,4} [\d:.]{8,20})? ?([A-Za-z_0-9]+\.(?:cpp|hpp|cc|h)):\d+\] ?")
 _PY_WORD = re.compile(r"\.(?:py|cpp|cc|sh|hpp)$")
+
+
+_LINE_UNDER = ("log", "message", "MESSAGE", "msg", "textPayload", "jsonPayload")
+"""Under which name Docker, Fluent Bit, journald, structlog and cloud consoles keep the line that a program wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,20 @@ def plain(raw: bytes) -> str:
     return text.translate(_CONTROLS) if not text.isprintable() else text
 
 
+def unwrapped(raw: bytes) -> list[bytes]:
+    """The lines of a program that a collector put into this record of JSON; the record itself where it holds none."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return [raw]
+    for _ in range(2):
+        if isinstance(value, dict):
+            value = next((value[name] for name in _LINE_UNDER if name in value), None)
+    if not isinstance(value, str):
+        return [raw]
+    return value.encode("utf-8", "replace").splitlines() or [b""]
+
+
 def split(text: str) -> tuple[Origin, str]:
     """The origin of a line and the line without its prefixes. Leading spaces of what is left stay: tracebacks."""
     rank = local = task = outer = None
@@ -90,7 +114,7 @@ def split(text: str) -> tuple[Origin, str]:
         elif (found := _TIME.match(text)) or (found := _NUMBER.match(text)) or (found := _STREAM.match(text)):
             pass
         elif found := _SYSLOG.match(text):
-            node = node or found[1]
+            node = node or found[1] or found[2]
         elif found := _RAY.match(text):
             node = node or (found[2] or "")
         elif found := _named(text):

@@ -13,6 +13,10 @@ _RECOVERED = 3
 _UNSETTLED = 24
 """PyTorch's scaler begins at 2^16 and halves: it needs no more skipped steps than that to come below 2^-8."""
 _ZERO_LOSSES = 2
+_OF_ALL = (
+    "Look at the batches of this step on every rank, since one prints for all; lower the learning rate or clip if"
+    " gradients grew before."
+)
 
 
 def findings(tracks: Mapping[int | None, Track], live: Sequence[Sign]) -> list[Finding]:
@@ -40,7 +44,7 @@ def _loss(tracks: Mapping[int | None, Track]) -> list[Finding]:
     if not found:
         return []
     step, where, _, count = min(found, key=lambda one: one[0])
-    ranks = tuple(sorted({rank for at, _, rank, _ in found if rank is not None and at == step}))
+    ranks = _named({rank for at, _, rank, _ in found if at == step}, [r for r, t in tracks.items() if t.losses])
     confidence = Confidence.CERTAIN if count > 1 or len(found) > 1 else Confidence.LIKELY
     record = {"what": f"the loss of step {step} is not finite, nor is one after it", "where": where}
     return [
@@ -51,6 +55,7 @@ def _loss(tracks: Mapping[int | None, Track]) -> list[Finding]:
             confidence,
             step=step,
             evidence=(record,),
+            next_step="" if ranks else _OF_ALL,
         )
     ]
 
@@ -70,7 +75,7 @@ def _gradients(tracks: Mapping[int | None, Track]) -> list[Finding]:
     if not found:
         return []
     step, where, _ = min(found, key=lambda one: one[0])
-    ranks = tuple(sorted(rank for at, _, rank in found if rank is not None and at == step))
+    ranks = _named({rank for at, _, rank in found if at == step}, [r for r, t in tracks.items() if t.norms])
     record = {"what": f"the gradients' norm is not finite in step {step} and in every line after it", "where": where}
     text = f"the norm of the gradients is not finite from step {step} on"
     next_step = "Look at the batches and the loss scale of the steps before; lower the learning rate or clip earlier."
@@ -78,6 +83,11 @@ def _gradients(tracks: Mapping[int | None, Track]) -> list[Finding]:
         "gradient-nonfinite", text, ranks, Confidence.LIKELY, step=step, evidence=(record,), next_step=next_step
     )
     return [finding]
+
+
+def _named(bad: set[int | None], told: Sequence[int | None]) -> tuple[int, ...]:
+    """Who to name: nobody where one rank prints for all of them, which says nothing of where it came from."""
+    return tuple(sorted(rank for rank in bad if rank is not None)) if len(told) > 1 else ()
 
 
 def _transport(live: Sequence[Sign]) -> list[Finding]:

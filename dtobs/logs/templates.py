@@ -72,6 +72,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("desync", STUCK, "but didn't join collective", r"\[(?P<ranks>[\d, ]{1,4000})\] finished collective #(?P<seq>\d{1,18}), but didn't join collective #(?P<next>\d{1,18})"),
     _row("desync", STUCK, "never join any collectives", r"\[(?P<ranks>[\d, ]{1,4000})\] never join any collectives"),
     _row("desync", STUCK, "are the lagging ranks that caused this timeout", r"ranks \[(?P<ranks>[\d, ]{1,4000})\] are the lagging ranks"),
+    _row("desync-at", INFO, "started ranks:", r"#(?P<seq>\d{1,18}) started ranks:"),
+    _row("desync-started", INFO, "] started ", r"\[(?P<ranks>[\d, ]{1,4000})\] started (?P<op>[A-Z_]\w{2,40})$"),
     _row("barrier-missing", STUCK, "failed to pass monitoredBarrier", r"[Rr]anks? (?P<ranks>\d[\d, ]{0,4000}) failed to pass monitoredBarrier"),
     _row("cascade", CASCADE, "successfully reached monitoredBarrier, but received errors"),
     _row("fingerprint", ROOT, "Detected mismatch between collectives on ranks", r"Rank (?P<rank>\d{1,7}) is running collective: CollectiveFingerPrint\((?P<mine>[^)]{0,300})", "collective-mismatch"),
@@ -89,6 +91,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("store-barrier-waits", INFO, "Waiting in store based barrier", r"rank: (?P<rank>\d{1,7}), key: (?P<key>\S{1,200}) \(world_size=(?P<size>\d{1,7}), (?:worker_count|num_workers_joined)=(?P<joined>\d{1,7})"),
     _row("store-barrier-over", INFO, "Completed store-based barrier for key:", r"for key:(?P<key>\S{1,200}) with"),
     _row("store-connect", STUCK, ("while trying to connect to (", "client socket has failed to connect to"), r"connect to (?:any network address of )?\((?P<host>[^,)]{1,200}), (?P<port>\d{1,5})\)"),
+    _row("store-connect", STUCK, "cannot be retrieved (gai error", r"addresses of \((?P<host>[^,)]{1,200}), (?P<port>\d{1,5})\) (?P<unknown>cannot) be"),
     _row("store-bind", STUCK, "server socket has failed to listen on any local network address", r"any local network address(?:.{0,120}?(?:port: |[\]0]:)(?P<port>\d{1,5})\b)?"),
     _row("rendezvous", STUCK, ("RendezvousTimeoutError", "RendezvousConnectionError", "connection to the C10d store has failed")),
     _row("nccl-id", STUCK, "is setting up NCCL communicator and retr", r"\[(?P<rank>\d{1,7})\] is setting up NCCL communicator and retr(?:ie|ei)ving ncclUniqueId from \[(?P<source>\d{1,7})\]"),
@@ -118,7 +121,7 @@ TEMPLATES: tuple[Template, ...] = (
     # --- NCCL ---
     _row("nccl-duplicate", ROOT, "Duplicate GPU detected", r"rank (?P<rank>\d{1,7}) and rank (?P<other>\d{1,7}) both on CUDA device (?P<device>\w{1,20})", "nccl-misuse"),
     _row("nccl-shm", ROOT, "No space left on device", r"(?P<path>/dev/shm[^\s,)]{0,120})|No space", "disk-full"),
-    _row("ib-completion", STUCK, "Got completion from peer", r"from peer (?P<peer>[^\s<]{1,80})(?:<\d{1,5}>)? with (?:status|error)[= ](?P<status>\d{1,6})"),
+    _row("ib-completion", STUCK, "Got completion from peer", r"from peer (?P<peer>[^\s<]{1,80})(?:<\d{1,5}>)? with (?:status|error)[= ](?:\w{1,40}\()?(?P<status>\d{1,6})(?:.{0,300} hca (?P<hca>[\w.:]{1,40}))?"),
     _row("ib-completion", STUCK, "Got completion with error", r"completion with error (?P<status>\d{1,6})"),
     _row("ib-completion", STUCK, "NET/OFI Request", r"NET/OFI (?P<what>Request \S{1,40} completed with error[^\r\n]{0,120})"),
     _row("ib-completion", STUCK, "Got async event", r"NET/IB : (?P<hca>[\w.:]{1,40}:\d{1,4}) Got async event ?: (?P<event>[^\r\n]{1,80})"),
@@ -140,7 +143,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("set-by-hand", INFO, ("NCCL_IB_DISABLE set by environment to 1", "NCCL_NET set by environment to Socket", "NCCL_P2P_DISABLE set by environment to 1")),
     # --- memory ---
     _row("device-oom", ROOT, "out of memory. Tried to allocate", r"Tried to allocate (?P<wanted>more than 1EB|[\d.]{1,12} [KMGTP]?i?[Bb](?:ytes)?)", "device-out-of-memory"),
-    _row("device-oom", ROOT, ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "OutOfMemoryError: CUDA", "HIP out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "NCCL WARN Cuda failure 'out of memory'", "NCCL WARN Cuda failure 2 'out of memory'"), "", "device-out-of-memory"),
+    _row("device-oom", ROOT, ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "OutOfMemoryError: CUDA", "HIP out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "PT_DEVMEM Allocation failed", "NCCL WARN Cuda failure 'out of memory'", "NCCL WARN Cuda failure 2 'out of memory'"), "", "device-out-of-memory"),
     _row("host-oom", ROOT, ("Out of memory: Killed process", "Memory cgroup out of memory"), r"Killed process (?P<pid>\d{1,9})", "rank-oom-killed"),
     _row("host-oom", ROOT, ("oom_kill event", "oom-kill event", "oom-kill:constraint", "Out Of Memory", "OOM Killed", "OOMKilled", "OUT_OF_MEMORY", "oom-killer"), r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400})|oom|OOM|Out Of Memory|OUT_OF_MEMORY", "rank-oom-killed"),
     _row("host-oom", ROOT, ("killed due to memory pressure (OOM)", "due to the node running low on memory", "was low on resource: memory"), "", "rank-oom-killed"),
@@ -183,11 +186,17 @@ TEMPLATES: tuple[Template, ...] = (
     _row("deepspeed-exit", TEARDOWN, "exits with return code", r"Process (?P<pid>\d{1,9}) exits with return code = (?P<exit>-?\d{1,6})|exits with return code = (?P<code>-?\d{1,6})"),
     _row("spawn-exit", TEARDOWN, "terminated with code", r"(?:\[rank: (?P<rank>\d{1,7})\] )?Child process with PID (?P<pid>\d{1,9}) terminated with code (?P<exit>-?\d{1,6})"),
     _row("spawn-exit", TEARDOWN, "noticed that process rank", r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<host>[\w.\-]{1,80}) exited on signal (?P<number>\d{1,3})"),
+    _row("spawn-exit", TEARDOWN, ("crashed with exit code", "exited with code"), r"[Rr]ank (?P<rank>\d{1,7}) (?:\(PID (?P<pid>\d{1,9})\) )?(?:crashed with exit|exited with) code (?P<exit>-?\d{1,6})"),
+    _row("spawn-exit", TEARDOWN, "MPI_ABORT was invoked on rank", r"on rank (?P<rank>\d{1,7})"),
+    _row("mpi-first", TEARDOWN, "noticed that process rank", r"process rank (?P<rank>\d{1,7}) with PID"),  # the signal is told in the next line
+    _row("mpi-first", TEARDOWN, "RUNNING AT", r"=   RANK (?P<rank>\d{1,7}) PID \d{1,9} RUNNING AT (?P<host>[\w.\-]{1,80})"),
+    _row("mpi-code", TEARDOWN, ("signal ", "KILLED BY SIGNAL: "), r"^(?:(?:exited )?on )?(?:signal|=   KILLED BY SIGNAL:) (?P<number>\d{1,3})(?: \(|\.?$)"),
     _row("mpi-first", TEARDOWN, "Process name: [[", r"Process name: \[\[\d{1,9},\d{1,9}\],(?P<rank>\d{1,7})\]"),
     _row("mpi-first", TEARDOWN, "scheduler is dead", r"Rank (?P<rank>\d{1,7}) scheduler is dead"),  # SGLang
-    _row("mpi-code", TEARDOWN, "Exit code:", r"^\s{0,8}Exit code:\s{1,8}(?P<exit>-?\d{1,6})$"),
+    _row("mpi-code", TEARDOWN, ("Exit code:", "EXIT CODE:"), r"^(?:\s{0,8}Exit code:|=   EXIT CODE:)\s{1,8}(?P<exit>-?\d{1,6})$"),
     _row("spawn-exit", TEARDOWN, "terminated with", r"[Pp]rocess (?P<rank>\d{1,7}) terminated with (?:exit code (?P<exit>-?\d{1,6})|signal (?P<signal>SIG\w{1,12})|the following error)"),
     _row("signalled", TEARDOWN, ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Floating point exception"), rf"^(?:\S{{1,200}}: line \d{{1,7}}: {{1,8}}\d{{1,9}} |Fatal Python error: )(?P<signal>{SIGNALLED})\b|^(?P<alone>{SIGNALLED})(?: \(core dumped\))?$"),
+    _row("aborted", TEARDOWN, "Aborted (core dumped)", r"^(?:\S{1,200}: line \d{1,7}: {1,8}\d{1,9} )?(?P<alone>Aborted) {1,30}\(core dumped\)"),
     _row("segfault", TEARDOWN, ("Segmentation fault", "Fatal Python error", "(core dumped)", "Bus error", "*** Process received signal ***", "Illegal instruction"), r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)"),
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
     _row("completed", INFO, ("worker group successfully finished", "train_runtime", "`Trainer.fit` stopped", "Training completed", "Training complete", "training complete", "Finished training", "finished training", "Training finished", "training done", "Training done", "Training is done", "exiting program at iteration", "Training finished successfully")),
@@ -206,6 +215,7 @@ ANCHORS: tuple[bytes, ...] = (
     b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it", b"worker group", b"atchdog", b"Gloo", b"exited",
     b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
     b"socketPoll", b"server socket", b"EI000", b"EE1002", b"worker died", b"is dead", b"DEVICE_LOST", b"HSA_STATUS", b"on resource: ", b"storage usage",
+    b"] started", b"started ranks", b"global rank", b"MPI_AB", b"RUNNING AT", b"EXIT CODE",
     b"RPC call", b"e-based barrier", b"died unexp", b"llegal instr",
 )  # fmt: skip
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""

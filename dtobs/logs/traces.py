@@ -18,6 +18,8 @@ _FRAME = re.compile(
     r"\s{0,12}[|+\- ]{0,6}File \"(?P<file>[^\"]{1,400})\", line (?P<line>\d{1,9})(?:, in (?P<name>\S{1,120}))?"
 )
 _EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w]{0,80}(?:\.[A-Za-z_<>]\w{0,80}>?){0,8})(?:: (?P<message>.{0,2000}))?$")
+_GROUPED = re.compile(r"\s{1,40}\| (?=\S)")
+"""What Python puts before the exceptions of a group; frames and notes of them are indented further."""
 _INSTALLED = re.compile(
     r"(?:site-packages|dist-packages|/lib/python3|<frozen|<string>|/torch/(?:distributed|nn|optim|_dynamo|utils)/"
     r"|/(?:torchrun|accelerate|deepspeed)$|/dtobs/(?:probes|session|integrations)/)"
@@ -69,6 +71,10 @@ class Trace:
             if "torch/distributed/run.py" in frame["file"] or "accelerate/commands" in frame["file"]:
                 self._launcher = True
             return True
+        if grouped := _GROUPED.match(text):
+            text = text[grouped.end() :]
+            if text.startswith(("ExceptionGroup", "BaseExceptionGroup")):
+                return True
         if (
             not text.strip()
             or text[0] in " \t"

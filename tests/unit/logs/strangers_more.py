@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.unit.logs.strangers import NO_TRACE, late, row, table, trace
 
 # --- NCCL itself ---
@@ -291,6 +293,104 @@ row(
     "healthy: an attempt failed, the next one trains",
     "E1103 1 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: 1) local_rank: 0 (pid: 88) of binary: /usr/bin/python\nI1103 1 torch/distributed/elastic/agent/server/api.py:879] [default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
     + "\n".join(f"step {n} loss 2.1" for n in range(9)),
+    None,
+)
+# --- what collectors and launchers put around a line ---
+RAISED = trace("heads.py:31", "ValueError: 12 heads for 5 ranks", 3)
+TAGGED = trace("heads.py:31", "ValueError: 12 heads for 5 ranks")
+for name, collected in {
+    "the kubelet's files": "\n".join(f"2026-11-25T03:10:01.123456789Z stderr F {line}" for line in RAISED.splitlines()),
+    "Docker's records": "\n".join(json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2026-11-25T03:10:01.1Z"}) for line in RAISED.splitlines()),
+    "records of a cloud's console": "\n".join(json.dumps({"insertId": "a1", "jsonPayload": {"message": line}}) for line in RAISED.splitlines()),
+    "one record for a whole traceback": json.dumps({"severity": "ERROR", "message": RAISED}),
+    "journald": "\n".join(f"Nov 25 03:10:01 gpu-07 torchrun[4711]: {line}" for line in RAISED.splitlines()),
+    "journald with dates of ISO": "\n".join(f"2026-11-25T03:10:01+0000 gpu-07 torchrun[4711]: {line}" for line in RAISED.splitlines()),
+    "Hydra's logger": "\n".join(f"[2026-11-25 03:10:01,123][root][ERROR] - {line}" for line in RAISED.splitlines()),
+    "MPI of SageMaker": "\n".join(f"[1,mpirank:3,algo-1]<stderr>:{line}" for line in TAGGED.splitlines()),
+    "what Composer repeats of a rank (mosaicml/composer, launcher.py)": "ERROR:composer.cli.launcher:Rank 3 crashed with exit code 1.\nGlobal rank 0 (PID 71) exited with code -15\n"
+    f"Global rank 3 (PID 74) exited with code 1\n----------Begin global rank 3 STDERR----------\n{TAGGED}\n----------End global rank 3 STDERR----------",
+    "an exception of a group": "\n".join(
+        f"[rank3]: {line}"
+        for line in (
+            '  + Exception Group Traceback (most recent call last):\n  |   File "/data/ana/fit.py", line 3, in main\n  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)\n'
+            '  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n    |   File "/data/ana/fetch.py", line 9, in fetch\n    | ValueError: shard 7 is corrupt\n    +------------------------------------'
+        ).splitlines()
+    ),
+}.items():  # fmt: skip
+    row(name, collected, ("uncaught-exception", (3,)))
+row(
+    "Composer's rank is killed",
+    "ERROR:composer.cli.launcher:Rank 1 crashed with exit code -9.\nGlobal rank 0 (PID 71) exited with code -15\nGlobal rank 1 (PID 72) exited with code -9",
+    ("rank-dead", (1,)),
+)
+row(
+    "mpiexec of Open MPI breaks its line",
+    "prterun noticed that process rank 3 with PID 12345 on node gpu-b12 exited on\nsignal 11 (Segmentation fault).",
+    ("rank-dead", (3,)),
+)
+row(
+    "mpiexec of MPICH",
+    "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   RANK 5 PID 3217 RUNNING AT gpu-3\n=   KILLED BY SIGNAL: 9 (Killed)",
+    ("rank-dead", (5,)),
+)
+row(
+    "a rank ended all of MPI",
+    "MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD\nwith errorcode 1.",
+    ("rank-dead", (3,)),
+)
+row(
+    "an abort without a word of torch",
+    "step 3 loss 1.0\nfree(): invalid pointer\nAborted (core dumped)",
+    ("rank-dead", ()),
+)
+row(
+    "Habana's word for memory",
+    trace(
+        "m.py:3",
+        "RuntimeError: [Rank:2] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::402653184 (384)MB",
+        2,
+    ),
+    ("device-out-of-memory", (2,)),
+)
+row(
+    "the name of the master is not known",
+    trace(
+        "m.py:3",
+        "torch.distributed.DistNetworkError: The IPv6 network addresses of (pytorch-master-0, 23456) cannot be retrieved (gai error: -2 - Name or service not known).",
+        2,
+    ),
+    ("rendezvous-incomplete", ()),
+)
+row(
+    "torch's report of a desync finds all in one call, not in one operation",
+    f"{late(0, 12, nin=6)}\n\t - [0] Timeout at collective: ALLREDUCE, #12\n\t - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:\n"
+    "\t   - [0, 1, 2, 3] joined but didn't finish collective #12 (count from 1)\n\t - Snapshot of ranks' latest states:\n\t   #12 started ranks:\n"
+    "\t     [0, 1, 2] started ALLREDUCE\n\t     [3] started BROADCAST",
+    ("collective-mismatch", (3,)),
+)
+row(
+    "torch 2.7 reports who lags (pytorch/pytorch#152623)",
+    f"{late(0, 241, nin=6)}\n\t - [0] Timeout at collective: ALLREDUCE, #315\n\t - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:\n"
+    "\t     [7] finished collective #182, but didn't join collective #183 (count from 1)\n\t - Snapshot of ranks' latest states:\n\t   #182 finished ranks:\n"
+    "\t     [7] finished ALLREDUCE\n\t   #315 started ranks:\n\t     [0, 1, 2] started ALLREDUCE\n\t   #317 started ranks:\n\t     [3, 4, 5, 6] started _ALLGATHER_BASE",
+    ("rank-not-joined", (7,)),
+)
+row(
+    "one rank of eight prints a loss of all, which is no number",
+    "\n".join(
+        f"[rank0]:[titan] 2026-11-25 03:10:{n:02},001 - root - INFO - step: {n:2}  loss:  {'nan' if n > 20 else 3.1}  grad_norm:  1.2"
+        for n in range(1, 40)
+    ),
+    ("loss-nonfinite", ()),
+)
+row(
+    "a killed task, after which SLURM cancels the rest",
+    "srun: error: n3: task 2: Killed\nsrun: Terminating StepId=99.0\nslurmstepd: error: *** STEP 99.0 ON n0 CANCELLED AT 2026-11-25T03:10:00 ***\nsrun: error: n4: tasks 4-7: Killed",
+    ("rank-dead", (2,)),
+)
+row(
+    "healthy: a step is cancelled, and what does not end is killed",
+    "step 3 loss 1.0\nslurmstepd: error: *** STEP 77.0 ON n3 CANCELLED AT 2026-01-01T00:00:00 ***\nsrun: error: n3: tasks 0-3: Terminated\nsrun: error: n4: tasks 4-7: Killed",
     None,
 )
 # --- nothing is wrong ---

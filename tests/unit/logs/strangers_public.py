@@ -5,6 +5,8 @@ The lines that tell a fact keep the form in which they were printed; names, path
 
 from __future__ import annotations
 
+import json
+
 from tests.unit.logs.strangers import REST, late, row, status, trace
 
 
@@ -293,3 +295,25 @@ row(
     "srun: error: slurm-job-compute-0-1: task 14: Exited with exit code 1",
     ("nccl-misuse", ()),
 )
+# --- jobs that run or ended well, and what is around them ---
+RUNS = "\n".join(f"step {n} loss {3 - n / 50:.3f}" for n in range(9))
+ON = "\n".join(f"step {n} loss 2.1" for n in range(9, 14))
+for name, text in {
+    "Megatron evaluates and saves": "\n".join(f" [2026-11-25 03:{n:02}:00] iteration {n:8d}/    9000 | consumed samples: {n * 64} | elapsed time per iteration (ms): 1204.{n % 10} | lm loss: 2.10{n % 7}E+00 | number of nan iterations: 0 |" for n in range(40)) + "\nvalidation loss at iteration 1000 | lm loss value: 2.0E+00 | lm loss PPL: 7.4E+00 |\nsaving checkpoint at iteration 1000 to /ckpt in torch_dist format\n  successfully saved checkpoint from iteration 1000 to /ckpt [ t 1/1, p 1/1 ]",
+    "DeepSpeed's processes end by themselves": "\n".join(f"[2026-11-25 03:10:{n:02},1] [INFO] [logging.py:107:log_dist] [Rank 0] step={n}, skipped=0, lr=[1e-05], mom=[(0.9, 0.999)]" for n in range(1, 30)) + "\n[2026-11-25 03:11:01,1] [INFO] [launch.py:351:main] Process 4711 exits successfully.",
+    "words of the data": f"{RUNS}\nvalidation error rate 0.12\nthe killed process pattern test: Killed in action\nsample: 'Segmentation fault' is a common error in C\nTimeout set to 600 s",
+    "a model writes a traceback": f'{RUNS}\n=== sample ===\nTraceback (most recent call last):\n  File "foo.py", line 3, in bar\nZeroDivisionError: division by zero\n=== end ===\n{ON}',
+    "the store was late": "[W1125 03:00:00.1 socket.cpp:755] [c10d] The client socket has failed to connect to [master-0]:29500 (errno: 111 - Connection refused).\nstep 1 loss 3.0\nstep 2 loss 2.9",
+    "NCCL begins": "\n".join(f"n0:{100 + r}:{200 + r} [{r}] NCCL INFO ncclCommInitRank comm 0x1{r} rank {r} nranks 8 cudaDev {r} nvmlDev {r} busId {r}000 commId 0xabc1 - Init START" for r in range(8)),
+    "NCCL's topology (NVIDIA-NeMo/Run#266)": f"n0:1:2 [0] graph/search.cc:1135 NCCL WARN Could not find a path for pattern 1, falling back to simple order\nn0:1:2 [0] graph/topo.h:230 NCCL WARN Could not find NET with id 0\n{RUNS}",
+    "stacks after a while": f'{RUNS}\nTimeout (0:05:00)!\nThread 0x00007f1d3c7fe740 (most recent call first):\n  File "/data/ana/t.py", line 3 in load\n{ON}',
+    "fairseq skips a batch": f"{RUNS}\n2026-11-25 03:00:01 | WARNING | fairseq.trainer | OOM: Ran out of memory with exception: CUDA out of memory. Tried to allocate 1.10 GiB\n{ON}",
+    "a smaller batch is tried": f"[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.10 GiB. GPU 0 has a total capacity of 79.10 GiB\nDecreasing batch size to: 32.\n{RUNS}",
+    "verl's lines": "\n".join(f"(TaskRunner pid=152455) step:{n} - global_seqlen/min:1309 - actor/pg_loss:-0.0{n} - actor/grad_norm:0.1{n} - timing_s/step:80.1" for n in range(1, 30)),
+    "calls of the debug mode": f"[rank0]:[I1125 03:00:00.1 ProcessGroupWrapper.cpp:587] [Rank 0] Running collective: CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[10], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu))\n{RUNS}",
+    "a reader connects again": f"{RUNS}\nWARNING:urllib3.connectionpool:Retrying (Retry(total=4)) after connection broken by 'ConnectionResetError(104, 'Connection reset by peer')': /data/shard-3",
+    "torchft skips a step": f"[rank0]:2026-11-25 03:10:00 ERROR [torchft.manager:300] [train_0/0 - step 12] got exception in all reduce -- skipping remaining: Timed out waiting 10000ms for recv operation to complete\n{ON}",
+    "half of a traceback": '[rank3]: Traceback (most recent call last):\n[rank3]:   File "/data/ana/proj/t.py", line 9, in main\n[rank3]:     x = y',
+    "metrics as JSON": "\n".join(json.dumps({"step": n, "loss": 2.1, "message": f"step {n} loss 2.1"}) for n in range(9)),
+}.items():  # fmt: skip
+    row(f"healthy: {name}", text, None)

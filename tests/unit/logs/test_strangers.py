@@ -8,7 +8,7 @@ import pytest
 
 from dtobs.diagnose import diagnose_logs
 from tests.unit.logs.pasted import EXCERPTS
-from tests.unit.logs.strangers import Answer
+from tests.unit.logs.strangers import Answer, late, status, trace
 
 
 @pytest.mark.parametrize(("text", "answer"), [row[1:] for row in EXCERPTS], ids=[row[0] for row in EXCERPTS])
@@ -50,3 +50,42 @@ def test_memory_of_another_process_is_told_and_the_ranks_own_is_not(tmp_path: Pa
     assert verdict.code == "device-out-of-memory"
     assert other in verdict.summary
     assert ("holds" in verdict.summary) == bool(other)
+
+
+LINK = (
+    "n2:117:333 [1] transport/net_ib.cc:2360 NCCL WARN NET/IB: Got completion from peer 10.0.0.9<53393> with status=IBV_WC_RETRY_EXC_ERR(12)"
+    " opcode=IBV_WC_RDMA_WRITE(1) reqSize=0 vendor_err=129 req_type=Send localGid ::ffff:10.1.1.1 remoteGids::ffff:10.1.1.2 hca mlx5_3"
+)
+ALL_WAIT = "\n".join(late(r, 8) + "\n" + status(r, 8, 9, 7) for r in range(4))
+OF_A_LOADER = (
+    trace("t.py:3", "ValueError: Caught ValueError in DataLoader worker process 3.", 1)
+    + "\n[rank1]: Original "
+    + trace("ds.py:71", "ValueError: cannot decode 42.jpg", 1).removeprefix("[rank1]: ")
+)
+LEFT = "\n".join(
+    [
+        *(late(r, 8) + "\n" + status(r, 8, 9, 7) for r in (0, 2, 3)),
+        "[rank1]: step 7 loss 2.0",
+        "[rank1]: Training complete",
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "step"),
+    [
+        (f"{LINK}\n{ALL_WAIT}", "and none completes it; InfiniBand connections broke to 10.0.0.9 through mlx5_3", "links"),
+        (OF_A_LOADER, "ValueError: cannot decode 42.jpg at /data/ana/ds.py:71", "exception"),
+        (LEFT, "its log tells that training is complete", ""),
+        ("step 3 loss 1.0\nsrun: error: n7: task 5: Segmentation fault", "SIGSEGV", "nobody killed it"),
+        (trace("m.py:3", "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500", 0), "port 29500", "ss -ltnp"),
+        ("\n".join(f"step {n} loss nan" for n in range(9)), "not finite", "one prints for all"),
+    ],
+)  # fmt: skip
+def test_what_a_person_reads(tmp_path: Path, text: str, told: str, step: str):
+    path = tmp_path / "pasted.log"
+    path.write_text(text + "\n")
+    verdict = diagnose_logs([str(path)]).verdict
+    assert verdict is not None
+    assert told in verdict.summary
+    assert step in verdict.next_step
