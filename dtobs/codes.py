@@ -33,6 +33,7 @@ class Trait(Flag):
     SAYS_WHY = auto()  #: it says why a rank did not join its peers
     RAISES = auto()  #: programs check for it and raise an exception about it
     MACHINE = auto()  #: a host or a link is to blame, not the program
+    PARTS = auto()  #: it makes copies of a model part: their divergence is its consequence
     TRANSIENT = auto()  #: nobody can say whether the same program fails again
     HANG = RECOVERABLE | DEADLOCK | DISAGREEMENT  #: it is over only when the run moves on
 

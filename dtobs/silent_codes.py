@@ -21,6 +21,7 @@ ROWS: tuple[Row, ...] = (
         "What came out of a collective is not what went in",
         "Look for a buffer that is written before its call was waited for; where there is none, test the link and the "
         "memory of the rank named. DTOBS_PROBES=conservation=all compares every call.",
+        Trait.PARTS,
     ),
     (
         "seed-policy",
@@ -56,7 +57,7 @@ ROWS: tuple[Row, ...] = (
         "An optimizer does not get the gradients of all ranks",
         "Call the wrapped model itself, make every parameter before wrapping it, and check the ranks of the process "
         "group given to the wrapper.",
-        Trait.NONE,
+        Trait.PARTS,
         "own-models",
     ),
     (
@@ -83,7 +84,7 @@ ROWS: tuple[Row, ...] = (
         "The optimizer made something else of a parameter than its arithmetic says",
         "Where one rank is named, test its device; where all are, look for a learning rate captured in a compiled "
         "step or a graph, and for hooks of the step.",
-        Trait.NONE,
+        Trait.PARTS,
         "own-updates",
     ),
     (
@@ -93,6 +94,7 @@ ROWS: tuple[Row, ...] = (
         "Parameters or moments changed between two steps, not by the optimizer",
         "Look for code between the steps that runs on this rank only; if there is none, test the memory of its host "
         "and device.",
+        Trait.PARTS,
     ),
     (
         "updates-lost",
@@ -108,6 +110,7 @@ ROWS: tuple[Row, ...] = (
         "Gradients are multiplied by factors that differ between ranks or are not meant",
         "Clip by the norm over all shards (clip_grad_norm_ over the wrapped model), unscale on every rank before "
         "clipping, and reduce with one operation everywhere.",
+        Trait.PARTS,
     ),
     (
         "gradient-nonfinite",
@@ -159,7 +162,7 @@ ROWS: tuple[Row, ...] = (
         Severity.WARNING,
         "A rank is configured otherwise than its peers",
         "Look for a branch on the rank, an environment variable, or a file that only some hosts have.",
-        Trait.NONE,
+        Trait.PARTS,
         "own-settings",
     ),
     (
@@ -168,7 +171,7 @@ ROWS: tuple[Row, ...] = (
         Severity.CRITICAL,
         "Ranks step with different learning rates",
         "Give every rank the same schedule and step it on every rank; after a resume, load its state on all of them.",
-        Trait.NONE,
+        Trait.PARTS,
         "own-models",
     ),
     (

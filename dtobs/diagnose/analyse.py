@@ -30,6 +30,9 @@ from dtobs.words import duration_text
 
 _NOTICED_SECONDS = 5.0
 _MAX_PAST = 5
+_SEEN_LATER_STEPS = 64
+_OF_UPDATES = ("optimizer", "learning rate")
+"""Settings that make copies part although they get equal gradients."""
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
 
@@ -254,7 +257,23 @@ def rank_causes(found: Iterable[Finding]) -> list[Finding]:
             if Trait.RAISES in finding.traits:
                 ordered.remove(finding)
                 return [finding, *ordered]
+    for finding in [f for f in ordered if f.code == "replica-divergence"]:
+        place = ordered.index(finding)
+        first = [f for f in ordered[place:] if _parted(f, finding)]
+        ordered = [*ordered[:place], *first, *(f for f in ordered[place:] if f not in first)]
     return ordered
+
+
+def _parted(finding: Finding, divergence: Finding) -> bool:
+    """Whether copies of a model that differ do so because of `finding`; a law that looks at a part may see it later."""
+    of_updates = finding.code != "config-mismatch" or (finding.group or "").startswith(_OF_UPDATES)
+    return (
+        Trait.PARTS in finding.traits
+        and of_updates
+        and finding.confidence is not Confidence.POSSIBLE
+        and bool(set(finding.ranks) & set(divergence.ranks))
+        and (finding.step or 0) <= (divergence.step or 0) + _SEEN_LATER_STEPS
+    )
 
 
 def _order(finding: Finding) -> tuple[int, int, float, bool, float, str, tuple[int, ...]]:

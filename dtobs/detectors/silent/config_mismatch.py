@@ -41,8 +41,20 @@ def config_mismatch(view: RunView) -> list[Finding]:
                 odd, majority = outliers(values)
                 by_ranks.setdefault((tuple(odd), majority), []).append(name)
         for (ranks, majority), names in by_ranks.items():
-            found.append(_finding(ranks, majority, names, states))
+            found.append(_finding(ranks, majority, names, states, _since(view, names, list(states), as_of or 0)))
     return found
+
+
+def _since(view: RunView, names: list[str], ranks: list[int], as_of: int) -> int:
+    """The step since which `ranks` differ in one of `names`, as they do in step `as_of`; 0 for before the first."""
+    moments = sorted({at for rank in ranks for at, _ in view.meta(rank).settings if at <= as_of}, reverse=True)
+    since = as_of
+    for at in moments:
+        states = [settings_of(view, rank, at) for rank in ranks]
+        if all(len({state.get(name) for state in states}) == 1 for name in names):
+            break
+        since = at
+    return since
 
 
 def settings_of(view: RunView, rank: int, step: int) -> dict[str, str]:
@@ -71,7 +83,7 @@ def _comparable(states: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def _finding(
-    ranks: tuple[int, ...], majority: bool, names: list[str], states: Mapping[int, Mapping[str, str]]
+    ranks: tuple[int, ...], majority: bool, names: list[str], states: Mapping[int, Mapping[str, str]], since: int
 ) -> Finding:
     strong = [name for name in names if name not in _WEAK]
     name = (strong or names)[0]
@@ -86,9 +98,10 @@ def _finding(
         said += f"; they also differ in {', '.join(rest[:4])}" + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
     return Finding(
         "config-mismatch",
-        said,
+        said + (f", since step {since}" if since else ""),
         ranks,
         Confidence.CERTAIN if strong else Confidence.POSSIBLE,
+        step=since,
         group=name,
         fault=bool(strong),
         evidence=tuple(

@@ -2,11 +2,12 @@
 
 What it does: compares the digests of every parameter between ranks that hold copies of it (DDP ranks, the replicate
 dimension of a mesh), bit for bit, and reports the first step and the first parameter in model order that differ. With
-three or more copies the majority says which rank is odd. Copies that met again once are averaged now and then on
-purpose: they may go their own ways twice as long as ever before (or as ``session.policy(average_every=)`` says). Copies
-between which no gradient travels while they differ may be in the first such period (local SGD, DiLoCo): nothing is
-wrong with that, and `detectors.comparisons` says it as a fact, after `FIRST_PERIOD` steps. One tensor of one copy that
-differed in a single look, and never before or after, is no averaging: something overwrote what was then sent anew.
+three or more copies the majority says which rank is odd; of two, the one that left out an optimizer step. Copies that
+met again once are averaged now and then on purpose: they may go their own ways twice as long as ever before (or as
+``session.policy(average_every=)`` says). Copies between which no gradient travels while they differ may be in the
+first such period (local SGD, DiLoCo): nothing is wrong with that, and `detectors.comparisons` says it as a fact, after
+`FIRST_PERIOD` steps. One tensor of one copy that differed in a single look, and never before or after, is no
+averaging: something overwrote what was then sent anew.
 
 Why it hurts: from then on the ranks average gradients of different models. Nothing raises, the loss still falls.
 """
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from dtobs.detectors.peers import outliers
 from dtobs.detectors.silent.replicas import ReplicaSet, from_the_beginning, replica_sets
+from dtobs.detectors.silent.steps_left_out import steps_left_out
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
@@ -28,6 +30,7 @@ FIRST_PERIOD = 16
 """Steps that copies may be apart, with no gradient between them, before it is said."""
 LEAST_EQUAL = 8
 """Looks in which all copies were equal, before one in which they were not is odd."""
+_LEFT_OUT = "Look for what skips optimizer.step() on this rank only: a condition on its own loss, gradients or data."
 
 
 def replica_divergence(view: RunView) -> list[Finding]:
@@ -136,6 +139,11 @@ def _gradients_travel(view: RunView, copies: ReplicaSet, steps: npt.NDArray[np.i
     return True
 
 
+def _between(copies: ReplicaSet, when: int, step: int) -> bool:
+    """Whether `step` lies between the last look at equal copies and look `when`, the first at unequal ones."""
+    return (int(copies.steps[when - 1]) if when else -1) < step <= int(copies.steps[when])
+
+
 def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Finding:
     differs = copies.differs
     when = int(differs.any(axis=1).argmax())
@@ -153,7 +161,14 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         since = f"after step {step}, the oldest step that is kept"
     if confidence is Confidence.LIKELY:
         since += f" and again after step {int(copies.steps[when + 1])}"
-    if majority:
+    left_out = {r: at for r, at in steps_left_out(view, copies.ranks).items() if _between(copies, when, at)}
+    if left_out:
+        odd, at = sorted(left_out), min(left_out.values())
+        summary = (
+            f"{ranks_text(odd)} left out an optimizer step in step {at}: since then the copies of the model differ"
+            f" ({name}{more}, first seen {since})"
+        )
+    elif majority:
         others = sorted(set(copies.ranks) - set(odd))
         summary = f"{ranks_do(odd, 'differ')} from {ranks_text(others)} in {name}{more}, first seen {since}"
     else:
@@ -175,5 +190,6 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
                 "last_equal_step": int(copies.steps[when - 1]) if when else None,
             },
         ),
+        next_step=_LEFT_OUT if left_out else "",
         since_ns=int(copies.times_ns[:, when].max()),
     )

@@ -47,6 +47,13 @@ def test_two_that_differ_accuse_nobody_alone(tmp_path: Path) -> None:
     assert finding.summary == "ranks 0 and 1 differ in optimizer: rank 0 AdamW, rank 1 SGD"
 
 
+def test_the_step_since_which_settings_differ_is_told(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {2: {"optimizer.weight_decay": "0.0"}}, at=5)
+    (finding,) = config_mismatch(run.view())
+    assert finding.step == 5
+    assert finding.summary == "rank 2 has optimizer.weight_decay 0.0, the others 0.1, since step 5"
+
+
 def test_another_source_file_is_only_possible(tmp_path: Path) -> None:
     (finding,) = config_mismatch(run_of(tmp_path, {3: {"program": "def"}}).view())
     assert finding.confidence is Confidence.POSSIBLE
@@ -70,10 +77,10 @@ def test_ranks_of_unknown_place_are_not_compared(tmp_path: Path) -> None:
     assert config_mismatch(run.steps(8).view()) == []
 
 
-@pytest.mark.parametrize("since", [0, 5])
-def test_a_rate_that_parts_is_named_with_its_step(tmp_path: Path, since: int) -> None:
+@pytest.mark.parametrize(("since", "steps"), [(0, 10), (5, 10), (5, 200)])
+def test_a_rate_that_parts_is_named_with_its_step(tmp_path: Path, since: int, steps: int) -> None:
     run = FakeRun(tmp_path, 4)
-    for step in range(10):
+    for step in range(steps):
         for rank in run.ranks:
             rank.step(learning_rate=2e-3 if rank.number == 3 and step >= since else 1e-3)
     (finding,) = learning_rate_mismatch(run.view())

@@ -58,6 +58,32 @@ def test_of_two_copies_none_is_accused_alone(tmp_path: Path):
     assert "which of them is wrong cannot be told" in found.summary
 
 
+@pytest.mark.parametrize(("counts", "left_out"), [({8: 2}, True), ({8: 3}, True), ({}, False), ({8: 2, 9: 2}, False)])
+def test_the_copy_that_left_out_an_optimizer_step_is_named(tmp_path: Path, counts: dict[int, int], left_out: bool):
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*PARAMETERS).digests(1, 2, 3, step=-1)
+        for step in range(12):
+            apart = 50 * number * (step >= 8)
+            rate = 1e-3 / (1 + step + (number and step >= 8))  # its schedule goes on
+            rank.step(
+                params_digest=10 + step + apart, micro_batches=counts.get(step, 1) if number else 1, learning_rate=rate
+            ).digests(10 + step, 20 + step + apart, 30 + step + apart)
+    found = findings(run)
+    if left_out:
+        (one,) = found
+        assert (one.code, one.ranks, one.step) == ("replica-divergence", (1,), 8)
+        assert one.summary == (
+            "rank 1 left out an optimizer step in step 8: since then the copies of the model differ"
+            " (block.weight and 1 more, first seen after step 8; they were equal after step 7)"
+        )
+    else:
+        assert {(f.code, f.ranks) for f in found} == {
+            ("replica-divergence", (0, 1)),
+            ("learning-rate-mismatch", (0, 1)),
+        }
+
+
 def test_copies_that_meet_again_are_periodic_averaging(tmp_path: Path):
     assert findings(diverging(tmp_path, 3, odd=1, again=True)) == []
 

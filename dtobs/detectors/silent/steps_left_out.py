@@ -1,0 +1,36 @@
+"""Ranks that left out an optimizer step which their peers took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dtobs.recording.view import RunView
+
+LEAST_STEPS = 8
+"""Steps with as many micro-batches on every rank, before one that has more on some."""
+
+
+def steps_left_out(view: RunView, ranks: Sequence[int]) -> dict[int, int]:
+    """By rank the first step in which it left out an optimizer step, {} where none did.
+
+    Steps are told apart by the optimizer, so that the step in which a rank called it holds the micro-batches of the one
+    before as well: twice as many as ever before and after, on it and on its peers. From then on its steps are numbered
+    one less than theirs.
+    """
+    histories = [view.rank_steps(rank) for rank in ranks]
+    common = sorted(set.intersection(*(set(history["step"].tolist()) for history in histories)))
+    if len(common) <= LEAST_STEPS:
+        return {}
+    counts = np.array([history["micro_batches"][np.isin(history["step"], common)] for history in histories])
+    unequal = (counts != counts[0]).any(axis=0)
+    first = int(unequal.argmax())
+    usual = int(counts[0, 0])
+    if not unequal.any() or first < LEAST_STEPS or usual < 1 or (counts[:, :first] != usual).any():
+        return {}
+    there, after = counts[:, first], counts[:, first + 1 : first + 2]
+    odd = (there > usual) & (there % usual == 0)
+    if not odd.any() or (there[~odd] != usual).any() or (after != usual).any():
+        return {}
+    return {rank: common[first] for rank, left in zip(ranks, odd.tolist(), strict=True) if left}
