@@ -9,14 +9,14 @@ import numpy as np
 from dtobs.recording.view import RunView
 
 LEAST_STEPS = 8
-"""Steps with as many micro-batches on every rank, before one that has more on some."""
+"""Steps in a row with as many micro-batches on every rank, before one that has more on some."""
 
 
 def steps_left_out(view: RunView, ranks: Sequence[int]) -> dict[int, int]:
     """By rank the first step in which it left out an optimizer step, {} where none did.
 
     Steps are told apart by the optimizer, so that the step in which a rank called it holds the micro-batches of the one
-    before as well: twice as many as ever before and after, on it and on its peers. From then on its steps are numbered
+    before as well: twice as many as in those before and after, and as on its peers. From then on its steps are numbered
     one less than theirs.
     """
     histories = [view.rank_steps(rank) for rank in ranks]
@@ -26,8 +26,10 @@ def steps_left_out(view: RunView, ranks: Sequence[int]) -> dict[int, int]:
     counts = np.array([history["micro_batches"][np.isin(history["step"], common)] for history in histories])
     unequal = (counts != counts[0]).any(axis=0)
     first = int(unequal.argmax())
-    usual = int(counts[0, 0])
-    if not unequal.any() or first < LEAST_STEPS or usual < 1 or (counts[:, :first] != usual).any():
+    if not unequal.any() or first < LEAST_STEPS:
+        return {}
+    usual = int(counts[0, first - 1])
+    if usual < 1 or (counts[:, first - LEAST_STEPS : first] != usual).any():
         return {}
     there, after = counts[:, first], counts[:, first + 1 : first + 2]
     odd = (there > usual) & (there % usual == 0)

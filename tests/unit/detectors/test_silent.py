@@ -58,24 +58,30 @@ def test_of_two_copies_none_is_accused_alone(tmp_path: Path):
     assert "which of them is wrong cannot be told" in found.summary
 
 
-@pytest.mark.parametrize(("counts", "left_out"), [({8: 2}, True), ({8: 3}, True), ({}, False), ({8: 2, 9: 2}, False)])
+@pytest.mark.parametrize(("counts", "left_out"), [({9: 2}, True), ({9: 3}, True), ({}, False), ({9: 2, 10: 2}, False)])
 def test_the_copy_that_left_out_an_optimizer_step_is_named(tmp_path: Path, counts: dict[int, int], left_out: bool):
     run = FakeRun(tmp_path, 2)
     for number, rank in enumerate(run.ranks):
         rank.parameters(*PARAMETERS).digests(1, 2, 3, step=-1)
         for step in range(12):
-            apart = 50 * number * (step >= 8)
-            rate = 1e-3 / (1 + step + (number and step >= 8))  # its schedule goes on
+            apart = 50 * number * (step >= 9)
+            rate = 1e-3 / (1 + step + (number and step >= 9))  # its schedule goes on
             rank.step(
-                params_digest=10 + step + apart, micro_batches=counts.get(step, 1) if number else 1, learning_rate=rate
+                params_digest=10 + step + apart,
+                micro_batches=0
+                if not step
+                else counts.get(step, 1)
+                if number
+                else 1,  # the first step was not seen whole
+                learning_rate=rate,
             ).digests(10 + step, 20 + step + apart, 30 + step + apart)
     found = findings(run)
     if left_out:
         (one,) = found
-        assert (one.code, one.ranks, one.step) == ("replica-divergence", (1,), 8)
+        assert (one.code, one.ranks, one.step) == ("replica-divergence", (1,), 9)
         assert one.summary == (
-            "rank 1 left out an optimizer step in step 8: since then the copies of the model differ"
-            " (block.weight and 1 more, first seen after step 8; they were equal after step 7)"
+            "rank 1 left out an optimizer step in step 9: since then the copies of the model differ"
+            " (block.weight and 1 more, first seen after step 9; they were equal after step 8)"
         )
     else:
         assert {(f.code, f.ranks) for f in found} == {
@@ -288,7 +294,7 @@ def test_ranks_that_read_the_same(tmp_path: Path):
 
 def test_what_stages_are_handed_by_others_that_compute_nan_is_no_equal_data(tmp_path: Path):
     def handed(rank: int, step: int) -> dict[str, float]:
-        bad = {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0} if step >= 8 else {}
+        bad = {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0} if step >= 9 else {}
         return bad | {"input_digest": step + (50 if rank in (1, 3) and step > 8 else 100 * rank)}
 
     assert [found.code for found in findings(noisy_run(tmp_path, 4, change=handed))] == ["gradient-nonfinite"]
