@@ -31,7 +31,7 @@ _ADVICE = {
 def exposed_communication(view: RunView) -> list[Finding]:
     """At most one finding, of the whole run."""
     times = step_times(view, list(range(len(view.ranks))), last=MOST_STEPS)
-    if times is None or len(view.ranks) < 2 or not times.settled or times.overloaded:
+    if times is None or len(view.ranks) < 2 or not times.settled or times.crowded:
         return []
     along = _transfers(times)
     total = sum(along.values(), np.zeros(len(times.steps)))

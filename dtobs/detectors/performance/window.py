@@ -20,6 +20,10 @@ LEAST_STEPS, SETTLED_SECONDS = 12, 15.0
 OVERLOADED = 0.2
 """Beyond this share of the time in which ranks want a core and have none, chance decides how long anything takes."""
 
+CROWDED = 1 / 3
+"""Beyond this share of the time in which ranks use a core or want one, they have none: where they mostly wait for other
+things, that is little time, but each message pays it."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -58,6 +62,14 @@ class Times:
         """
         share = self.records["run_delay_ns"].sum(axis=1) / 1e9 / np.maximum(self.busy.sum(axis=1), 1e-9)
         return bool(np.median(share) > OVERLOADED)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks lack a core when they want one, however seldom that is: then a message waits for its sender's
+        and its receiver's turn, and how long it takes says nothing of communication. Implied by `overloaded`.
+        """
+        delay, used = (self.records[name].sum(axis=1).astype(np.float64) for name in ("run_delay_ns", "cpu_ns"))
+        return self.overloaded or bool(np.median(delay / np.maximum(delay + used, 1.0)) > CROWDED)
 
     def seconds(self, name: str) -> Floats:
         """A field of the records that counts nanoseconds, as float64[ranks, steps] seconds."""

@@ -46,6 +46,8 @@ class TestExposedCommunication:
             lambda rank, step: {"exposed": 0.5, "run_delay_ns": 0.3e9},  # fewer cores than ranks
             # A third of the time that ranks want a core, though but a sixth of the step: who waits wants none.
             lambda rank, step: {"forward": 0.3, "backward": 0.3, "exposed": 0.8, "run_delay_ns": 0.2e9},
+            # They mostly sleep, and have no core for two fifths of the time in which they want one.
+            lambda rank, step: {"exposed": 0.8, "run_delay_ns": 0.04e9, "cpu_ns": 0.06e9},
         ],
     )
     def test_stays_quiet(self, tmp_path: Path, change: Change):
