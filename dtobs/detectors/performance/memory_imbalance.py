@@ -3,6 +3,7 @@
 What it does: compares the peak of each rank's device, the median over recent steps, with the median of its
 data-parallel peers: `RATIO` and `LEAST_BYTES` more, and at least `OF_DEVICE` of what the device has. Where ranks train
 on the host, the same is asked of the resident memory that is theirs alone, without mapped files and shared memory.
+A rank that leaks has more because of that, and is left to `memory-leak`.
 Pipeline stages are not compared: the first one holds more activations in most schedules.
 
 Why it hurts: the fullest device decides how large a micro-batch can be, and runs out of memory first.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from dtobs.detectors.peers import data_groups, rows_of
+from dtobs.detectors.performance.memory_leak import leaking
 from dtobs.detectors.performance.window import LEAST_STEPS, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -40,7 +42,9 @@ def memory_imbalance(view: RunView) -> list[Finding]:
                 more = float(typical[member]) - others
                 if typical[member] >= RATIO * others and more >= max(LEAST_BYTES, OF_DEVICE * device):
                     heavy[name][rank], step = (more, others), int(times.steps[0])
-    return [_finding(name, ranks, step) for name, ranks in heavy.items() if ranks]
+    leaks = leaking(view) if any(heavy.values()) else set()
+    kept = {name: {r: more for r, more in ranks.items() if r not in leaks} for name, ranks in heavy.items()}
+    return [_finding(name, ranks, step) for name, ranks in kept.items() if ranks]
 
 
 def _finding(field: str, heavy: dict[int, tuple[float, float]], step: int) -> Finding:

@@ -40,6 +40,18 @@ class _Growth:
 
 def memory_leak(view: RunView) -> list[Finding]:
     """At most one finding for devices and one for hosts, each with all leaking ranks."""
+    device, host = _leaking(view)
+    found = ((device, "device", Confidence.LIKELY), (host, "host", Confidence.POSSIBLE))
+    return [_finding(leaking, where, confidence) for leaking, where, confidence in found if leaking]
+
+
+def leaking(view: RunView) -> set[int]:
+    """The ranks whose memory grows without an end: what such a rank has more than its peers is the leak's."""
+    return {rank for found in _leaking(view) for rank in found}
+
+
+def _leaking(view: RunView) -> tuple[dict[int, _Growth], dict[int, _Growth]]:
+    """Of devices and of hosts."""
     steps = {rank: view.rank_steps(rank)[WARM_UP:] for rank in view.ranks}
     grown = {rank: _growth(records, "device_bytes", LEAST_BYTES) for rank, records in steps.items()}
     device = {rank: growth for rank, growth in grown.items() if growth is not None and growth.leaks}
@@ -52,8 +64,7 @@ def memory_leak(view: RunView) -> list[Finding]:
             peers = [other.rate for r, other in of_group.items() if r != rank and other is not None]
             if len(peers) == len(group) - 1 > 0 and growth.rate >= ALONE * statistics.median(peers):
                 host[rank] = growth
-    found = ((device, "device", Confidence.LIKELY), (host, "host", Confidence.POSSIBLE))
-    return [_finding(leaking, where, confidence) for leaking, where, confidence in found if leaking]
+    return device, host
 
 
 def _growth(steps: npt.NDArray[np.void], field: str, least: int) -> _Growth | None:

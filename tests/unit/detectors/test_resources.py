@@ -79,7 +79,8 @@ def held_by_host(level):
 
 
 def test_a_leak_on_the_host_is_found_at_the_rank_that_its_peers_are_unlike(tmp_path: Path):
-    (found,) = findings(noisy_run(tmp_path, 3, 240, held_by_host(lambda r, s: GIB * (1 + s / 128 * (r == 1)))))
+    run = noisy_run(tmp_path, 3, 240, held_by_host(lambda r, s: GIB * (1 + s / 64 * (r == 1))))
+    (found,) = run_detectors(run.view(), ("performance",))  # and that it has more than they is no cause of its own
     assert (found.code, found.ranks, found.confidence) == ("memory-leak", (1,), Confidence.POSSIBLE)
     assert "rank 1 holds" in found.summary and "of host memory after every step" in found.summary
 
