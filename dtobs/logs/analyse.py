@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -157,7 +158,19 @@ def _over(signs: list[Sign], evidence: LogEvidence, ended: list[LoggedEnding]) -
             trouble[sign.file] = sign.order
     for ending in ended:
         trouble[-1] = max(ending.order, trouble.get(-1, -1))
-    return {file: _got_over(file, finished, restarted, trouble, evidence) for file in {s.file for s in signs}}
+    last = _last_attempts(evidence)
+    return {
+        file: _got_over(file, finished, restarted, trouble, evidence) if last[file] else sys.maxsize
+        for file in evidence.attempt_of
+    }
+
+
+def _last_attempts(evidence: LogEvidence) -> dict[int, bool]:
+    """By file, whether it is of its node's last attempt, as torchrun's folders ``attempt_N`` say."""
+    newest: dict[str, int] = {}
+    for node, attempt in evidence.attempt_of.values():
+        newest[node] = max(attempt, newest.get(node, 0))
+    return {file: attempt == newest[node] for file, (node, attempt) in evidence.attempt_of.items()}
 
 
 def _got_over(
@@ -269,7 +282,8 @@ def _attempts(signs: list[Sign], evidence: LogEvidence) -> list[str]:
     """How often the launcher began anew, and whether that helped."""
     restarts = [sign for sign in signs if sign.kind == "restart"]
     if not restarts:
-        return []
+        older = max((attempt for _, attempt in evidence.attempt_of.values()), default=0)
+        return [f"the last of {older + 1} attempts is judged, as the folders' names count them"] if older else []
     steps = [str(step) for step in evidence.attempts if step is not None]
     told = f"the launcher restarted the job {count(len(restarts), 'time')}"
     if len(steps) < 2:

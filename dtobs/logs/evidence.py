@@ -112,6 +112,7 @@ class LogEvidence:
             tuple[str, int], Counter[tuple[int, int]]
         ] = {}  #: (host, pid) → (size, rank) of its communicators
         self.attempts: list[int | None] = [None]  #: the last step of each attempt, as far as restarts are told
+        self.attempt_of: dict[int, tuple[str, int]] = {}  #: file → (its node's folder, the attempt it is of)
         self.left_out = 0
         self._skipped: dict[bytes, tuple[int, int, bytes]] = {}  #: of lines that look alike the latest not read
         self._boring: Counter[bytes] = Counter()  #: progress lines without their digits
@@ -144,6 +145,7 @@ class LogEvidence:
         self._dull.clear()
         self._table = self._section = None
         self._file, self._name, self._place = file, name, place
+        self.attempt_of[file] = place.node, place.attempt
 
     def end(self) -> None:
         """The file is over: of lines that were left because they look alike, the last ones count."""
@@ -156,9 +158,10 @@ class LogEvidence:
         self._order = now
 
     def add_line(self, number: int, raw: bytes) -> None:
-        """Read one line, or those that a collector wrapped in one."""
-        for line in prefix.unwrapped(raw) if raw.startswith(b'{"') else (raw,):
-            self._add(number, line)
+        """Read one line, or those that a collector or a lost line end made one."""
+        for whole in prefix.unwrapped(raw) if raw.startswith(b'{"') else (raw,):
+            for line in prefix.apart(whole):
+                self._add(number, line)
 
     def _add(self, number: int, raw: bytes) -> None:
         self._order += 1

@@ -110,8 +110,9 @@ def hangs(groups: Iterable[GroupFrontier], heard: Heard) -> list[Finding]:
     collective = [stall for number, stall in enumerate(stalls) if number not in messages]
     whole = [stall for stall in collective if not stall.missing] or collective
     idle = tuple(sorted(heard.ranks - stuck))
-    if idle and whole and not any(stall.group.is_default for stall in whole) and 3 * len(idle) <= len(stuck):
-        return [_idle(whole[0], idle, stuck)]
+    partly = not any(stall.group.is_default for stall in whole)  # messages are of two ranks in any group
+    if idle and partly and 3 * len(idle) <= len(stuck):
+        return [_idle((whole or stalls)[0], idle, stuck)]
     return [_all_in(max(whole or stalls, key=lambda s: len(s.waiting)), heard)]
 
 

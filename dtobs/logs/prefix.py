@@ -51,6 +51,9 @@ _SYSLOG = re.compile(
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]? (?=\S)")
 _NUMBER = re.compile(r"\[\d{3,9}\] (?=\[)")
 _C10 = re.compile(r"\[[EWIF](?:\d{3,4} [\d:.]{8,20})? ?([A-Za-z_0-9]+\.(?:cpp|hpp|cc|h)):\d+\] ?")
+_GLUED = re.compile(
+    rb"(?<=[.\w])(?=\[(?:rank|default)\d{1,7}\]:|\[E(?:\d{3,4} [\d:.]{8,20})? ?\w{1,60}\.cpp:\d{1,6}\])"
+)
 _PY_WORD = re.compile(r"\.(?:py|cpp|cc|sh|hpp)$")
 
 
@@ -92,6 +95,13 @@ def unwrapped(raw: bytes) -> list[bytes]:
     if not isinstance(value, str):
         return [raw]
     return value.encode("utf-8", "replace").splitlines() or [b""]
+
+
+def apart(raw: bytes) -> list[bytes]:
+    """The lines of which one was made where ranks print at once and an end of line comes late."""
+    if raw.find(b"[rank", 24) < 0 and raw.count(b".cpp:") < 2:
+        return [raw]
+    return _GLUED.split(raw)
 
 
 def split(text: str) -> tuple[Origin, str]:

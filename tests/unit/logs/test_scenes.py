@@ -8,6 +8,7 @@ import pytest
 
 from dtobs.diagnose import diagnose_logs
 from dtobs.diagnose.target import diagnose_target
+from tests.unit.logs.strangers import trace
 
 WORK = "[rank{r}]:[E1206 18:44:12.7 ProcessGroupNCCL.cpp:607] [Rank {g}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={s}, OpType={op}, NumelIn={n}, NumelOut={n}, Timeout(ms)=600000) ran for 600061 milliseconds before timing out.\n"
 STATUS = "[rank{r}]:[E1206 18:44:12.8 ProcessGroupNCCL.cpp:2168] [PG ID {i} PG GUID {p} Rank {g}]  failure detected by watchdog at work sequence id: {s} PG status: last enqueued work: {e}, last completed work: {c}\n"
@@ -306,6 +307,37 @@ SCENES = {
             )
         },
         ("loss-nonfinite", ()),
+    ),
+    "two ranks' lines without an end between them, and rank 3 prints steps only": (
+        {
+            "a.log": "".join(f"[rank{r}]: step 4 loss 2.0\n" for r in range(4))
+            + w(0, 0, 5).replace("\n", "")
+            + w(1, 1, 5)
+            + w(2, 2, 5)
+        },
+        ("rank-not-joined", (3,)),
+    ),
+    "an attempt failed in its folder, and the next one trains": (
+        {
+            **{f"run/attempt_0/{r}/stderr.log": trace("m.py:3", "ValueError: x") + "\n" for r in range(2)},
+            **{f"run/attempt_1/{r}/stdout.log": "step 1 loss 2.0\nstep 2 loss 2.0\n" for r in range(2)},
+        },
+        None,
+    ),
+    "two attempts in folders that failed otherwise": (
+        {
+            "run/attempt_0/0/stderr.log": trace("m.py:3", "ValueError: x") + "\n",
+            "run/attempt_1/0/stderr.log": "step 3 loss 2.0\n",
+            "run/attempt_1/1/stderr.log": trace("m.py:9", "KeyError: 'y'") + "\n",
+        },
+        ("uncaught-exception", (1,)),
+    ),
+    "three stages receive, and the fourth is silent": (
+        {
+            "a.log": "".join(f"[rank{r}]: step 4 loss 2.0\n" for r in range(4))
+            + "".join(w(r, r, 7, "4(PIPELINE_MODEL_PARALLEL_GROUP)", i=4, op="RECV") for r in range(3))
+        },
+        ("rank-not-joined", (3,)),
     ),
 }
 
