@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import dtobs
+from dtobs.drills import loop
 from dtobs.drills.faults import Layout
-from dtobs.drills.layouts import WIDTH, average_gradients, spread
+from dtobs.drills.layouts import WIDTH, Criterion, Spread, spread
 from dtobs.drills.silent import Samples, flip_bit
 
 RATE = 1e-3
@@ -66,8 +67,7 @@ class _Training:
 
     wrapper: str
     plain: nn.Sequential
-    model: nn.Module
-    mesh: Any
+    placed: Spread
     optimizer: torch.optim.Optimizer
     batches: list[tuple[torch.Tensor, torch.Tensor]]
     initial: list[torch.Tensor] = field(default_factory=list)
@@ -128,8 +128,7 @@ def _begin(job: FlippedJob) -> _Training:
     return _Training(
         job.wrapper,
         plain,
-        placed.model,
-        placed.mesh,
+        placed,
         torch.optim.AdamW(trained, RATE),
         [next(samples) for _ in range(job.steps)],
         [_local(p).detach().clone() for p in placed.model.parameters()],
@@ -137,7 +136,7 @@ def _begin(job: FlippedJob) -> _Training:
 
 
 def _trial(job: FlippedJob, training: _Training, link: _Link, folder: Path, flip: Flip | None) -> Ended:
-    optimizer, model = training.optimizer, training.model
+    optimizer, model = training.optimizer, training.placed.model
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), training.initial, strict=True):
             _local(parameter).copy_(value)
@@ -147,43 +146,57 @@ def _trial(job: FlippedJob, training: _Training, link: _Link, folder: Path, flip
     optimizer.state.clear()
     losses: list[float] = []
     struck = link.struck = ""
+    now: Flip | None = None  # in the step in which it is struck
     by_hand = training.wrapper in ("by-hand", "zero1")
-    group = dist.group.WORLD if by_hand else "auto"
-    with dtobs.attach(model, optimizer, run_dir=folder, mesh=training.mesh, replicas=group, monitor=False) as session:
-        for step, (inputs, wanted) in enumerate(training.batches):
-            now = flip if flip is not None and flip.step == step else None
-            target = now.target if now is not None else ""
-            link.waited = 0
-            link.flip = None
-            if now is not None and target == "message":
-                link.flip = (int(now.place * training.calls), _within(now), now.bit)
-            with contextlib.ExitStack() as until_reduced:
-                if now is not None and target == "activation":
-                    struck = _flip_activation(training.plain, now, until_reduced)
-                if now is not None and target == "local gradient" and not by_hand:
-                    struck = _flip_computed(training.plain, now, until_reduced)
-                loss = (model(inputs) - wanted).square().mean()
-                loss.backward()
-            if now is not None and target == "local gradient" and by_hand:
-                struck = _flip_one(_gradients(model.named_parameters()), now)
-            if by_hand:
-                average_gradients(model)
-            if now is not None and target == "reduced gradient":
-                mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
-                struck = _flip_one(_gradients((n, p) for n, p in model.named_parameters() if id(p) in mine), now)
-            optimizer.step()
+
+    def batch(step: int, _micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal now
+        now = flip if flip is not None and flip.step == step else None
+        link.waited = 0
+        message = now is not None and now.target == "message"
+        link.flip = (int(flip.place * training.calls), _within(flip), flip.bit) if flip and message else None
+        return training.batches[step]
+
+    def learn(inputs: torch.Tensor, wanted: torch.Tensor, criterion: Criterion) -> None:
+        nonlocal struck
+        with contextlib.ExitStack() as until_reduced:
+            if now is not None and now.target == "activation":
+                struck = _flip_activation(training.plain, now, until_reduced)
+            if now is not None and now.target == "local gradient" and not by_hand:
+                struck = _flip_computed(training.plain, now, until_reduced)
+            training.placed.learn(inputs, wanted, criterion)
+        if now is not None and now.target == "local gradient" and by_hand:
+            struck = _flip_one(_gradients(model.named_parameters()), now)
+
+    def criterion(predicted: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        loss = (predicted - wanted).square().mean()
+        losses.append(loss.item())
+        return loss
+
+    def reduced(_step: int) -> None:
+        nonlocal struck
+        if now is not None and now.target == "reduced gradient":
+            mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
+            struck = _flip_one(_gradients((n, p) for n, p in model.named_parameters() if id(p) in mine), now)
+
+    def stepped(_step: int) -> None:
+        nonlocal struck
+        for number, parameter in enumerate(model.parameters()):
             if training.wrapper == "zero1":
-                for number, parameter in enumerate(model.parameters()):
-                    dist.broadcast(parameter.detach(), src=number % dist.get_world_size())
-            for parameter in model.parameters():
-                parameter.grad = None
-            losses.append(loss.item())
-            session.report(loss=losses[-1])
-            training.calls = link.waited
-            if now is not None and target == "parameter":
-                struck = _flip_one([(n, _local(p)) for n, p in model.named_parameters()], now)
-            if now is not None and target == "optimizer state":
-                struck = _flip_one(_moments(model, optimizer), now)
+                dist.broadcast(parameter.detach(), src=number % dist.get_world_size())
+            parameter.grad = None  # with ZeRO-1 some of them are another rank's to step
+        session.report(loss=losses[-1])
+        training.calls = link.waited
+        if now is not None and now.target == "parameter":
+            struck = _flip_one([(n, _local(p)) for n, p in model.named_parameters()], now)
+        if now is not None and now.target == "optimizer state":
+            struck = _flip_one(_moments(model, optimizer), now)
+
+    group = dist.group.WORLD if by_hand else "auto"
+    mesh = training.placed.mesh
+    with dtobs.attach(model, optimizer, run_dir=folder, mesh=mesh, replicas=group, monitor=False) as session:
+        placed = replace(training.placed, learn=learn)
+        loop.train(placed, optimizer, job.steps, batch, criterion, reduced=reduced, stepped=stepped)
     weights = torch.cat([_local(p).detach().flatten() for p in model.parameters()]).numpy().copy()
     return Ended(losses, weights, struck or link.struck)
 

@@ -18,10 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import dtobs
-from dtobs.drills import injectors
+from dtobs.drills import injectors, loop
 from dtobs.drills.faults import FAULTS, Fault, Layout
-from dtobs.drills.injectors import StopTraining
-from dtobs.drills.layouts import HIDDEN, WIDTH, Branched, loss, spread
+from dtobs.drills.layouts import HIDDEN, WIDTH, Branched, spread
 from dtobs.session.identity import Identity
 
 Strike = Callable[[], None]
@@ -81,7 +80,6 @@ def train(job: Job) -> int:
     model = Branched(plain) if fault.point == "branch" else plain
     placed = spread(model, job.wrapper)
     optimizer = torch.optim.SGD(placed.model.parameters(), lr=0.01)
-    done = 0
     with dtobs.attach(
         placed.model,
         optimizer,
@@ -93,26 +91,22 @@ def train(job: Job) -> int:
     ) as session:
         if placed.schedule is not None:
             session.watch_pipeline(placed.schedule)
-        in_loader = strike if mine and fault.point == "loader" else None
         if mine and fault.point == "start":
             strike()
-        for step, batch in enumerate(_batches(job, in_loader, placed.data_rank)):
-            if mine and fault.point == "end" and step == job.at_step:
-                _marked(lambda: None, job.mark)()
-                break  # its data has ended
-            try:
-                if step == job.at_step:
-                    _strike(job, fault, session, mine, strike)
-            except StopTraining:
-                return done
+        batches = _batches(job, strike if mine and fault.point == "loader" else None, placed.data_rank)
+
+        def batch(step: int, _micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs, now = next(batches), step == job.at_step
+            if mine and fault.point == "end" and now:
+                _marked(injectors.leave_early, job.mark)()  # its data has ended
+            if now:
+                _strike(job, fault, session, mine, strike)
             if isinstance(model, Branched):
-                model.use_aside = not (mine and step == job.at_step)
+                model.use_aside = not (mine and now)
             time.sleep(job.pause or fault.pause)
-            placed.learn(batch, batch, loss)
-            placed.reduce()
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
+            return inputs, inputs
+
+        done = loop.train(placed, optimizer, job.steps, batch)
         if fault.point == "end":
             dist.barrier()
     return done

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import dtobs
+from dtobs.drills import loop
 from dtobs.drills.faults import EXTRA_BYTES, LOSSES, ODD, Loss
+from dtobs.drills.layouts import Criterion, Spread, learner, loss, spread
 
 _WIDTH = 32
 _SHARDED_WIDTH = 400
@@ -38,19 +40,19 @@ class TimeJob:
 class _Layer(nn.Module):
     """A layer that takes as long as it is told to: asleep, or on a core."""
 
-    def __init__(self, on_core: bool = False, width: int = _WIDTH) -> None:
+    def __init__(self, lost: Loss, width: int = _WIDTH) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.on_core = on_core
+        self.on_core, self.seconds = lost.on_core, 0.0
 
-    def forward(self, inputs: torch.Tensor, seconds: float) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         if self.on_core:
-            until = time.thread_time() + seconds
+            until = time.thread_time() + self.seconds
             while time.thread_time() < until:
                 pass
         else:
-            time.sleep(seconds)
-        result: torch.Tensor = self.linear(inputs)
+            time.sleep(self.seconds)
+        result: Tensor = self.linear(inputs)
         return result
 
 
@@ -59,82 +61,79 @@ def train(job: TimeJob) -> None:
     lost = LOSSES[job.loss]
     torch.manual_seed(7)
     numbers = torch.Generator().manual_seed(100 + dist.get_rank())
-    if job.wrapper == "pp":
-        _train_pipeline(job, lost, numbers)
-    elif job.wrapper == "hsdp":
-        _train_shards(job, lost, numbers)
-    else:
-        _train_replicas(job, lost, numbers)
-
-
-def _train_replicas(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
-    model = nn.parallel.DistributedDataParallel(_Layer(lost.on_core))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    if lost.transfer:
-        # DDP reads the annotations of a hook, and takes none that are text: a lambda has none.
-        model.register_comm_hook(lost.transfer, lambda seconds, bucket: _reduce_slowly(seconds, bucket))
-    extra = bytearray(EXTRA_BYTES) if lost.name == "memory-imbalance" and dist.get_rank() == ODD else bytearray()
+    odd = dist.get_rank() == ODD
+    placed, layer = {"pp": _pipeline, "hsdp": _shards}.get(job.wrapper, _replicas)(lost)
+    optimizer = torch.optim.SGD(placed.model.parameters(), lr=0.01)
+    width, rows_each = layer.linear.in_features, lost.micro_batches if placed.schedule is not None else 1
+    extra = bytearray(EXTRA_BYTES if lost.name == "memory-imbalance" and odd else 0)
     page = os.sysconf("SC_PAGE_SIZE")
     extra[::page] = b"x" * len(extra[::page])  # memory that was never written to is none
     heap = [[number] for number in range(400_000)] if lost.name == "garbage" else []
     kept: list[bytes] = []
-    with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor) as session:
-        for step in range(lost.steps):
-            for micro in range(lost.micro_batches):
-                rows, seconds = _work(lost, step, numbers)
-                last = micro == lost.micro_batches - 1
-                model.require_backward_grad_sync = last or lost.name == "no-sync-forgotten"
-                inputs = torch.randn(rows, _WIDTH, generator=numbers)
-                predicted = model(inputs, seconds)
-                if heap:
-                    gc.collect()
-                (predicted.square().mean() / lost.micro_batches).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if lost.leak and (lost.code is None or dist.get_rank() == ODD):
-                kept.append(b"x" * lost.leak)
-            if lost.checkpoint and step % 8 == 7:
-                with session.phase("checkpoint"):
-                    time.sleep(lost.checkpoint)
+
+    def batch(step: int, _micro: int) -> tuple[Tensor, Tensor]:
+        rows, layer.seconds = _work(lost, step, numbers)
+        inputs = torch.randn(rows * rows_each, width, generator=numbers)
+        return inputs, inputs
+
+    def criterion(predicted: Tensor, wanted: Tensor) -> Tensor:
+        if heap:
+            gc.collect()
+        return loss(predicted, wanted) / (1 if placed.schedule is not None else lost.micro_batches)
+
+    def stepped(step: int) -> None:
+        if lost.leak and (lost.code is None or odd):
+            kept.append(b"x" * lost.leak)
+        if lost.checkpoint and step % 8 == 7:
+            with session.phase("checkpoint"):
+                time.sleep(lost.checkpoint)
+
+    attached = dtobs.attach(placed.model, optimizer, run_dir=job.run_dir, monitor=job.monitor)
+    with attached as session:
+        micros = 1 if placed.schedule is not None else lost.micro_batches
+        if placed.schedule is not None:
+            session.watch_pipeline(placed.schedule)
+        each = lost.name == "no-sync-forgotten"
+        loop.train(placed, optimizer, lost.steps, batch, criterion, micros=micros, reduce_each=each, stepped=stepped)
 
 
-def _train_shards(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
+def _replicas(lost: Loss) -> tuple[Spread, _Layer]:
+    layer = _Layer(lost)
+    placed = spread(layer, "ddp")
+    if lost.transfer:
+        # DDP reads the annotations of a hook, and takes none that are text: a lambda has none.
+        hook = lambda seconds, bucket: _reduce_slowly(seconds, bucket)  # noqa: E731
+        placed.model.register_comm_hook(lost.transfer, hook)  # type: ignore[operator]
+    return placed, layer
+
+
+def _shards(lost: Loss) -> tuple[Spread, _Layer]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    model = _Layer(width=_SHARDED_WIDTH)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor):
-        for _ in range(lost.steps):
-            inputs = torch.randn(8, _SHARDED_WIDTH, generator=numbers)
-            model(inputs, lost.compute).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    layer = _Layer(lost, _SHARDED_WIDTH)
+    fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    return Spread(layer, learner(layer), lambda: None, dist.get_rank(), mesh), layer
 
 
-def _train_pipeline(job: TimeJob, lost: Loss, numbers: torch.Generator) -> None:
+def _pipeline(lost: Loss) -> tuple[Spread, _Layer]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    seconds = lost.compute * (lost.odd if rank == ODD else 1.0)
-    model = _Stage(seconds)
-    stage = PipelineStage(model, rank, world, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, lost.micro_batches, loss_fn=lambda predicted, target: predicted.square().mean())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rank = dist.get_rank()
+    layer = _Layer(lost)
+    stage = PipelineStage(layer, rank, dist.get_world_size(), torch.device("cpu"))
+    schedule = Schedule1F1B(stage, lost.micro_batches, loss_fn=lambda predicted, target: loss(predicted, target))
     if lost.name == "slow-messages":
         _send_slowly(stage, lost.transfer)
-    with dtobs.attach(model, optimizer, run_dir=job.run_dir, monitor=job.monitor) as session:
-        session.watch_pipeline(schedule)
-        for _ in range(lost.steps):
-            batch = torch.randn(8 * lost.micro_batches, _WIDTH, generator=numbers)
-            if rank == 0:
-                schedule.step(batch)
-            else:
-                schedule.step(target=batch)
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def learn(inputs: Tensor, wanted: Tensor, _criterion: Criterion) -> None:
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=wanted)
+
+    return Spread(layer, learn, lambda: None, rank, schedule=schedule), layer
 
 
 def _send_slowly(stage: Any, seconds: float) -> None:
@@ -151,25 +150,13 @@ def _send_slowly(stage: Any, seconds: float) -> None:
     stage.get_fwd_send_ops, stage.get_bwd_send_ops = slowed(stage.get_fwd_send_ops), slowed(stage.get_bwd_send_ops)
 
 
-class _Stage(_Layer):
-    """One stage of a pipeline, which takes as long for every micro-batch."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(inputs, self.seconds)
-
-
 def _work(lost: Loss, step: int, numbers: torch.Generator) -> tuple[int, float]:
     """Rows of the next micro-batch, and how long they take."""
+    seconds = lost.compute * (lost.odd if dist.get_rank() == ODD else 1.0)
     if lost.name == "long-sequences":
         rows = int(torch.randint(4, 64, (), generator=numbers))
-        return rows, lost.compute * rows / 32
-    if lost.name == "slower-later" and 2 * step >= lost.steps:
-        return 8, 2 * lost.compute
-    return 8, lost.compute
+        return rows, seconds * rows / 32
+    return 8, seconds * (2 if lost.name == "slower-later" and 2 * step >= lost.steps else 1)
 
 
 def _reduce_slowly(seconds: float, bucket: Any) -> torch.futures.Future[torch.Tensor]:

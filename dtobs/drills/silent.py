@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import dtobs
+from dtobs.drills import loop
 from dtobs.drills.faults import Layout
-from dtobs.drills.layouts import HIDDEN, WIDTH, learner, spread
+from dtobs.drills.layouts import HIDDEN, WIDTH, Criterion, learner, spread
 
 _BATCH = 8
 _AUDITED = ("ignored-rate", "overwritten", "coarse")
@@ -115,9 +116,9 @@ def train(job: SilentJob) -> None:
     placed = spread(plain, job.wrapper, dist.group.WORLD)
     model = placed.model
     first = next(layer for layer in model.modules() if isinstance(layer, nn.Linear))
-    learn = learner(plain) if is_now == "unwrapped" else placed.learn
+    learns = learner(plain) if is_now == "unwrapped" else placed.learn
     if job.compiled:
-        learn = learner(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
+        learns = learner(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
     torch.manual_seed(1234 if is_now == "equal-dropout" else 1234 + rank)
     trained = list(model.parameters())
     if is_now == "stale":  # of a copy of the model, as after loading it anew
@@ -139,6 +140,27 @@ def train(job: SilentJob) -> None:
     )
     micros = max(3, job.accumulate) if is_now == "wiped" else job.accumulate
     losses: list[float] = []
+    at = 0  # the step
+    link = BadLink() if is_now == "corrupted-message" and mine else None
+    narrow = torch.float16 if is_now == "small-loss" else torch.bfloat16
+    cast = is_now == "small-loss" or (mine and is_now == "other-precision")
+
+    def batch(step: int, _micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal at
+        at = step
+        if link is not None:
+            link.is_bad = at == job.at_step
+        with session.phase("data"):
+            inputs, wanted = (each.to(next(plain.parameters()).dtype) for each in next(samples))
+        if reads_wrongly and is_now == "uneven":
+            inputs, wanted = inputs[: _BATCH // 2], wanted[: _BATCH // 2]
+        return inputs, wanted
+
+    def learn(inputs: torch.Tensor, wanted: torch.Tensor, criterion: Criterion) -> None:
+        with contextlib.ExitStack() as until_learnt, torch.autocast("cpu", narrow, enabled=cast):
+            if mine and is_now == "nan" and at == job.at_step:
+                until_learnt.callback(nan_in_backward(first).remove)
+            learns(inputs, wanted, criterion)
 
     def criterion(predicted: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         if is_now == "wiped":
@@ -146,7 +168,7 @@ def train(job: SilentJob) -> None:
         if mine and is_now == "slow":
             time.sleep(job.seconds)
         loss = (predicted - wanted).square().mean() / micros
-        if struck and is_now == "loud":
+        if mine and at >= job.at_step and is_now == "loud":
             loss = loss * 50
         if is_now == "small-loss":
             loss = loss * 1.5e-6  # in FP16 most of its gradients are zero
@@ -154,7 +176,30 @@ def train(job: SilentJob) -> None:
         scaled: torch.Tensor = scaler.scale(loss)
         return scaled
 
-    link = BadLink() if is_now == "corrupted-message" and mine else None
+    def reduced(step: int) -> None:
+        if mine and step >= job.at_step and is_now == "rescaled":
+            rescale_gradients(model, 2.0)
+        if is_now in ("none", "small-loss"):
+            session.report(gradient_zeros=share_of_zeros(model))
+
+    def update() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    def stepped(step: int) -> None:
+        struck, now = mine and step >= job.at_step, step == job.at_step
+        if losses:  # of a pipeline only the last stage knows it
+            session.report(loss=float("nan") if struck and is_now == "nan-loss" else losses[-1])
+        if step % 10 == 0 and is_now in ("none", "full-disk"):
+            save_or_go_on(plain, "/dev/full" if struck and is_now == "full-disk" else os.devnull)
+        if now and is_now in ("none", "rotten-checkpoint"):
+            save_and_load(model, job.run_dir / f"rank-{rank}.pt", rotten=mine and is_now != "none")
+        if mine and now and is_now == "flipped-bit":
+            flip_bit(next(iter(model.parameters())))
+        if mine and now and is_now == "overwritten":
+            for state in getattr(optimizer, "optim", optimizer).state.values():
+                state["exp_avg"].mul_(0.5)
+
     with dtobs.attach(
         model,
         optimizer,
@@ -168,43 +213,9 @@ def train(job: SilentJob) -> None:
             step_with_another_rate(optimizer)
         if is_now in ("none", "declared-seed"):
             session.policy(equal={"seed": seed})
-        for step in range(job.steps):
-            struck = mine and step >= job.at_step
-            if link is not None:
-                link.is_bad = step == job.at_step
-            for micro in range(micros):
-                with session.phase("data"):
-                    inputs, wanted = (each.to(next(plain.parameters()).dtype) for each in next(samples))
-                if reads_wrongly and is_now == "uneven":
-                    inputs, wanted = inputs[: _BATCH // 2], wanted[: _BATCH // 2]
-                synchronise(model, job.wrapper, now=micro == micros - 1)
-                spoiled = nan_in_backward(first) if struck and is_now == "nan" and step == job.at_step else None
-                narrow = torch.float16 if is_now == "small-loss" else torch.bfloat16
-                cast = is_now == "small-loss" or (mine and is_now == "other-precision")
-                with torch.autocast("cpu", narrow, enabled=cast):
-                    learn(inputs, wanted, criterion)
-                if spoiled is not None:
-                    spoiled.remove()
-            placed.reduce()
-            if struck and is_now == "rescaled":
-                rescale_gradients(model, 2.0)
-            zeros = share_of_zeros(model)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            if losses:  # of a pipeline only the last stage knows it
-                session.report(loss=float("nan") if struck and is_now == "nan-loss" else losses[-1])
-            if is_now in ("none", "small-loss"):
-                session.report(gradient_zeros=zeros)
-            if step % 10 == 0 and is_now in ("none", "full-disk"):
-                save_or_go_on(plain, "/dev/full" if struck and is_now == "full-disk" else os.devnull)
-            if step == job.at_step and is_now in ("none", "rotten-checkpoint"):
-                save_and_load(model, job.run_dir / f"rank-{dist.get_rank()}.pt", rotten=mine and is_now != "none")
-            if mine and is_now == "flipped-bit" and step == job.at_step:
-                flip_bit(next(iter(model.parameters())))
-            if mine and is_now == "overwritten" and step == job.at_step:
-                for state in getattr(optimizer, "optim", optimizer).state.values():
-                    state["exp_avg"].mul_(0.5)
+        spoiled = replace(placed, learn=learn)
+        more = {"micros": micros, "reduced": reduced, "update": update, "stepped": stepped}
+        loop.train(spoiled, optimizer, job.steps, batch, criterion, **more)  # type: ignore[arg-type]
 
 
 def step_with_another_rate(optimizer: torch.optim.Optimizer) -> None:
@@ -236,14 +247,6 @@ def save_and_load(model: nn.Module, path: Path, *, rotten: bool) -> None:
         path.write_bytes(saved)
     torch.load(path)
     path.unlink()
-
-
-def synchronise(model: nn.Module, wrapper: Layout, *, now: bool) -> None:
-    """Reduce gradients in the next backward, or only accumulate them."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.require_backward_grad_sync = now
-    elif wrapper in ("fsdp", "hsdp"):
-        model.set_requires_gradient_sync(now)  # type: ignore[operator]
 
 
 def share_of_zeros(model: nn.Module) -> float:

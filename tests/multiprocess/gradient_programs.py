@@ -13,7 +13,8 @@ from torch import nn
 import dtobs
 from dtobs.drills.faults import Layout
 from dtobs.drills.layouts import spread
-from dtobs.drills.silent import Samples, synchronise
+from dtobs.drills.loop import synchronise
+from dtobs.drills.silent import Samples
 
 STEPS = 10
 
@@ -65,7 +66,7 @@ def know_gradients(
                         )
                         ** 2
                     )
-                synchronise(model, wrapper, now=sync_all or micro == accumulate - 1)
+                synchronise(model, now=sync_all or micro == accumulate - 1)
                 (model(inputs) - wanted).square().mean().backward()
             own = [p.grad.clone() for p in twin.parameters()]
             truth.local.append(squares**0.5 if sync_all else norm(own))
