@@ -29,10 +29,12 @@ class Kind(IntEnum):
     WAIT_BEGIN = 6  #: the host blocks on a collective (its group and seq when known)
     WAIT_END = 7  #: `value` is the seconds blocked
     P2P = 8  #: a send or a receive was issued; `seq` counts per group, direction and peer, `value` is the peer
-    MARK = 9
+    POLICY = 9  #: the program declared rules: see the meta entry
     ERROR = 10  #: `site` identifies the meta entry of the exception
     ATTACH = 11
     CLOSE = 12
+    NONFINITE_GRADIENT = 13  #: `seq` is the row of the gradient in the parameter table, `value` its square
+    UNUSED_PARAMETERS = 14  #: of `value` of them, first row `seq`, a backward under DDP made no gradient
 
 
 class Phase(IntEnum):
@@ -207,14 +209,6 @@ STEP_DTYPE = np.dtype(
 def identify(text: str) -> int:
     """The number that stands for `text` in every rank's recording: 32 bits, never 0 (0 says "nothing")."""
     return xxhash.xxh32_intdigest(text.encode()) or 1
-
-
-NONFINITE_MARK = identify("nonfinite gradient")
-"""`op` of the MARK that says when a gradient was found not to be finite; `seq` is its row in the parameter table."""
-
-UNUSED_MARK = identify("unused parameters")
-"""`op` of the MARK that says that a synchronised backward under DDP left parameters without a gradient; `seq` is the
-row of the first in the parameter table, `value` how many."""
 
 
 def group_id(name: str, ranks: tuple[int, ...]) -> int:

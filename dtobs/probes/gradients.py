@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtobs.events import NONFINITE_MARK, UNUSED_MARK, Kind
+from dtobs.events import Kind
 from dtobs.probes.backward import compiled_autograd
 from dtobs.probes.base import Probe
 from dtobs.probes.fsdp import fsdp_parameters
@@ -281,9 +281,8 @@ class GradientProbe(Probe):
         self._read_whole(True)
         self._alarm = ALARM_STEPS
         # A loop that gives up at once never ends this step: the event is what remains.
-        context.recorder.events.write(
-            Kind.MARK, context.phase, context.step, op=NONFINITE_MARK, seq=index, value=square
-        )
+        event = Kind.NONFINITE_GRADIENT
+        context.recorder.events.write(event, context.phase, context.step, seq=index, value=square)
         return square
 
     def _note_bad_parameters(self) -> None:
@@ -330,14 +329,8 @@ class GradientProbe(Probe):
         context = self.context
         unused = [row for row in self._rows if self._squares[row] is None]
         if unused:
-            context.recorder.events.write(
-                Kind.MARK,
-                context.phase,
-                context.step,
-                op=UNUSED_MARK,
-                seq=unused[0],
-                value=float(len(unused)),
-            )
+            event, value = Kind.UNUSED_PARAMETERS, float(len(unused))
+            context.recorder.events.write(event, context.phase, context.step, seq=unused[0], value=value)
 
     def _summary(
         self, rows: Sequence[int], squares: Sequence[float], count: int, whole: bool, scale: Any = None

@@ -129,7 +129,7 @@ class ProbeSet:
         except ValueError as error:  # of the program's; training goes on
             sys.stderr.write(f"dtobs: session.policy: {error}\n")
         context.recorder.meta.add("policy", **rules)
-        context.recorder.events.write(Kind.MARK, context.phase, context.step)
+        context.recorder.events.write(Kind.POLICY, context.phase, context.step)
 
     def _connect(self) -> None:
         """Call the probes' methods at their moments; only those that a probe really has."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dtobs.detectors.hangs.describe import line_of, stack_evidence, waiters, waiting_evidence
 from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.situation import Situation, Told
-from dtobs.events import UNUSED_MARK, Kind
+from dtobs.events import Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.words import count, ranks_text
 
@@ -101,7 +101,7 @@ def _marked(situation: Situation, ending: Ending) -> Unused | None:
 def _mark(situation: Situation, rank: int) -> Unused | None:
     """The last mark, when it is of the last step that the rank finished or of the one it is in."""
     events = situation.view.events(rank)
-    marks = events[(events["kind"] == Kind.MARK) & (events["op"] == UNUSED_MARK)]
+    marks = events[events["kind"] == Kind.UNUSED_PARAMETERS]
     if not len(marks) or int(marks["step"][-1]) < int(situation.view.page(rank)["step"]) - 1:
         return None
     params, row = situation.view.meta(rank).params, int(marks["seq"][-1])

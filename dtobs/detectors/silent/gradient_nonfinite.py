@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.peers import hands_on_to
-from dtobs.events import NONFINITE_MARK, Kind
+from dtobs.events import Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
@@ -136,9 +136,7 @@ def _bad_steps(view: RunView) -> dict[int, dict[int, tuple[int, int, int]]]:
             )
         last = int(steps["step"].max()) if len(steps) else -1
         marks = view.events(rank)
-        marks = marks[
-            (marks["kind"] == Kind.MARK) & (marks["op"] == NONFINITE_MARK) & (marks["step"].astype(int) > last)
-        ]
+        marks = marks[(marks["kind"] == Kind.NONFINITE_GRADIENT) & (marks["step"].astype(int) > last)]
         if len(marks) and not scaler:
             # The step was never finished: an exception ended it, or it goes on at this moment.
             first = marks[marks["step"] == marks["step"].min()]

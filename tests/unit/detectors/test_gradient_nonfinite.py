@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.events import NONFINITE_MARK, Kind
+from dtobs.events import Kind
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import findings, hand_on, noisy_run, only
 
@@ -34,8 +34,8 @@ def test_the_rank_that_computed_the_nan_is_named(tmp_path: Path):
 
 def test_a_nan_in_a_step_that_never_ended(tmp_path: Path):
     run = noisy_run(tmp_path, 2)
-    run.rank(1).event(Kind.MARK, op=NONFINITE_MARK, seq=2, value=NAN)
-    run.rank(1).event(Kind.MARK, op=NONFINITE_MARK, seq=1, value=NAN)
+    run.rank(1).event(Kind.NONFINITE_GRADIENT, seq=2, value=NAN)
+    run.rank(1).event(Kind.NONFINITE_GRADIENT, seq=1, value=NAN)
     found = only(run)
     assert (found.code, found.ranks, found.step) == ("gradient-nonfinite", (1,), 40)
     assert "block.weight" in found.summary
@@ -118,7 +118,7 @@ def test_a_scaler_excuses_its_overflows_before_its_first_step_ends(tmp_path: Pat
     run = noisy_run(tmp_path, 2, 3)
     for rank in run.ranks:
         rank.meta("process", loss_scaler="GradScaler")
-        rank.event(Kind.MARK, op=NONFINITE_MARK, seq=1, value=INF)
+        rank.event(Kind.NONFINITE_GRADIENT, seq=1, value=INF)
         rank.meta("nonfinite", seen="reduced", row=1, step=3)
     assert findings(run) == []
 

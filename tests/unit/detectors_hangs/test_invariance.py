@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtobs.detectors.hangs import detect
-from dtobs.events import UNUSED_MARK, Kind
+from dtobs.events import Kind
 from dtobs.recording.meta import Op
 from dtobs.testing.fake_run import FakeRun
 
@@ -29,7 +29,7 @@ def faulty_run(root: Path, world: int, odd: int, fault: str) -> FakeRun:
         elif fault == "shape":
             rank.collective(Op("all_reduce", "sum", ((7,),), ("float32",)), wait=True)
         elif fault == "unused":
-            rank.event(Kind.MARK, op=UNUSED_MARK, seq=0, value=2.0, step=rank.next_step).phase("validation")
+            rank.event(Kind.UNUSED_PARAMETERS, seq=0, value=2.0, step=rank.next_step).phase("validation")
         elif fault == "one-way-link":
             rank.collective(wait=True)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtobs.events import UNUSED_MARK, Kind, RankState
+from dtobs.events import Kind, RankState
 from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRank
 from tests.unit.detectors_hangs.trouble import found
@@ -16,7 +16,7 @@ REFUSED = (
 def leave_out(rank: FakeRank, step: int) -> None:
     rows = [Parameter(name, (4,), "float32") for name in ("first.weight", "aside.weight", "aside.bias")]
     rank.parameters(*rows)
-    rank.event(Kind.MARK, op=UNUSED_MARK, seq=1, value=2.0, step=step)
+    rank.event(Kind.UNUSED_PARAMETERS, seq=1, value=2.0, step=step)
 
 
 def refuse(rank: FakeRank) -> None:

@@ -47,7 +47,7 @@ def test_threads_write_events(tmp_path: Path) -> None:
 
     def write(thread: int) -> None:
         for seq in range(1000):
-            writer.write(Kind.MARK, thread=thread, seq=seq, value=float(seq * thread))
+            writer.write(Kind.POLICY, thread=thread, seq=seq, value=float(seq * thread))
 
     _together(*[threading.Thread(target=write, args=(n,)) for n in range(4)])
     events = read_ring(tmp_path / "events.ring")
