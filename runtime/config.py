@@ -80,11 +80,7 @@ class RunConfig(Section):
     prove: bool = option(False, "before step 1, compare the layout's gradients with those of one rank")
     tui: bool = option(False, "hand the terminal to `dtobs top` while training")
     hang_timeout: float | None = option(
-        None,
-        "floor of the watchdog's threshold; empty: its own",
-        unit="seconds",
-        least=0.1,
-        most=_LONGEST_SECONDS,
+        None, "floor of the watchdog's threshold; empty: its own", unit="seconds", least=0.1, most=_LONGEST_SECONDS
     )
     on_hang: str = option(
         "", "what the monitor does about a hang: report, abort, or command:PROGRAM ARGUMENTS; empty: report"
@@ -175,10 +171,7 @@ class DataConfig(Section):
     corpus_bytes: int = option(4_000_000, "limit of text read for the default corpus", unit="bytes", least=1000)
     cache: str = option("", "folder of prepared corpora; empty: the user's cache folder")
     prefetch: int | None = option(
-        None,
-        "micro-batches that a thread reads ahead; empty: 1 on CUDA, else 0",
-        unit="micro-batches",
-        least=0,
+        None, "micro-batches that a thread reads ahead; empty: 1 on CUDA, else 0", unit="micro-batches", least=0
     )
     validate_every: int = option(20, "validate every N steps; 0: never", unit="steps", least=0)
     validate_batches: int = option(4, "micro-batches a rank and validation", least=1)
@@ -195,10 +188,7 @@ class OptimizerConfig(Section):
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
     clip: float = option(1.0, "largest global gradient norm; 0: no clipping", least=0)
     nonfinite_limit: int = option(
-        8,
-        "stop after N non-finite steps in a row; fp16: not before the loss scale is down to 1",
-        unit="steps",
-        least=1,
+        8, "stop after N non-finite steps in a row; fp16: not before the loss scale is down to 1", unit="steps", least=1
     )
 
 

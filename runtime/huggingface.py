@@ -33,11 +33,7 @@ _DENSE = {
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
 _ROUTER = {"feed_forward.router.weight": "block_sparse_moe.gate.weight"}
-_STACKED = {
-    "feed_forward.experts.gate": "w1",
-    "feed_forward.experts.down": "w2",
-    "feed_forward.experts.up": "w3",
-}
+_STACKED = {"feed_forward.experts.gate": "w1", "feed_forward.experts.down": "w2", "feed_forward.experts.up": "w3"}
 
 # --model option → its entry in config.json.
 SETTINGS = {

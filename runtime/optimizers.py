@@ -32,10 +32,7 @@ def build(
     """AdamW over `named`, at the peak `learning_rate`. Norm weights and biases (1-D) are not decayed."""
     matrices = [parameter for parameter in named.values() if parameter.ndim >= 2]
     vectors = [parameter for parameter in named.values() if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=learning_rate,

@@ -11,13 +11,7 @@ PRESETS: dict[str, Values] = {
     "debug": {
         "run": {"steps": 20, "log_every": 5},
         "model": {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384, "vocabulary": 512},
-        "data": {
-            "sequence": 64,
-            "batch": 4,
-            "corpus_bytes": 600_000,
-            "validate_every": 10,
-            "validate_batches": 2,
-        },
+        "data": {"sequence": 64, "batch": 4, "corpus_bytes": 600_000, "validate_every": 10, "validate_batches": 2},
         "schedule": {"warmup": 5},
     },
     # The same with four experts a block.
@@ -33,13 +27,7 @@ PRESETS: dict[str, Values] = {
             "experts": 4,
             "experts_per_token": 2,
         },
-        "data": {
-            "sequence": 64,
-            "batch": 4,
-            "corpus_bytes": 600_000,
-            "validate_every": 10,
-            "validate_batches": 2,
-        },
+        "data": {"sequence": 64, "batch": 4, "corpus_bytes": 600_000, "validate_every": 10, "validate_batches": 2},
         "schedule": {"warmup": 5},
     },
     # About 6M parameters: two minutes on two CPU cores. These are the dataclasses' own defaults.

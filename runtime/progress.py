@@ -82,10 +82,7 @@ class Progress(Listener):
             parts.append(f"MFU {model / seconds / self._peak_flops:.1%}")
             if hardware > model:
                 parts.append(f"HFU {hardware / seconds / self._peak_flops:.1%}")
-        parts += [
-            f"gradient norm {values.get('gradient_norm', 0.0):.3f}",
-            f"lr {values.get('learning_rate', 0.0):.2e}",
-        ]
+        parts += [f"gradient norm {values.get('gradient_norm', 0.0):.3f}", f"lr {values.get('learning_rate', 0.0):.2e}"]
         if self._step < self._steps:
             parts.append(f"{self._left(now)} left")
         self._write("  ".join(parts))

@@ -163,10 +163,5 @@ def _find(root: Path, asked: str) -> tuple[Path | None, Manifest | None, dict[Pa
     if found is not None:
         return *found, None
     if complete(root):
-        return (
-            None,
-            None,
-            {},
-            f"no checkpoint in {root} can be trusted; start without --resume or remove them",
-        )
+        return (None, None, {}, f"no checkpoint in {root} can be trusted; start without --resume or remove them")
     return None, None, {}, None

@@ -106,12 +106,7 @@ class Trainer:
 
 
 def make_trainer(
-    config: Config,
-    layout: Layout,
-    mesh: DeviceMesh,
-    device: torch.device,
-    tokens: TokenFiles,
-    checkpoints: Path,
+    config: Config, layout: Layout, mesh: DeviceMesh, device: torch.device, tokens: TokenFiles, checkpoints: Path
 ) -> Trainer:
     """Build the trainer of this rank. Every rank must call it; the process group exists."""
     rank = dist.get_rank()
@@ -155,13 +150,7 @@ def _optimizer(config: Config, model: ParallelModel, peak: float) -> torch.optim
 
 
 def _loader(
-    config: Config,
-    layout: Layout,
-    rank: int,
-    device: torch.device,
-    stream: Any,
-    seed: int,
-    ahead: int = 0,
+    config: Config, layout: Layout, rank: int, device: torch.device, stream: Any, seed: int, ahead: int = 0
 ) -> ShardedLoader:
     return ShardedLoader(
         stream,

@@ -55,16 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ras", metavar="WHERE", help="judge NCCL RAS instead: a file, a folder of samples, or HOST:PORT"
     )
     parser.add_argument(
-        "--advise",
-        action="store_true",
-        help="say whether to start again: exit code 0 yes, 3 unsure, 4 no",
+        "--advise", action="store_true", help="say whether to start again: exit code 0 yes, 3 unsure, 4 no"
     )
     parser.add_argument(
-        "--earlier",
-        action="append",
-        default=[],
-        metavar="TARGET",
-        help="with --advise: an attempt before",
+        "--earlier", action="append", default=[], metavar="TARGET", help="with --advise: an attempt before"
     )
     parser.add_argument("--no-capture", action="store_true", help="do not ask living ranks for their stacks")
 

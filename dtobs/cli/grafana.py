@@ -27,9 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     export.add_argument("folder", type=Path, metavar="FOLDER")
     push = actions.add_parser("push", help="send them to a Grafana")
     push.add_argument(
-        "--url",
-        default=os.environ.get("DTOBS_GRAFANA_URL", ""),
-        help="of the Grafana (default: DTOBS_GRAFANA_URL)",
+        "--url", default=os.environ.get("DTOBS_GRAFANA_URL", ""), help="of the Grafana (default: DTOBS_GRAFANA_URL)"
     )
     push.add_argument(
         "--prometheus", metavar="URL", help="make a data source for this Prometheus, as Grafana reaches it"

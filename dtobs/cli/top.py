@@ -33,10 +33,7 @@ from dtobs.tui.source import open_source
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "target",
-        nargs="?",
-        metavar="TARGET",
-        help="run directory or monitor address (default: the newest in ./runs)",
+        "target", nargs="?", metavar="TARGET", help="run directory or monitor address (default: the newest in ./runs)"
     )
     parser.add_argument("--once", action="store_true", help="print one look as text and end")
     parser.add_argument("--json", action="store_true", help="print one look as JSON and end")

@@ -70,12 +70,7 @@ _BY_ONE = (
     Fault("early-exit", "forward", "rank-exited-early", "leave_early"),
     Fault("unused-parameters", "branch", "unused-parameters", needs_stall=False, wrappers=("ddp",)),
     Fault(
-        "uneven-inputs",
-        "end",
-        "collective-mismatch",
-        "leave_early",
-        names="all",
-        code_under={"pp": "p2p-unmatched"},
+        "uneven-inputs", "end", "collective-mismatch", "leave_early", names="all", code_under={"pp": "p2p-unmatched"}
     ),
 )
 
@@ -109,10 +104,7 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*_HEALTHY, *_BY_ONE,
 
 
 def _trouble(
-    name: str,
-    code: str | None,
-    names: Literal["odd", "all"] = "odd",
-    wrappers: tuple[Layout, ...] = ("ddp", "fsdp"),
+    name: str, code: str | None, names: Literal["odd", "all"] = "odd", wrappers: tuple[Layout, ...] = ("ddp", "fsdp")
 ) -> Fault:
     return Fault(name, "nowhere", code, names=names, wrappers=wrappers)
 
@@ -193,15 +185,7 @@ _LOSSES = (
         odd=4.0,
         ranks=(ODD,),
     ),
-    Loss(
-        "slow-messages",
-        "pipeline-bubble",
-        compute=0.05,
-        transfer=0.05,
-        micro_batches=4,
-        steps=40,
-        wrappers=("pp",),
-    ),
+    Loss("slow-messages", "pipeline-bubble", compute=0.05, transfer=0.05, micro_batches=4, steps=40, wrappers=("pp",)),
     Loss("ample-quota", None, compute=0.05, on_core=True, steps=320),
     Loss(
         "cpu-quota",

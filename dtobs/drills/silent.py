@@ -135,8 +135,7 @@ def train(job: SilentJob) -> None:
     dist.all_gather_object(data_ranks, placed.data_rank)
     reads_wrongly = placed.data_rank == data_ranks[job.odd]  # so do all ranks that read the same
     samples = Samples(
-        0 if is_now == "same-data" else placed.data_rank,
-        job.seconds if is_now == "starved" and reads_wrongly else 0.0,
+        0 if is_now == "same-data" else placed.data_rank, job.seconds if is_now == "starved" and reads_wrongly else 0.0
     )
     micros = max(3, job.accumulate) if is_now == "wiped" else job.accumulate
     losses: list[float] = []

@@ -179,11 +179,7 @@ def promtool_yaml() -> str:
         labels = {"severity": alert.severity, **dict(alert.labels)}
         firing: dict[str, Any] = {
             "exp_labels": labels,
-            "exp_annotations": {
-                "summary": alert.summary,
-                "description": alert.expected,
-                "runbook": _runbook(alert),
-            },
+            "exp_annotations": {"summary": alert.summary, "description": alert.expected, "runbook": _runbook(alert)},
         }
         when = {"no-steps": "20m", "monitor-gone": "10m"}.get(alert.runbook, "4m")
         lines += _test(alert, "fires", alert.firing, [("0m", []), (when, [firing])])
@@ -192,10 +188,7 @@ def promtool_yaml() -> str:
 
 
 def _test(
-    alert: Alert,
-    what: str,
-    series: tuple[tuple[str, str], ...],
-    checks: list[tuple[str, list[dict[str, Any]]]],
+    alert: Alert, what: str, series: tuple[tuple[str, str], ...], checks: list[tuple[str, list[dict[str, Any]]]]
 ) -> list[str]:
     lines = [f"  - name: {_quoted(f'{alert.name} {what}')}", "    interval: 1m", "    input_series:"]
     for name, values in series:

@@ -50,13 +50,7 @@ def expressions(dashboard: dict[str, Any], run: str, rank: str = ".*") -> list[s
 def _variables() -> list[dict[str, Any]]:
     common = {"datasource": DATASOURCE, "type": "query", "refresh": 2, "sort": 1, "hide": 0}
     return [
-        {
-            "name": "datasource",
-            "label": "Data source",
-            "type": "datasource",
-            "query": "prometheus",
-            "hide": 0,
-        },
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0},
         {
             **common,
             "name": "run",

@@ -113,10 +113,7 @@ class Grafana:
         except GrafanaException as error:
             if missing_ok and error.status_code == 404:
                 return None
-            hint = {
-                401: " (the token or password is wrong)",
-                403: " (the account needs the role Editor or Admin)",
-            }
+            hint = {401: " (the token or password is wrong)", 403: " (the account needs the role Editor or Admin)"}
             raise ServiceError(
                 f"Grafana at {self.url} refused: {error.message}{hint.get(error.status_code, '')}"
             ) from error

@@ -90,12 +90,7 @@ TABLE: tuple[Metric, ...] = (
         s.heartbeat_age,
     ),
     Metric(
-        "stalled_seconds",
-        "gauge",
-        "How long the run has stood still beyond its threshold",
-        (),
-        "watchdog",
-        s.stalled,
+        "stalled_seconds", "gauge", "How long the run has stood still beyond its threshold", (), "watchdog", s.stalled
     ),
     Metric(
         "run_ended",
@@ -145,14 +140,7 @@ TABLE: tuple[Metric, ...] = (
     _rank("busy_seconds", "gauge", "Own work in the last step: wall time less exposed communication", "busy_ns"),
     _rank("exposed_communication_seconds", "gauge", "Waiting for communication in the last step", "exposed_ns"),
     _rank("data_wait_seconds", "gauge", "Waiting for data in the last step", "data_ns"),
-    Metric(
-        "phase_seconds",
-        "counter",
-        "Time by part of the step",
-        ("rank", "phase"),
-        "step history",
-        s.phase_seconds,
-    ),
+    Metric("phase_seconds", "counter", "Time by part of the step", ("rank", "phase"), "step history", s.phase_seconds),
     Metric(
         "arrival_skew_seconds",
         "gauge",

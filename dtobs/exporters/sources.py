@@ -65,10 +65,7 @@ def run_info(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.leads:
         versions: Any = look.view.info.get("versions")
         versions = versions if isinstance(versions, dict) else {}
-        yield (
-            (str(look.view.world_size), str(versions.get("torch", "")), str(versions.get("dtobs", ""))),
-            1.0,
-        )
+        yield ((str(look.view.world_size), str(versions.get("torch", "")), str(versions.get("dtobs", ""))), 1.0)
 
 
 def attempt(look: MonitorSnapshot) -> Iterator[Sample]:

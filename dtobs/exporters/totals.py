@@ -15,14 +15,7 @@ import numpy.typing as npt
 
 from dtobs.events import EXPOSED_ALONG, STEP_DTYPE, STEP_PARTS
 from dtobs.host.process import boot_id
-from dtobs.recording.attempts import (
-    Attempt,
-    Clock,
-    attempt_steps,
-    earlier_attempts,
-    highest_finished_step,
-    last_end_ns,
-)
+from dtobs.recording.attempts import Attempt, Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
 from dtobs.recording.view import RunView
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -123,11 +116,7 @@ class StepTotals:
             self._add(totals, fresh, self._earlier[:place], attempt.attach_ns)
 
     def _add(
-        self,
-        totals: RankTotals,
-        fresh: npt.NDArray[np.void],
-        earlier: tuple[Attempt, ...],
-        attach_ns: int,
+        self, totals: RankTotals, fresh: npt.NDArray[np.void], earlier: tuple[Attempt, ...], attach_ns: int
     ) -> None:
         """Take records of one attempt that come after `totals.stamp`."""
         if not len(fresh):

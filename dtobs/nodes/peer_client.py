@@ -53,12 +53,7 @@ def _connect(connection: http.client.HTTPConnection) -> None:
 
 
 def _converse(
-    connection: http.client.HTTPConnection,
-    path: str,
-    question: object,
-    token: str,
-    deadline: float,
-    max_bytes: int,
+    connection: http.client.HTTPConnection, path: str, question: object, token: str, deadline: float, max_bytes: int
 ) -> bytes:
     try:
         connection.sock.settimeout(max(0.1, deadline - time.monotonic()))

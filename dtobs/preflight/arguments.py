@@ -19,18 +19,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("auto", "gloo", "nccl"), default="auto", help="what to test (auto)")
     parser.add_argument("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs go (runs)")
     parser.add_argument(
-        "--join-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="for all ranks to come, after the first (60)",
+        "--join-timeout", type=float, default=60.0, metavar="S", help="for all ranks to come, after the first (60)"
     )
     parser.add_argument(
-        "--silence",
-        type=float,
-        default=15.0,
-        metavar="S",
-        help="without a sign of life: a rank has stopped (15)",
+        "--silence", type=float, default=15.0, metavar="S", help="without a sign of life: a rank has stopped (15)"
     )
     parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="for everything (180)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

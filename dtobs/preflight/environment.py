@@ -111,14 +111,7 @@ def _chatty(s: Setting) -> str:
 
 
 def _forced(s: Setting) -> str:
-    names = (
-        "NCCL_ALGO",
-        "NCCL_PROTO",
-        "NCCL_MIN_NCHANNELS",
-        "NCCL_MAX_NCHANNELS",
-        "NCCL_BUFFSIZE",
-        "NCCL_NTHREADS",
-    )
+    names = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_BUFFSIZE", "NCCL_NTHREADS")
     return ", ".join(f"{name}={s.variables[name]}" for name in names if s.variables.get(name))
 
 
@@ -247,12 +240,7 @@ RULES: tuple[Rule, ...] = (
         "Devices of one host that have no direct access exchange through the network stack.",
         "Unset it; where it was a cure for a small /dev/shm, make that larger.",
     ),
-    Rule(
-        "NCCL_IB_DISABLE",
-        _no_infiniband,
-        "All hosts talk over TCP sockets instead of InfiniBand.",
-        "Unset it.",
-    ),
+    Rule("NCCL_IB_DISABLE", _no_infiniband, "All hosts talk over TCP sockets instead of InfiniBand.", "Unset it."),
     Rule(
         "NCCL_NET_GDR_LEVEL",
         _gdr,

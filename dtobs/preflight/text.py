@@ -76,12 +76,7 @@ def _links(seen: PreflightEvidence) -> Iterator[str]:
 
 def _speed(seen: PreflightEvidence) -> Iterator[str]:
     rows = [
-        [
-            s.operation,
-            bytes_text(s.size_bytes),
-            duration_text(s.seconds),
-            f"{bytes_text(s.bus_bytes_per_second)}/s",
-        ]
+        [s.operation, bytes_text(s.size_bytes), duration_text(s.seconds), f"{bytes_text(s.bus_bytes_per_second)}/s"]
         for s in seen.speeds
     ]
     yield from _table(["all ranks", "size", "time", "bus bandwidth"], rows)

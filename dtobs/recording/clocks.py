@@ -9,14 +9,7 @@ import numpy.typing as npt
 
 ONE_CLOCK_NS = 1_000_000_000
 """Offsets to UTC that differ by less are readings of one clock (or of two that agree well enough)."""
-_PAGE_TIMES = (
-    "attach_ns",
-    "heartbeat_ns",
-    "step_begin_ns",
-    "phase_begin_ns",
-    "collective_ns",
-    "wait_since_ns",
-)
+_PAGE_TIMES = ("attach_ns", "heartbeat_ns", "step_begin_ns", "phase_begin_ns", "collective_ns", "wait_since_ns")
 _TIMES = frozenset({*_PAGE_TIMES, "t_ns", "begin_ns", "end_ns", "sync_ns", "pipeline_begin_ns", "pipeline_end_ns"})
 """Fields of pages, events, steps and pipeline records that are instants; the other ``_ns`` fields are durations."""
 

@@ -38,6 +38,5 @@ class PipelineWriter(RingWriter):
         index = next(self._count)
         offset = HEADER_BYTES + (index % self._capacity) * self._size
         self._pack(
-            *(self._map, offset, index, begin_ns, end_ns, step, micro_batch),
-            *(op, stage, chunk, peer, size, index),
+            *(self._map, offset, index, begin_ns, end_ns, step, micro_batch), *(op, stage, chunk, peer, size, index)
         )

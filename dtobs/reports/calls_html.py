@@ -8,13 +8,7 @@ from html import escape
 from dtobs.diagnose.pictures import CallGrid, Cell
 from dtobs.words import ranks_text
 
-WORDS = {
-    "completed": "done",
-    "issued": "issued",
-    "waiting": "waits",
-    "missing": "not issued",
-    "gone": "–",
-}
+WORDS = {"completed": "done", "issued": "issued", "waiting": "waits", "missing": "not issued", "gone": "–"}
 
 
 def usual_text(row: tuple[Cell, ...], columns: tuple[tuple[int, ...], ...]) -> str:

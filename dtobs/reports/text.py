@@ -81,12 +81,7 @@ def _table(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = []
     for number, row in enumerate(rows):
-        cells = [
-            row[0].rjust(widths[0]),
-            row[1].ljust(widths[1]),
-            row[2].rjust(widths[2]),
-            row[3].ljust(widths[3]),
-        ]
+        cells = [row[0].rjust(widths[0]), row[1].ljust(widths[1]), row[2].rjust(widths[2]), row[3].ljust(widths[3])]
         line = _cut("  ".join([*cells, row[4]]).rstrip(), width)
         lines.append(paint(line, _row_style(number, shown, accused)) if not number or accused else line)
     rest = [status for rank, status in diagnosis.ranks.items() if rank not in set(chosen)]

@@ -192,13 +192,7 @@ class FakeRank:
         define = self.recorder.meta.define
         define("group", number, name=members[0], ranks=members[1], backend="gloo")
         define(
-            "op",
-            op_id,
-            op=what.op,
-            reduce_op=what.reduce_op,
-            shapes=what.shapes,
-            dtypes=what.dtypes,
-            root=what.root,
+            "op", op_id, op=what.op, reduce_op=what.reduce_op, shapes=what.shapes, dtypes=what.dtypes, root=what.root
         )
         define("site", site_id, file=where.file, line=where.line, function=where.function)
         by = thread or self.run.pid_of(self.number)
@@ -299,13 +293,7 @@ class FakeRun:
     ) -> None:
         self.directory = RunDirectory(root)
         self.world, self.live, self.attempt, self.ranks_per_node = world, live, attempt, ranks_per_node
-        everyone = {
-            "kind": "ddp",
-            "data_ranks": list(range(world)),
-            "stage": 0,
-            "coordinates": {},
-            "dropout": 0,
-        }
+        everyone = {"kind": "ddp", "data_ranks": list(range(world)), "stage": 0, "coordinates": {}, "dropout": 0}
         self.layout = everyone if layout == "ddp" else layout
         self.start_ns = time.monotonic_ns() if start_ns is None else start_ns
         self.groups: dict[int, tuple[str, tuple[int, ...]]] = {}

@@ -83,11 +83,7 @@ class JobLayout:
                 break
             number += self._groups_along(other)
         inner, outer = rank % self.tp, rank // (self.tp * self.pp)
-        within = {
-            TENSOR: rank // self.tp,
-            DATA: rank % (self.tp * self.pp),
-            PIPE: outer * self.tp + inner,
-        }[axis]
+        within = {TENSOR: rank // self.tp, DATA: rank % (self.tp * self.pp), PIPE: outer * self.tp + inner}[axis]
         return str(number + within)
 
     def _groups_along(self, axis: str) -> int:

@@ -192,11 +192,7 @@ class _Writer:
                     "filename": "/env/site-packages/torch/distributed/distributed_c10d.py",
                     "line": 3245,
                 },
-                {
-                    "name": "wrapper",
-                    "filename": "/env/site-packages/torch/distributed/c10d_logger.py",
-                    "line": 83,
-                },
+                {"name": "wrapper", "filename": "/env/site-packages/torch/distributed/c10d_logger.py", "line": 83},
                 {"name": name, "filename": f"/app/{file}", "line": int(line)},
                 {"name": "train_step", "filename": "/app/train.py", "line": 120},
                 {"name": "main", "filename": "/app/train.py", "line": 310},

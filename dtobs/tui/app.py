@@ -65,12 +65,7 @@ class TopApp(App[None]):
     ]
 
     def __init__(
-        self,
-        source: FrameSource,
-        *,
-        interval: float = 1.0,
-        order: Order | None = None,
-        exit_with_run: bool = False,
+        self, source: FrameSource, *, interval: float = 1.0, order: Order | None = None, exit_with_run: bool = False
     ) -> None:
         super().__init__()
         self.theme = "textual-light" if palette.on_light else "textual-dark"

@@ -48,10 +48,7 @@ HELP = (
     ("Escape", "close this"),
 )
 GLOSSARY = (
-    (
-        "busy",
-        "own time of a step, median of the last 16. Compare ranks by this, never by step time",
-    ),
+    ("busy", "own time of a step, median of the last 16. Compare ranks by this, never by step time"),
     ("wait", "time of a step in which the host waited for communication, median of the last 16"),
     ("late", "how long after the first rank this one came to the step's first collective"),
     ("norm", "this rank's gradient norm before reduction"),

@@ -18,21 +18,7 @@ from pathlib import Path
 from runtime.errors import DataError
 
 _LARGEST_PIECE = 64 * 1024  # characters
-_NOT_TEXT = {
-    ".pyc",
-    ".so",
-    ".a",
-    ".o",
-    ".bin",
-    ".gz",
-    ".zip",
-    ".xz",
-    ".png",
-    ".jpg",
-    ".pdf",
-    ".pt",
-    ".safetensors",
-}
+_NOT_TEXT = {".pyc", ".so", ".a", ".o", ".bin", ".gz", ".zip", ".xz", ".png", ".jpg", ".pdf", ".pt", ".safetensors"}
 _VALIDATION_SHARE = 20  # one in twenty is held out
 
 
@@ -82,16 +68,7 @@ class _Split:
 def standard_library(limit_bytes: int) -> Corpus:
     """The running Python's own library: no download. Modules are taken in a mixed order up to `limit_bytes`."""
     base = Path(sysconfig.get_path("stdlib"))
-    skipped = {
-        "test",
-        "tests",
-        "site-packages",
-        "dist-packages",
-        "idlelib",
-        "__pycache__",
-        "pydoc_data",
-        "encodings",
-    }
+    skipped = {"test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__", "pydoc_data", "encodings"}
     found = [path for path in base.rglob("*.py") if not skipped.intersection(path.relative_to(base).parts)]
     found.sort(key=lambda path: hashlib.blake2b(path.relative_to(base).as_posix().encode()).digest())
     chosen, total = [], 0

@@ -111,12 +111,7 @@ def open_folder(folder: Path) -> TokenFiles:
                 else np.empty(0, dtype=kind)
             )
         return TokenFiles(
-            index["title"],
-            streams["training"],
-            streams["validation"],
-            index["vocabulary"],
-            index["digest"],
-            folder,
+            index["title"], streams["training"], streams["validation"], index["vocabulary"], index["digest"], folder
         )
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise DataError(f"cannot open the tokens folder {folder}: {error}") from error
@@ -199,10 +194,7 @@ def _encode(building: Path, corpus: Corpus, tokenizer: Tokenizer, kind: np.dtype
     end = tokenization.end_of_document(tokenizer)
     lengths = {"training": 0, "validation": 0}
     digest = xxhash.xxh3_64()
-    with (
-        (building / "training.bin").open("wb") as training,
-        (building / "validation.bin").open("wb") as validation,
-    ):
+    with (building / "training.bin").open("wb") as training, (building / "validation.bin").open("wb") as validation:
         stream_of_documents = corpus.documents()
         while documents := list(islice(stream_of_documents, 64)):
             for document, numbers in zip(documents, _numbers(tokenizer, documents), strict=True):

@@ -40,14 +40,7 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
 
 
 def backward(
-    gradient: Tensor,
-    q_BHQE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    result: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool,
+    gradient: Tensor, q_BHQE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, result: Tensor, logsumexp: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one block adds to the gradients of queries, keys and values; `result` and `logsumexp` are merged."""
     if q_BHQE.device.type == "cpu":
@@ -74,14 +67,7 @@ def written_out(q_BHQE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool)
 
 
 def written_out_backward(
-    gradient: Tensor,
-    q_BHQE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    result: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool,
+    gradient: Tensor, q_BHQE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, result: Tensor, logsumexp: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` in plain products."""
     k_BHSE, v_BHSE = _to_heads(k_BKSE, q_BHQE).float(), _to_heads(v_BKSE, q_BHQE).float()

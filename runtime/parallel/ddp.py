@@ -14,9 +14,7 @@ from runtime.precision import reduce_dtype
 def apply(model: nn.Module, device: torch.device, precision: PrecisionConfig) -> DistributedDataParallel:
     """Wrap a whole model. Gradients are views of the buckets (no copy), which travel in the asked format."""
     wrapped = DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
+        model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
     if reduce_dtype(precision) is torch.bfloat16:
         wrapped.register_comm_hook(wrapped.process_group, average_in_bf16)

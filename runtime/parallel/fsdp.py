@@ -38,11 +38,7 @@ def shard_unit(unit: nn.Module, mesh: DeviceMesh, config: Config, *, reshard: bo
     """Make `unit` one FSDP unit: its parameters are gathered, and its gradients reduced, together."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.parallel.offload else OffloadPolicy()
     fully_shard(
-        unit,
-        mesh=mesh,
-        reshard_after_forward=reshard,
-        mp_policy=fsdp_policy(config.precision),
-        offload_policy=offload,
+        unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=fsdp_policy(config.precision), offload_policy=offload
     )
 
 

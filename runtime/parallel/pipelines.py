@@ -28,11 +28,7 @@ from runtime.model.transformer import Transformer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _ONE_STAGE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
-_TWO_STAGES = {
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "ZBV": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
+_TWO_STAGES = {"Interleaved1F1B": ScheduleInterleaved1F1B, "ZBV": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
 
 
 def stage_numbers(schedule: str, rank: int, ranks: int) -> list[int]:
