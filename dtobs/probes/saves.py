@@ -1,27 +1,32 @@
-"""Checkpoints that could not be saved: what torch.save, torch.distributed.checkpoint and safetensors raise.
+"""Checkpoints: when torch.save, torch.distributed.checkpoint and safetensors save one, and what they raise.
 
-A loop may catch the exception and go on, so that nobody hears of it until the checkpoint is needed. Saving through a
-name that was imported before the session began is not seen.
+While the training thread saves to a file its phase is `checkpoint`, in loops that name no phases as well. A loop may
+catch the exception and go on, so that nobody hears of it until the checkpoint is needed. Saving through a name that was
+imported before the session began is not seen.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from dtobs.events import Phase
 from dtobs.probes.base import Probe
 from dtobs.probes.call_site import CallSites
 
 _MAX_MESSAGE = 300
 _SAFETENSORS = "safetensors.torch"
+_Began: TypeAlias = tuple[str, int, BaseException | None, int]
+"""The function, the line, what exception was handled then, and what `Progress.end` needs."""
 
 
 class Saves(Probe):
-    """Writes down each save that raised, and the first one after it, at the same line, that did not."""
+    """Marks the phase; writes down each save that raised, and the first after it, at the same line, that did not."""
 
     name = "saves"
     about_model = False
@@ -44,15 +49,22 @@ class Saves(Probe):
             self._watch(sys.modules[_SAFETENSORS], "save_file", "safetensors.torch.save_file")
 
     def _watch(self, owner: Any, name: str, said: str) -> None:
-        def begin(*_args: Any, **_named: Any) -> tuple[str, int, BaseException | None]:
-            self._nested.depth = getattr(self._nested, "depth", 0) + 1
-            return said, self._sites.here(2), sys.exception()
+        progress = self.context.progress
+
+        def begin(*args: Any, **named: Any) -> _Began:
+            outer = getattr(self._nested, "depth", 0)
+            self._nested.depth = outer + 1
+            target = args[1] if len(args) > 1 else named.get("f")
+            memory = isinstance(target, io.BytesIO)  # a copy of something, or a message
+            phase = -1 if outer or memory else progress.begin(int(Phase.CHECKPOINT))
+            return said, self._sites.here(2), sys.exception(), phase
 
         self.around(owner, name, begin, self._end)
 
-    def _end(self, began: tuple[str, int, BaseException | None]) -> None:
-        said, site, before = began
+    def _end(self, began: _Began) -> None:
+        said, site, before, phase = began
         self._nested.depth -= 1
+        self.context.progress.end(phase)
         error = sys.exception()
         if self._nested.depth:
             return  # one save that is made of others

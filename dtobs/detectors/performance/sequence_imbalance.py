@@ -1,8 +1,8 @@
 """sequence-imbalance: ranks take turns in being late, because each has the longest sequences now and then.
 
 What it does: compares the ranks of a data-parallel group step by step. The slowest one costs the others `LOST` of the
-time, it is a different one from step to step, and forward and backward are long where the inputs are: busy time and
-the number of elements of a rank's inputs, both against the mean of the step, go together (`CORRELATED`). Without
+time, it is a different one from step to step, and it works long where its inputs are: busy time without data and the
+number of elements of a rank's inputs, both against the mean of the step, go together (`CORRELATED`). Without
 inputs of different sizes nothing is said: `dtobs whatif` sees sequences that are packed to one length, from forward
 and backward of single micro-batches.
 
@@ -32,7 +32,7 @@ def sequence_imbalance(view: RunView) -> list[Finding]:
         times = step_times(view, rows_of(view, group), last=MOST_STEPS)
         if times is None or not times.settled or times.overloaded:
             continue
-        work = times.parts["forward"] + times.parts["backward"]
+        work = times.busy - times.parts["data"]  # a loop by hand may compute in what is no forward of a module
         sizes = times.records["input_elements"].astype(np.float64)
         if not (sizes > 0).all():
             continue
@@ -55,7 +55,7 @@ def sequence_imbalance(view: RunView) -> list[Finding]:
                 step=int(times.steps[0]),
                 evidence=(
                     {
-                        "what": "forward and backward against the size of the inputs",
+                        "what": "busy time against the size of the inputs",
                         "correlation": together,
                         "lost_share": share,
                         "spread_of_sizes": uneven,

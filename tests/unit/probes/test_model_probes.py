@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
 import random
@@ -194,6 +195,20 @@ def test_the_model_can_be_copied_and_saved_while_observed_and_is_as_it_was_after
     assert nn.Sequential.__call__ is call
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_what_a_plain_loop_saves_to_a_file_is_the_checkpoint_of_its_step(tmp_path: Path):
+    model = nn.Linear(3, 2)
+
+    def save(step: int, loss: torch.Tensor) -> torch.Tensor:
+        if step == 1:
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+        elif step == 2:
+            torch.save(model.state_dict(), f=io.BytesIO())  # a copy, or a message: no checkpoint
+        return loss
+
+    saved = train(model, tmp_path / "run", steps=4, spoil=save).field("checkpoint_ns")[0]
+    assert saved[1] > 0 and saved[[0, 2, 3]].tolist() == [0, 0, 0]
 
 
 def test_probes_are_fresh_each_time():
