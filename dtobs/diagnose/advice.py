@@ -13,6 +13,7 @@ from typing import Any
 
 from dtobs.diagnose.model import Diagnosis
 from dtobs.findings import Confidence, Finding, Trait
+from dtobs.logs import ENDED_WELL, INTERRUPTED, NO_FURTHER
 
 SCHEMA = "dtobs.advice/1"
 
@@ -41,11 +42,14 @@ def advise(diagnosis: Diagnosis, earlier: Sequence[Diagnosis] = ()) -> Advice:
     """The advice for the last attempt; `earlier` are the attempts before it, oldest first."""
     verdict = diagnosis.verdict
     if verdict is None:
-        interrupted = any("interrupted from outside" in note for note in diagnosis.notes)
-        reason = "the job was interrupted from outside" if interrupted else "nothing is found wrong"
-        return Advice("unknown", "yes" if interrupted else "unsure", reason)
+        for words, restart in ((INTERRUPTED, "yes"), (ENDED_WELL, "no")):
+            if any(words in note for note in diagnosis.notes):
+                return Advice("unknown", restart, words)
+        return Advice("unknown", "unsure", "nothing is found wrong")
     if any(before.verdict is not None and _same(before, diagnosis) for before in earlier):
         return Advice(_cause(verdict), "no", f"the attempt before ended the same way: {verdict.code}")
+    if storm := next((note for note in diagnosis.notes if NO_FURTHER in note), None):
+        return Advice(_cause(verdict), "no", storm)
     cause = _cause(verdict)
     hosts = _hosts(diagnosis, verdict) if cause == "machine" else ()
     if cause == "workload":
@@ -58,7 +62,7 @@ def advise(diagnosis: Diagnosis, earlier: Sequence[Diagnosis] = ()) -> Advice:
 def _cause(verdict: Finding) -> str:
     if verdict.confidence is Confidence.POSSIBLE:
         return "unknown"
-    if Trait.MACHINE in verdict.traits:
+    if Trait.MACHINE in verdict.traits or _failed_hosts(verdict):
         return "machine"
     return "unknown" if Trait.TRANSIENT in verdict.traits else "workload"
 
@@ -72,11 +76,19 @@ def _same(before: Diagnosis, now: Diagnosis) -> bool:
 
 
 def _step(diagnosis: Diagnosis) -> int:
-    return max((status.step for status in diagnosis.ranks.values() if status.step is not None), default=-1)
+    told = -1 if diagnosis.told_step is None else diagnosis.told_step
+    return max((status.step for status in diagnosis.ranks.values() if status.step is not None), default=told)
 
 
 def _hosts(diagnosis: Diagnosis, verdict: Finding) -> tuple[str, ...]:
-    """The hosts of the accused, where only some hosts have any."""
+    """The hosts that the evidence names, or those of the accused, where only some hosts have any."""
+    if named := _failed_hosts(verdict):
+        return named
     all_hosts = {status.host for status in diagnosis.ranks.values() if status.host}
     accused = {diagnosis.ranks[rank].host for rank in verdict.ranks if rank in diagnosis.ranks} - {""}
     return tuple(sorted(accused)) if accused and accused < all_hosts else ()
+
+
+def _failed_hosts(verdict: Finding) -> tuple[str, ...]:
+    """Hosts of which a kernel or a scheduler tells that they failed."""
+    return tuple(sorted({str(record["failed_host"]) for record in verdict.evidence if record.get("failed_host")}))

@@ -51,11 +51,19 @@ def diagnosis_of_logs(target: str, analysis: LogAnalysis) -> Diagnosis:
         ranks={rank.rank: _status(rank) for rank in analysis.ranks},
         missing_ranks=analysis.missing_ranks,
         notes=analysis.notes if analysis.understood else (*analysis.notes, _NOTHING),
+        told_step=analysis.step,
     )
 
 
 def _status(rank: LogRank) -> RankStatus:
     state = "waiting" if rank.waits_in else "failed" if rank.ending else "unknown"
     return RankStatus(
-        rank.rank, state, rank.step, "", last_collective=rank.waits_in, site=rank.site, ending=rank.ending
+        rank.rank,
+        state,
+        rank.step,
+        "",
+        last_collective=rank.waits_in,
+        site=rank.site,
+        ending=rank.ending,
+        host=rank.host,
     )

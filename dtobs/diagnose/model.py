@@ -64,6 +64,7 @@ class Diagnosis:
     missing_ranks: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  #: what a reader should know beside: unreadable files, a pause that is no stall yet
     pictures: Pictures = field(default_factory=Pictures)
+    told_step: int | None = None  #: the latest step that a log tells, also of nobody it names
 
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as ``dtobs.diagnosis/1``; `dtobs/reports/diagnosis.schema.json` describes it."""

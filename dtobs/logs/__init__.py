@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
-from dtobs.logs.analyse import LogAnalysis, LogRank, analyse_logs
+from dtobs.logs.analyse import ENDED_WELL, INTERRUPTED, NO_FURTHER, LogAnalysis, LogRank, analyse_logs
 from dtobs.logs.reader import LogFile, begins_as_log, log_files, looks_like_log, named_like_log
 
 __all__ = [
+    "ENDED_WELL",
+    "INTERRUPTED",
+    "NO_FURTHER",
     "LogAnalysis",
     "LogFile",
     "LogRank",

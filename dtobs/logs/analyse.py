@@ -26,6 +26,13 @@ _LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died", "rendezvous
 _ENGINE_WAITS = 4
 _MAX_RANKS_SHOWN = 4096
 _CANCELLED = "CANCELLED AT"
+_CRASHED = ("uncaught-exception", "device-out-of-memory", "device-fault", "illegal-address", "disk-full")
+INTERRUPTED, ENDED_WELL, NO_FURTHER = (
+    "the job was interrupted from outside",
+    "the job ended well",
+    "no attempt came further",
+)
+"""Words of notes by which restart advice goes."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class LogRank:
     site: str = ""
     step: int | None = None
     ending: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class LogAnalysis:
     notes: tuple[str, ...]
     bytes_read: int = 0
     groups: tuple[GroupFrontier, ...] = field(default=())
+    step: int | None = None  #: the latest that any line tells
     understood: bool = True  #: at least one line tells something of a training job
 
 
@@ -87,11 +96,12 @@ def judge(evidence: LogEvidence, several_files: bool, notes: list[str], bytes_re
     return LogAnalysis(
         world,
         tuple(findings),
-        tuple(_ranks(heard, groups, ended, tracks)),
+        tuple(_ranks(heard, groups, ended, findings, _hosts(evidence, ended))),
         missing,
         tuple(notes),
         bytes_read,
         tuple(groups),
+        step=max((track.step for track in tracks.values() if track.step is not None), default=None),
         understood=bool(signs or tracks or world or heard.ranks),
     )
 
@@ -217,8 +227,18 @@ def _heard(
     return Heard(world, frozenset(rank for rank in known if rank < world), steps, shared)
 
 
+def _hosts(evidence: LogEvidence, ended: list[LoggedEnding]) -> dict[int, str]:
+    """By rank, the host that NCCL's lines or its launcher name."""
+    found = {max(votes)[1]: host for (host, _), votes in evidence.pids.items()}
+    return found | {ending.rank: ending.host for ending in ended if ending.rank is not None and ending.host}
+
+
 def _ranks(
-    heard: Heard, groups: list[GroupFrontier], ended: list[LoggedEnding], tracks: dict[int | None, Track]
+    heard: Heard,
+    groups: list[GroupFrontier],
+    ended: list[LoggedEnding],
+    findings: list[Finding],
+    hosts: dict[int, str],
 ) -> list[LogRank]:
     waits: dict[int, tuple[str, str]] = {}
     for group in groups:
@@ -226,9 +246,13 @@ def _ranks(
             if standing.stuck is not None and standing.rank not in waits:
                 label = f" of {group.label}" if group.label else ""
                 waits[standing.rank] = (f"{standing.call()} #{standing.stuck}{label}", standing.site)
-    ends = {e.rank: e.words() for e in ended if e.rank is not None}
+    ends = {rank: f.code for f in findings[:1] if f.code in _CRASHED for rank in f.ranks}
+    ends |= {e.rank: e.words() for e in ended if e.rank is not None}
     shown = sorted({*heard.ranks, *waits, *ends})[:_MAX_RANKS_SHOWN]
-    return [LogRank(rank, *waits.get(rank, ("", "")), heard.steps.get(rank), ends.get(rank, "")) for rank in shown]
+    return [
+        LogRank(rank, *waits.get(rank, ("", "")), heard.steps.get(rank), ends.get(rank, ""), hosts.get(rank, ""))
+        for rank in shown
+    ]
 
 
 def _notes(
@@ -240,9 +264,7 @@ def _notes(
         e.signal is not None and e.file == s.file and e.order < s.order for e in ended for s in outside[:1]
     )
     if outside and not came_first and not any(f.confidence is Confidence.CERTAIN for f in findings):
-        notes.append(
-            f"the job was interrupted from outside: {' '.join(outside[0].text.split())[:160]} ({outside[0].where})"
-        )
+        notes.append(f"{INTERRUPTED}: {' '.join(outside[0].text.split())[:160]} ({outside[0].where})")
     lost = [s for s in live if s.kind in _LOST and (s.kind != "gloo-closed" or "type" in s.fields)]
     if lost and not findings:
         who = "a rank" if lost[0].rank is None else ranks_text([lost[0].rank])
@@ -256,8 +278,12 @@ def _notes(
         )
     if not findings and not tracks:
         notes += _not_registered(live)
+    well = [s for s in live if s.kind == "completed"]
+    moved = max((track.seen[-1][0] for track in tracks.values() if track.seen), default=-1)
+    if well and not findings and not outside and well[-1].order > moved:
+        notes.append(f"{ENDED_WELL}, as a line says: {' '.join(well[-1].text.split())[:160]} ({well[-1].where})")
     steps = [track.step for track in tracks.values() if track.step is not None]
-    if findings and steps:
+    if steps:
         latest = max((t for t in tracks.values() if t.step is not None), key=lambda t: (t.step or 0, t.told_at))
         at = f" at {latest.told_at}" if latest.told_at else ""
         notes.append(f"the last progress line tells step {latest.step}{at}")
@@ -289,6 +315,6 @@ def _attempts(signs: list[Sign], evidence: LogEvidence) -> list[str]:
     if len(steps) < 2:
         return [f"{told}; the last attempt is judged"]
     ends = [step for step in evidence.attempts if step is not None]
-    stuck = ": no attempt came further" if max(ends[1:]) <= ends[0] else ""
+    stuck = f": {NO_FURTHER}" if max(ends[1:]) <= ends[0] else ""
     shown = steps[-8:]
     return [f"{told}; the attempts ended at steps {', '.join(shown[:-1])} and {shown[-1]}{stuck}"]

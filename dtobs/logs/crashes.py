@@ -41,6 +41,7 @@ _UNITS = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 _HOLDS = re.compile(r"Process (\d{1,10}) has (\d{1,6}\.\d\d) ([KMG]iB) memory in use")
 """Where the driver does not know, the amount has eleven digits."""
 _RESERVED = re.compile(r"(\d{1,6}\.\d\d) ([KMG]iB) is (?:allocated by PyTorch|reserved by PyTorch but unallocated)")
+_KERNEL = "kernel: "
 _REPEATED = "Caught "
 """How torch begins to repeat what a loader's worker or a replica raised, with the original traceback after it."""
 _EVIDENCE = 8
@@ -174,7 +175,8 @@ def _shape(fingerprint: str) -> str:
 
 
 def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ...]) -> str:
-    who = ranks_text(ranks) if ranks else "a rank"
+    host = _host(first)
+    who = ranks_text(ranks) if ranks else f"a rank on {host}" if host else "a rank"
     told = _cut(first.fields.get("message") or first.text)
     site = f" at {first.fields['site']}" if first.fields.get("site") else ""
     if code == "device-out-of-memory":
@@ -367,7 +369,21 @@ def _signalled(signs: Sequence[Sign], scene: Scene) -> Finding:
 
 
 def _records(signs: Iterable[Sign]) -> tuple[dict[str, Any], ...]:
-    return tuple({"what": s.text, "rank": s.rank, "where": s.where} for s in list(signs)[:_EVIDENCE])
+    return tuple(
+        {"what": s.text, "rank": s.rank, "where": s.where} | ({"failed_host": host} if (host := _host(s)) else {})
+        for s in list(signs)[:_EVIDENCE]
+    )
+
+
+def _host(sign: Sign) -> str:
+    """The host that a failure names, or whose kernel tells of one; pods and nodes of a launcher are no hosts."""
+    if sign.kind == "node-failed":
+        return sign.fields.get("host", "")
+    return (
+        sign.writer.node
+        if sign.writer.kind == "file" and sign.kind in ("xid", "sxid", "ecc") and _KERNEL in sign.text
+        else ""
+    )
 
 
 def _cut(text: str) -> str:

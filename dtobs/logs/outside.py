@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtobs.findings import Confidence, Finding
+from dtobs.logs.analyse import INTERRUPTED
 
 _HEAD, _LINES = 1 << 16, 1 << 12
 _MAX_BYTES = 64 << 20
@@ -49,7 +50,7 @@ def looks_like_outside(head: bytes) -> bool:
 def read_outside(paths: Iterable[Path]) -> tuple[list[Finding], list[str]]:
     """The findings, at most one cause, and notes."""
     rows = [row for path in paths for row in rows_of(_text(path), str(path))]
-    notes = [f"the job was interrupted from outside: {row.text} ({row.where})" for row in rows if row.kind == "outside"]
+    notes = [f"{INTERRUPTED}: {row.text} ({row.where})" for row in rows if row.kind == "outside"]
     for kind, code, said in (
         ("memory", "rank-oom-killed", "{} ran out of host memory: {}"),
         ("node", "rank-dead", "{} failed under the job: {}"),
