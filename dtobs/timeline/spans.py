@@ -18,6 +18,8 @@ from dtobs.recording.view import RunView
 from dtobs.timeline.pipeline import Chunk, chunks_by_step
 
 STEPS, PHASES, COMPUTE, WAIT = "steps", "phases", "compute", "wait"
+_LATE_EVENTS = 4096
+"""Of the newest events of a rank, those in which its last steps begin."""
 _STREAMS = {
     PipelineOp.SEND_FORWARD: "send forward",
     PipelineOp.RECV_FORWARD: "receive forward",
@@ -65,38 +67,58 @@ def timeline(view: RunView, first: int | None = None, last: int | None = None, n
     """The steps from `first` to `last`, without them the `newest` ones. Raises TargetError when none is recorded."""
     window = view.steps(4096)
     known = window.steps.tolist()
+    lately = {rank: _lately(view, rank) for rank in view.ranks}
+    open_ = sorted({step for ends in lately.values() for step, (_, end) in ends.items() if not end} - set(known))
     if first is None and last is None:
         chosen = known[-newest:]
     else:
-        chosen = [s for s in known if (first is None or s >= first) and (last is None or s <= last)]
+        chosen = [s for s in known + open_ if (first is None or s >= first) and (last is None or s <= last)]
     if not chosen:
         have = f"steps {known[0]} to {known[-1]}" if known else "no finished step"
+        have += f"; step {open_[-1]} is in progress" if open_ else ""
         unread = f" ({view.damaged[0]})" if view.damaged else ""
         raise TargetError(f"{view.root} has no record of the steps asked for: it has {have}{unread}")
     spans: list[Span] = []
+    now = max((int(e["t_ns"][-1]) for r in view.ranks if len(e := view.tail_events(r, _LATE_EVENTS))), default=0)
     for row, rank in enumerate(view.ranks):
         records = window.records[row][np.isin(window.steps, chosen) & window.valid[row]]
-        if len(records):
-            spans += _of_rank(view, rank, records)
+        steps = {step: (begin, end or now) for step, (begin, end) in lately[rank].items() if step in chosen}
+        steps |= {int(r["step"]): (int(r["begin_ns"]), int(r["end_ns"])) for r in records}
+        if steps:
+            spans += _of_rank(view, rank, steps)
     ranks = tuple(view.ranks)
     ordered = sorted(spans, key=lambda s: (s.rank, s.track, s.begin_ns, -s.end_ns))
     return Timeline(str(view.info.get("name") or view.root.name), tuple(chosen), ranks, tuple(ordered))
 
 
-def _of_rank(view: RunView, rank: int, records: npt.NDArray[np.void]) -> Iterator[Span]:
-    for record in records:
-        begin, end = int(record["begin_ns"]), int(record["end_ns"])
-        yield Span(rank, STEPS, f"step {int(record['step'])}", begin, end)
-    begin, end = int(records["begin_ns"].min()), int(records["end_ns"].max())
+def _lately(view: RunView, rank: int) -> dict[int, tuple[int, int]]:
+    """Begin and end of the rank's last two steps: the one that it is in, whose end is 0, and the one before, whose
+    record is not written before the next step computes.
+    """
+    events = view.tail_events(rank, _LATE_EVENTS)
+    found: dict[int, tuple[int, int]] = {}
+    for event in events[np.isin(events["kind"], (Kind.STEP_BEGIN, Kind.STEP_END))]:
+        step, at = int(event["step"]), int(event["t_ns"])
+        if event["kind"] == Kind.STEP_BEGIN:
+            found[step] = (at, 0)
+        elif step in found:
+            found[step] = (found[step][0], at)
+    return dict(list(found.items())[-2:])
+
+
+def _of_rank(view: RunView, rank: int, steps: dict[int, tuple[int, int]]) -> Iterator[Span]:
+    for step, (begin, end) in steps.items():
+        yield Span(rank, STEPS, f"step {step}", begin, end)
+    begin, end = min(b for b, _ in steps.values()), max(e for _, e in steps.values())
     events = view.events(rank)
     inside = events[(events["t_ns"] >= begin) & (events["t_ns"] <= end)]
     phases = view.meta(rank).phases
     yield from _phases(rank, inside, phases, begin, end)
-    yield from _waits(rank, inside)
+    yield from _waits(rank, inside, end)
     yield from _collectives(view, rank, inside)
     by_step = chunks_by_step(view, rank)
-    for record in records:
-        yield from _pipeline(rank, by_step.get(int(record["step"]), ()))
+    for step in steps:
+        yield from _pipeline(rank, by_step.get(step, ()))
 
 
 def _phases(rank: int, events: npt.NDArray[np.void], names: dict[int, str], begin: int, end: int) -> Iterator[Span]:
@@ -107,7 +129,8 @@ def _phases(rank: int, events: npt.NDArray[np.void], names: dict[int, str], begi
         if event["kind"] == Kind.PHASE_BEGIN:
             stack.append((number, at))
         elif not stack:
-            yield Span(rank, PHASES, phase_name(number, names), begin, at)
+            if at > begin:
+                yield Span(rank, PHASES, phase_name(number, names), begin, at)
         else:
             while stack:
                 opened, since = stack.pop()
@@ -118,10 +141,14 @@ def _phases(rank: int, events: npt.NDArray[np.void], names: dict[int, str], begi
         yield Span(rank, PHASES, phase_name(number, names), since, end)
 
 
-def _waits(rank: int, events: npt.NDArray[np.void]) -> Iterator[Span]:
-    for event in events[events["kind"] == Kind.WAIT_END]:
+def _waits(rank: int, events: npt.NDArray[np.void], end: int) -> Iterator[Span]:
+    """Those that ended, and one that is not over at the end."""
+    waits = events[np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END))]
+    for event in waits[waits["kind"] == Kind.WAIT_END]:
         at = int(event["t_ns"])
         yield Span(rank, WAIT, "wait", at - round(float(event["value"]) * 1e9), at)
+    if len(waits) and waits["kind"][-1] == Kind.WAIT_BEGIN:
+        yield Span(rank, WAIT, "wait", int(waits["t_ns"][-1]), end)
 
 
 def _collectives(view: RunView, rank: int, events: npt.NDArray[np.void]) -> Iterator[Span]:

@@ -14,6 +14,7 @@ import pytest
 
 from dtobs.cli import main
 from dtobs.errors import RecordingDisabled, TargetError
+from dtobs.events import Kind, Phase
 from dtobs.events import PipelineOp as Op
 from dtobs.recording.pipeline_ring import PipelineWriter
 from dtobs.recording.plan import Plan
@@ -179,3 +180,24 @@ def test_a_ring_that_cannot_be_made_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordingDisabled, match="cannot record to"):
         PipelineWriter(tmp_path / "file" / "pipeline.ring")
+
+
+def test_a_step_that_hangs_and_one_that_is_not_written_yet_are_drawn_from_events(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        rank.step()
+        if rank.number == 0:  # its record of step 1 follows in the next forward, which does not come
+            rank.event(Kind.STEP_BEGIN, step=1).advance(0.2).event(Kind.STEP_END, step=1).event(Kind.STEP_BEGIN, step=2)
+        else:
+            rank.step().event(Kind.STEP_BEGIN).event(Kind.PHASE_BEGIN, phase=Phase.BACKWARD)
+            rank.event(Kind.WAIT_BEGIN).advance(3.0).event(Kind.POLICY)
+    view = run.view()
+    late = timeline(view, 1, 1)
+    (own,) = (s for s in late.spans if s.track == "steps" and s.rank == 0)
+    assert (own.name, own.end_ns - own.begin_ns) == ("step 1", 200 * MS)
+    hung = timeline(view, 2, 2)
+    assert {(s.rank, s.name) for s in hung.spans} == {(0, "step 2"), (1, "step 2"), (1, "backward"), (1, "wait")}
+    assert all(s.end_ns - s.begin_ns == 3000 * MS for s in hung.spans if s.rank == 1)
+    assert timeline(view).steps == (0, 1)
+    with pytest.raises(TargetError, match="steps 0 to 1; step 2 is in progress"):
+        timeline(view, 7, 7)
