@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from dtobs.detectors.peers import data_groups
 from dtobs.detectors.silent.config_mismatch import settings_of
+from dtobs.detectors.silent.learned_copies import learned_keys
 from dtobs.detectors.silent.replica_divergence import apart_on_purpose
 from dtobs.expectations import is_declared
 from dtobs.recording.laws import UPDATES
@@ -222,7 +223,11 @@ def _peers(view: RunView, known: list[int]) -> Off:
 
 def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
     """Parameters of which nothing says whether other ranks have copies."""
-    unknown = {rank: sum(not p.replica for p in view.meta(rank).params) for rank in known}
+    learned = learned_keys(view)
+    unknown = {
+        rank: sum(not p.replica and (rank, row) not in learned for row, p in enumerate(view.meta(rank).params))
+        for rank in known
+    }
     if any(unknown.values()):
         rank = max(unknown, key=lambda r: unknown[r])
         yield Off(

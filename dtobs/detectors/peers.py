@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -13,6 +13,7 @@ from dtobs.recording.view import RunView
 
 T = TypeVar("T", bound=Hashable)
 _MEMO = "data groups"
+_TENSOR = frozenset({"tensor", "tp", "tensor_parallel", "tensor-parallel"})
 _STEPS_LOOKED_AT = 4
 """Steps from whose messages it is seen who sends first."""
 
@@ -27,6 +28,25 @@ def data_groups(view: RunView) -> list[list[int]]:
     if known is None or not all(map(is_, known.said, said)):
         known = view.memo[_MEMO] = _Known(said, _groups(view.ranks, said))
     return [list(group) for group in known.groups]
+
+
+def tensor_groups(view: RunView) -> list[list[int]]:
+    """Ranks at the same place along all but the tensor dimensions.
+
+    Where two ranks are at the same place along all dimensions, the mesh is a part of the job's: its other dimensions
+    are not known, and so neither are the replicas.
+    """
+    together: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    taken: set[tuple[tuple[str, int], ...]] = set()
+    for rank in view.ranks:
+        place = view.meta(rank).layout.get("coordinates") or {}
+        if _TENSOR.intersection(place):
+            whole = tuple(sorted((str(name), int(at)) for name, at in place.items()))
+            if whole in taken:
+                return []
+            taken.add(whole)
+            together[tuple(at for at in whole if at[0] not in _TENSOR)].append(rank)
+    return [ranks for ranks in together.values() if len(ranks) > 1]
 
 
 @dataclass(frozen=True)

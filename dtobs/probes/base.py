@@ -73,6 +73,7 @@ class Context:
     """Asked about each collective before it is issued, and told of each wait."""
     loss_scale: float | torch.Tensor | None = None
     """What this step's loss was multiplied with; a 0-d tensor where only a device knows it."""
+    loss_divisor: int = 1  #: what a schedule that is running divides the sum of its micro-batches' gradients by
     stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it
     progress: Progress = field(init=False)
     failed: list[Probe] = field(default_factory=list)  #: since `take_out_failed` was last called

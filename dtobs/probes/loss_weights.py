@@ -88,7 +88,10 @@ class LossWeightProbe(Probe):
             else:
                 seen = [value.new_full((), math.nan, dtype=torch.float64)] * 4
             count = value.new_full((), len(found), dtype=torch.float64)
-            self._seen.append(torch.stack([count, *seen, value.to(torch.float64).reshape(())]))
+            least, largest, total, loss = (
+                each.to(torch.float64).reshape(()) / self.context.loss_divisor for each in (*seen[1:], value)
+            )
+            self._seen.append(torch.stack([count, seen[0], least, largest, total, loss]))
         self._rotation.spent(time.perf_counter_ns() - begin)
 
     def step_end(self) -> None:

@@ -117,7 +117,8 @@ class PipelineProbe(Probe):
         last = torch_pipelining.last_stage(own)
         if last is not None and torch_pipelining.has_loss(schedule):
             self._around_compute(schedule, torch_pipelining.LOSS, last, len(own) - 1, lambda *_: PipelineOp.LOSS)
-        self.around(schedule, "step", self._begin_turn, self._end_turn)
+        begin = partial(self._begin_turn, torch_pipelining.divides_by(schedule))
+        self.around(schedule, "step", begin, self._end_turn)
 
     # the schedule
 
@@ -146,7 +147,8 @@ class PipelineProbe(Probe):
             self.watch(schedule)
         return schedule in self._watched
 
-    def _begin_turn(self, *_args: Any, **_named: Any) -> bool:
+    def _begin_turn(self, divisor: int, *_args: Any, **_named: Any) -> bool:
+        self.context.loss_divisor = divisor
         if not self._progress.in_step:
             self._progress.end(self._progress.begin(Phase.FORWARD))  # the first receive belongs to the step as well
         step = self.context.step
@@ -160,6 +162,7 @@ class PipelineProbe(Probe):
         return True
 
     def _end_turn(self, _began: bool) -> None:
+        self.context.loss_divisor = 1
         for stage in list(self._split):
             self._stage_done(stage)
 

@@ -56,6 +56,11 @@ def plan(schedule: Any) -> Plan:
     )
 
 
+def divides_by(schedule: Any) -> int:
+    """What the schedule divides gradients by once all micro-batches were added up."""
+    return int(schedule._n_microbatches) if getattr(schedule, "scale_grads", False) else 1
+
+
 def schedules() -> list[type]:
     """The classes whose ``step`` runs a schedule; none as long as nobody has imported them."""
     module = sys.modules.get("torch.distributed.pipelining.schedules")

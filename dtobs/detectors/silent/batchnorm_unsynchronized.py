@@ -6,9 +6,6 @@ it is a common choice, and `detectors.comparisons` says it as a fact. A batch no
 
 Why it hurts: mean and variance of so few samples are mostly noise, and evaluation uses other ones: the error of image
 classifiers is known to rise from eight samples a rank downwards, most of all below five (Wu and He, 2018).
-
-What to do next: convert the model with ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` before wrapping it, use group
-norm, or give each rank more samples at a time.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dtobs.detectors.peers import data_groups, outliers, rows_of
+from dtobs.detectors.peers import data_groups, outliers, rows_of, tensor_groups
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
@@ -29,7 +29,7 @@ _EACH = 8
 def config_mismatch(view: RunView) -> list[Finding]:
     """One finding for each set of ranks that has other settings than its peers."""
     found: list[Finding] = []
-    for group in data_groups(view):
+    for group in data_groups(view) or tensor_groups(view):
         as_of = _common_step(view, group)
         states = {rank: settings_of(view, rank, as_of) for rank in group} if as_of is not None else {}
         if not states or not all(states.values()):

@@ -1,10 +1,10 @@
 """data-mismatch: tensor-parallel ranks of one replica read different data.
 
 What it does: compares the digests of the inputs of each step between ranks that differ in their place along tensor
-dimensions of the mesh only. Their layers are parts of one model, so they must be given one batch, unless they split
-each sequence between them before the model sees it. So there must be a reason to know better: the inputs were equal
-before, or the ranks read each other's samples in other steps, or a DistributedSampler deals to more ranks than
-there are replicas of the model.
+dimensions of the mesh only, or whose copies of a model were alike (`learned_copies`) until they went apart. Their
+layers are parts of one model, so they must be given one batch, unless they split each sequence between them before the
+model sees it. So there must be a reason to know better: the inputs were equal before, or the ranks read each other's
+samples in other steps, or a DistributedSampler deals to more ranks than there are replicas of the model.
 
 Why it hurts: each computes its part of every product for another sample; the sums mean nothing, and nothing raises.
 """
@@ -12,27 +12,32 @@ Why it hurts: each computes its part of every product for another sample; the su
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import outliers, rows_of
+from dtobs.detectors.peers import data_groups, outliers, rows_of, tensor_groups
+from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.step_window import StepWindow
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
 
 WINDOW = 64
 LEAST_STEPS = 4
+LEAST_BEFORE = 8
+"""Steps in which ranks that nobody said anything of must have read the same, and not always the same."""
 LEAST_SAMPLES, LEAST_SHARED = 64, 0.25
-_TENSOR = frozenset({"tensor", "tp", "tensor_parallel", "tensor-parallel"})
 
 
 def data_mismatch(view: RunView) -> list[Finding]:
     """One finding for each replica whose ranks read different data."""
     found = []
     window = view.steps(WINDOW)
-    for ranks in _replicas(view):
+    tensor = [(ranks, f"the tensor-parallel group of {ranks_text(ranks)}") for ranks in tensor_groups(view)]
+    for ranks, whole in [*tensor, *_of_one_model(view, window)]:
         rows = rows_of(view, ranks)
         digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
         known = (digests != 0).all(axis=0)
@@ -51,8 +56,7 @@ def data_mismatch(view: RunView) -> list[Finding]:
         found.append(
             Finding(
                 "data-mismatch",
-                f"{whom} the tensor-parallel group of {ranks_text(ranks)}, in {int(unequal.sum())} of"
-                f" {int(known.sum())} steps: {reason}",
+                f"{whom} {whole}, in {int(unequal.sum())} of {int(known.sum())} steps: {reason}",
                 tuple(odd),
                 Confidence.LIKELY,
                 step=step,
@@ -60,6 +64,29 @@ def data_mismatch(view: RunView) -> list[Finding]:
             )
         )
     return found
+
+
+def _of_one_model(view: RunView, window: StepWindow) -> Iterator[tuple[list[int], str]]:
+    """Ranks whose copies were alike until they went apart, and that read the same before, in steps that were not alike.
+
+    Only those of which nothing else says which of them read different samples.
+    """
+    apart = [set(group) for group in [*data_groups(view), *tensor_groups(view)]]
+    for copies in replica_sets(view):
+        if not copies.learned or not copies.differs[-1].any():
+            continue
+        rows = rows_of(view, copies.ranks)
+        digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
+        first = digests[:, (digests != 0).all(axis=0)][:, :LEAST_BEFORE]
+        if first.shape[1] < LEAST_BEFORE:
+            continue
+        together: dict[bytes, list[int]] = defaultdict(list)
+        for rank, read in zip(copies.ranks, first, strict=True):
+            if len(set(read.tolist())) == LEAST_BEFORE:
+                together[read.tobytes()].append(rank)
+        for ranks in together.values():
+            if len(ranks) > 1 and not any(len(group & set(ranks)) > 1 for group in apart):
+                yield ranks, f"the ranks that hold copies of {copies.names[0]} and read the same before"
 
 
 def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> str:
@@ -78,22 +105,3 @@ def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> st
         if shared >= LEAST_SHARED:
             return f"{shared:.0%} of the samples of rank {ranks[0]} are read by the others in other steps"
     return ""
-
-
-def _replicas(view: RunView) -> list[list[int]]:
-    """Ranks at the same place along all but the tensor dimensions.
-
-    Where two ranks are at the same place along all dimensions, the mesh is a part of the job's: its other dimensions
-    are not known, and so neither are the replicas.
-    """
-    together: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-    taken: set[tuple[tuple[str, int], ...]] = set()
-    for rank in view.ranks:
-        place = view.meta(rank).layout.get("coordinates") or {}
-        if _TENSOR.intersection(place):
-            whole = tuple(sorted((str(name), int(at)) for name, at in place.items()))
-            if whole in taken:
-                return []
-            taken.add(whole)
-            together[tuple(at for at in whole if at[0] not in _TENSOR)].append(rank)
-    return [ranks for ranks in together.values() if len(ranks) > 1]

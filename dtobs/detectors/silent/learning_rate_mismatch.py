@@ -1,7 +1,8 @@
 """learning-rate-mismatch: ranks that share one model step with different learning rates.
 
-What it does: compares the learning rates of the same steps between the ranks of a data-parallel group, and speaks of
-those that are apart in the newest steps. Optimizers that hold a part of the model each (ZeRO) are left out, and ranks
+What it does: compares the learning rates of the same steps between ranks that train one model (data-parallel ones, else
+tensor-parallel ones or those whose copies were alike), and speaks of those that are apart in the newest steps. Of
+optimizers that hold a part of the model each (ZeRO) only rates that were equal before are compared. Left out are ranks
 that left out an optimizer step: their steps have other numbers.
 
 Why it hurts: replicas part, or the shards of one model are trained at different speeds.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.peers import data_groups, outliers, rows_of
+from dtobs.detectors.peers import data_groups, outliers, rows_of, tensor_groups
 from dtobs.detectors.silent.config_mismatch import settings_of
+from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.detectors.silent.steps_left_out import steps_left_out
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.step_window import StepWindow
@@ -23,24 +25,35 @@ WINDOW = 64
 HISTORY = 4096
 """Steps that are read to find the first, once the newest are apart."""
 LEAST_STEPS = 2
+LEAST_TOGETHER = 8
 RELATIVE = 1e-6
 
 
 def learning_rate_mismatch(view: RunView) -> list[Finding]:
     """One finding for each group of ranks whose learning rates part, and stay apart, in the same steps."""
-    return [found for group in data_groups(view) if (found := _judge(view, group)) is not None]
+    return [found for group in sharers(view) if (found := _judge(view, group)) is not None]
+
+
+def sharers(view: RunView) -> list[list[int]]:
+    """Ranks that train one model: those that read different samples, or where none are known those that split layers,
+    or whose copies turned out to be alike until they went apart.
+    """
+    groups = data_groups(view) or tensor_groups(view)
+    known = [set(group) for group in groups]
+    for copies in replica_sets(view):
+        if copies.learned and copies.differs[-1].any() and not any(set(copies.ranks) <= group for group in known):
+            groups, known = [*groups, copies.ranks], [*known, set(copies.ranks)]
+    return groups
 
 
 def _judge(view: RunView, group: list[int]) -> Finding | None:
-    if any(settings_of(view, rank, 1 << 62).get("optimizer shares") for rank in group):
-        return None
-    parted = _parted(view.steps(WINDOW), rows_of(view, group))
-    if parted is None:
+    shared = any(settings_of(view, rank, 1 << 62).get("optimizer shares") for rank in group)
+    if _parted(view.steps(WINDOW), rows_of(view, group), shared) is None:
         return None
     group = [rank for rank in group if rank not in steps_left_out(view, group)]
     rows = rows_of(view, group)
     window = view.steps(HISTORY)
-    parted = _parted(window, rows) if len(group) > 1 else None
+    parted = _parted(window, rows, shared) if len(group) > 1 else None
     if parted is None:
         return None
     rates = window.records["learning_rate"][rows, parted]
@@ -65,16 +78,25 @@ def _judge(view: RunView, group: list[int]) -> Finding | None:
     )
 
 
-def _parted(window: StepWindow, rows: list[int]) -> int | None:
-    """The column from which on the rates of `rows` are apart, up to the newest that can be compared; None for none."""
-    rates = np.where(window.valid[rows], window.records["learning_rate"][rows], np.nan)
-    whole = np.isfinite(rates).all(axis=0) & (rates > 0).any(axis=0)
-    spread = np.zeros(len(window.steps))
-    spread[whole] = np.ptp(rates[:, whole], axis=0) / np.abs(rates[:, whole]).max(axis=0)
-    apart = whole & (spread > RELATIVE)
-    newest = np.flatnonzero(whole)[-LEAST_STEPS:]
-    if len(newest) < LEAST_STEPS or not apart[newest].all():
-        return None  # what has passed is history
-    together = np.flatnonzero(whole & ~apart)
-    since = together[-1] + 1 if len(together) else 0
-    return int(np.flatnonzero(apart[since:])[0] + since)
+def _parted(window: StepWindow, rows: list[int], shared: bool) -> int | None:
+    """The column from which on the rates of `rows` are apart, up to the newest that can be compared; None for none.
+
+    Optimizers that step in turn have rates of their own. `shared`: each rank trains a part of the model.
+    """
+    optimizers = window.records["optimizers"][rows]
+    for turn in np.unique(optimizers[0, window.valid[rows].all(axis=0)]).tolist():
+        mine = window.valid[rows] & (optimizers == turn).all(axis=0)
+        rates = np.where(mine, window.records["learning_rate"][rows], np.nan)
+        whole = np.isfinite(rates).all(axis=0) & (rates > 0).any(axis=0)
+        spread = np.zeros(len(window.steps))
+        spread[whole] = np.ptp(rates[:, whole], axis=0) / np.abs(rates[:, whole]).max(axis=0)
+        apart = whole & (spread > RELATIVE)
+        newest = np.flatnonzero(whole)[-LEAST_STEPS:]
+        if len(newest) < LEAST_STEPS or not apart[newest].all():
+            continue  # what has passed is history
+        together = np.flatnonzero(whole & ~apart)
+        if shared and len(together) < LEAST_TOGETHER:
+            continue  # each part may have a rate of its own
+        since = together[-1] + 1 if len(together) else 0
+        return int(np.flatnonzero(apart[since:])[0] + since)
+    return None

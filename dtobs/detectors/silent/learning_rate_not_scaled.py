@@ -6,9 +6,6 @@ mistake: which rule is right (the linear one for SGD, the square root for Adam, 
 
 Why it hurts: with a larger batch the same rate learns less from each sample; with a smaller one it is noisier, and may
 diverge.
-
-What to do next: multiply the learning rate by the factor of the batch (SGD) or its square root (Adam), or keep the
-effective batch by accumulating accordingly.
 """
 
 from __future__ import annotations

@@ -117,16 +117,16 @@ def _not_divided(view: RunView, ranks: list[int], steps: dict[int, _Step]) -> Fi
     if len(wrong) < max(LEAST_STEPS, len(steps) // 2):
         return None
     micros = int(np.median([step.micros for step in wrong.values()]))
-    factor = _factor(view, set(ranks))
-    if factor is not None and factor * micros < 1.5:
-        return None  # divided later, before the optimizer
+    factor, scheduled = _factor(view, set(ranks)), any(view.meta(rank).pipeline for rank in ranks)
+    if (factor is None and not scheduled) or (factor is not None and factor * micros < 1.5):
+        return None  # divided later, before the optimizer, or nobody knows
     first = min(wrong)
     return Finding(
         "accumulation-not-normalized",
         f"{ranks_text(ranks)} {'adds' if len(ranks) == 1 else 'add'} up {count(micros, 'backward')} a step whose losses"
         f" each weigh 1: gradients are {micros} times as large as those of one batch, since step {first}",
         tuple(ranks),
-        Confidence.LIKELY if micros >= MANY else Confidence.POSSIBLE,
+        Confidence.LIKELY if micros >= MANY and factor is not None else Confidence.POSSIBLE,
         step=first,
         group="not divided",
         expect="loss-weights",
@@ -135,11 +135,14 @@ def _not_divided(view: RunView, ranks: list[int], steps: dict[int, _Step]) -> Fi
 
 
 def _factor(view: RunView, ranks: set[int]) -> float | None:
-    """What the optimizers of `ranks` get of the average gradient, as the ledger knows it; None where it is not one."""
+    """The most that the optimizers of `ranks` get of the average gradient, as the ledger knows it; None where unknown.
+
+    Clipping takes something away in many steps, a division later on the same in all.
+    """
     factors = [one.factors for one in judged_looks(view) if ranks.issuperset(one.ranks)]
     known = np.concatenate(factors) if factors else np.zeros(0)
     known = known[np.isfinite(known)]
-    return float(np.median(known)) if len(known) else None
+    return float(np.quantile(known, 0.95)) if len(known) else None
 
 
 def _mean_of_means(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:

@@ -28,6 +28,8 @@ from dtobs.words import ranks_do, ranks_text
 
 FIRST_PERIOD = 16
 """Steps that copies may be apart, with no gradient between them, before it is said."""
+LEAST_TOGETHER = 4
+"""Looks in which tensors moved alike while others were apart."""
 LEAST_EQUAL = 8
 """Looks in which all copies were equal, before one in which they were not is odd."""
 _LEFT_OUT = "Look for what skips optimizer.step() on this rank only: a condition on its own loss, gradients or data."
@@ -36,7 +38,13 @@ _LEFT_OUT = "Look for what skips optimizer.step() on this rank only: a condition
 def replica_divergence(view: RunView) -> list[Finding]:
     """One finding for each set of ranks whose copies differ."""
     judged = ((copies, _judge(view, copies)) for copies in replica_sets(view))
-    return [_describe(view, copies, sure) for copies, sure in judged if sure in (Confidence.CERTAIN, Confidence.LIKELY)]
+    found = [
+        _describe(view, copies, sure) for copies, sure in judged if sure in (Confidence.CERTAIN, Confidence.LIKELY)
+    ]
+    first: dict[tuple[int, ...], Finding] = {}  # the same ranks may hold copies of several kinds
+    for finding in sorted(found, key=lambda finding: finding.step or 0):
+        first.setdefault(finding.ranks, finding)
+    return list(first.values())
 
 
 def apart_on_purpose(view: RunView) -> list[tuple[list[int], int]]:
@@ -73,7 +81,8 @@ def _judge(view: RunView, copies: ReplicaSet) -> Confidence | None:
         return Confidence.CERTAIN if apart > period else None
     if longest:
         return Confidence.CERTAIN if apart > 2 * longest else None
-    if _gradients_travel(view, copies, copies.steps[differs]):
+    travel = _exchange_as_before if copies.learned else _gradients_travel
+    if _in_part(copies, differs) or travel(view, copies, copies.steps[differs]):
         return Confidence.CERTAIN
     return Confidence.POSSIBLE if apart > FIRST_PERIOD else None
 
@@ -98,6 +107,30 @@ def _apart(steps: npt.NDArray[np.int64], differs: npt.NDArray[np.bool_]) -> tupl
         elif not apart and place and differs[place - 1]:
             longest = max(longest, int(step) - since)
     return int(steps[-1]) - since, longest
+
+
+def _in_part(copies: ReplicaSet, differs: npt.NDArray[np.bool_]) -> bool:
+    """Whether some tensors stayed alike and went on moving while others went apart: the copies are still kept alike."""
+    since = int(np.flatnonzero(~differs)[-1]) + 1 if not differs.all() else 0
+    own, apart = copies.digests[0, since:], copies.differs[since:]
+    if len(own) < LEAST_TOGETHER:
+        return False
+    moves = (own[1:] != own[:-1]).all(axis=0)
+    return bool((moves & ~apart.any(axis=0)).any())
+
+
+def _exchange_as_before(view: RunView, copies: ReplicaSet, steps: npt.NDArray[np.int64]) -> bool:
+    """Whether ranks call collectives nearly as often as while their copies were alike: what kept these alike goes on.
+
+    One of two calls less may be the averaging, beside that of a loss.
+    """
+    alike = copies.steps[~copies.differs.any(axis=1)]
+    for rank in copies.ranks:
+        history = view.rank_steps(rank)
+        before, now = (history["collectives"][np.isin(history["step"], some)] for some in (alike, steps))
+        if not len(before) or not len(now) or not 0 < np.median(before) < 2 * np.median(now):
+            return False
+    return True
 
 
 def _parts_of_one_model(view: RunView, copies: ReplicaSet) -> bool:
@@ -146,7 +179,10 @@ def _between(copies: ReplicaSet, when: int, step: int) -> bool:
 
 def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Finding:
     differs = copies.differs
-    when = int(differs.any(axis=1).argmax())
+    apart: npt.NDArray[np.bool_] = np.any(differs, axis=1)
+    met = np.flatnonzero(~apart)
+    # Copies that met now and then: since they met for the last time. Where they met again, the first time.
+    when = int(met[-1]) + 1 if len(met) and met[-1] + 1 < len(apart) else int(apart.argmax())
     which = int(differs[when].argmax())
     values = {r: int(d) for r, d in zip(copies.ranks, copies.digests[:, when, which], strict=True)}
     odd, majority = outliers(values)

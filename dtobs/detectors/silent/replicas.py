@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.detectors.silent.learned_copies import LEARNED, learned_keys
 from dtobs.recording.view import RunView
 
 
@@ -20,6 +21,7 @@ class ReplicaSet:
     steps: npt.NDArray[np.int64]
     digests: npt.NDArray[np.uint64]
     times_ns: npt.NDArray[np.int64]  #: [ranks, steps]
+    learned: bool = False  #: from being alike, and from nothing that was said (`learned_copies`)
 
     @property
     def differs(self) -> npt.NDArray[np.bool_]:
@@ -35,25 +37,28 @@ def replica_sets(view: RunView, *, always: bool = False) -> Iterator[ReplicaSet]
     its ranks agree.
     """
     tables: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    learned = learned_keys(view)
     for rank in view.ranks:
-        table = tuple((p.name, p.replica) for p in view.meta(rank).params)
+        params = view.meta(rank).params
+        table = tuple((p.name, learned.get((rank, row), p.replica)) for row, p in enumerate(params))
         tables.setdefault(table, []).append(rank)
     if not always:
         tables = {t: r for t, r in tables.items() if len(tables) > 1 or not _agree(view, r)}
     classes = list(tables.items())
     holders: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for number, (table, _) in enumerate(classes):
-        for row, key in enumerate(table):
-            if key[1]:
-                holders.setdefault(key, []).append((number, row))
-    together: dict[tuple[int, ...], list[tuple[str, tuple[int, ...]]]] = {}
+        for row, (name, key) in enumerate(table):
+            if key:  # copies that were learned may have another name on each rank
+                holders.setdefault(("" if key.startswith(LEARNED) else name, key), []).append((number, row))
+    together: dict[tuple[tuple[int, ...], bool], list[tuple[str, tuple[int, ...]]]] = {}
     for (name, _), places in holders.items():
         members = tuple(number for number, _ in places)
         if sum(len(classes[number][1]) for number in members) > 1:
-            together.setdefault(members, []).append((name, tuple(row for _, row in places)))
-    for members, named in together.items():
+            names = dict.fromkeys(classes[number][0][row][0] for number, row in places)
+            together.setdefault((members, not name), []).append((" / ".join(names), tuple(row for _, row in places)))
+    for (members, by_likeness), named in together.items():
         ranks = [(rank, i) for i, number in enumerate(members) for rank in classes[number][1]]
-        found = _bring_together(view, ranks, named)
+        found = _bring_together(view, ranks, named, by_likeness)
         if found is not None:
             yield found
 
@@ -79,7 +84,7 @@ def _agree(view: RunView, ranks: list[int]) -> bool:
 
 
 def _bring_together(
-    view: RunView, ranks: list[tuple[int, int]], named: list[tuple[str, tuple[int, ...]]]
+    view: RunView, ranks: list[tuple[int, int]], named: list[tuple[str, tuple[int, ...]]], learned: bool
 ) -> ReplicaSet | None:
     histories = {rank: view.digests(rank) for rank, _ in ranks}
     if any(len(h) == 0 or "digest" not in (h.dtype.names or ()) for h in histories.values()):
@@ -100,4 +105,5 @@ def _bring_together(
             return None  # the table was written anew since
         digests.append(history["digest"][rows][:, columns])
         times.append(history["t_ns"][rows])
-    return ReplicaSet([rank for rank, _ in ranks], [n for n, _ in named], common, np.stack(digests), np.stack(times))
+    names = [name for name, _ in named]
+    return ReplicaSet([rank for rank, _ in ranks], names, common, np.stack(digests), np.stack(times), learned)

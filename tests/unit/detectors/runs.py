@@ -26,7 +26,7 @@ def findings(run: FakeRun) -> list[Finding]:
     """What is found of silent errors and of lost time."""
     view = run.view()
     found = run_detectors(view, ("silent", "performance"))
-    assert view.damaged == []
+    assert view.damaged == [], view.damaged
     return found
 
 

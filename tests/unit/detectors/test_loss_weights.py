@@ -64,15 +64,21 @@ def found(root: Path, world: int, *args: object, **options: int) -> list[Finding
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_micro_batches_that_nobody_divides(tmp_path: Path, world: int):
-    (one,) = found(tmp_path, world, 4, full, each(1.0))
+    run = ledger_run(tmp_path, Case(world, 4, steps=3))
+    (one,) = loss_weights(keep(run, 4, full, each(1.0)).view())
     assert (one.code, one.group, one.confidence) == ("accumulation-not-normalized", "not divided", Confidence.LIKELY)
     assert "4 backwards a step" in one.summary
     assert "4 times as large" in one.summary
 
 
 def test_two_losses_of_a_step_may_be_two_losses(tmp_path: Path):
-    (one,) = found(tmp_path, 1, 2, full, each(1.0))
+    run = ledger_run(tmp_path, Case(1, 2, steps=3))
+    (one,) = loss_weights(keep(run, 2, full, each(1.0)).view())
     assert one.confidence == Confidence.POSSIBLE
+
+
+def test_who_does_not_see_the_gradients_does_not_say_that_nobody_divides_them(tmp_path: Path):
+    assert found(tmp_path, 2, 4, full, each(1.0)) == []
 
 
 def test_a_gradient_that_is_divided_before_the_optimizer(tmp_path: Path):
