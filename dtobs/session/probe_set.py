@@ -15,7 +15,7 @@ from dtobs.expectations import rules_of
 from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.following import Following
-from dtobs.probes.layout import Together
+from dtobs.probes.layout import Together, wrapper_around
 from dtobs.probes.modules import OptimizerSteps
 from dtobs.probes.progress import Progress, phase_number
 from dtobs.probes.table import DISTRIBUTED, OFF, make_probes
@@ -180,8 +180,8 @@ class ProbeSet:
 def together(model: Any) -> Any:
     """One model, or several as one."""
     if not isinstance(model, Sequence):
-        return model
-    return Together(model) if len(model) > 1 else model[0] if model else None
+        return model if model is None or isinstance(model, Together) else wrapper_around(model)
+    return Together(map(wrapper_around, model)) if len(model) > 1 else together(model[0]) if model else None
 
 
 def _parts(model: Any) -> list[Any]:

@@ -17,9 +17,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import dtobs
-from dtobs.probes.layout import find_layout, model_tensors
+from dtobs.probes.layout import find_layout, model_tensors, wrapper_around
 from dtobs.recording.view import load_run
 
 
@@ -119,3 +120,10 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
                 if wrong != "not sent" or step < 20 or number:
                     dist.broadcast(parameter.data, rank % 2 + 2 * (number % 2), group=group)
     return {row.name: row.replica for row in load_run(folder).meta(rank).params}
+
+
+def wrap(rank: int, world_size: int) -> list[bool]:
+    """Whether the DDP around a model is found, and none around another."""
+    inner, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    outer = DistributedDataParallel(inner)
+    return [wrapper_around(inner) is outer, wrapper_around(outer) is outer, wrapper_around(other) is other]

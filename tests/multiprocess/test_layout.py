@@ -10,7 +10,7 @@ import pytest
 from dtobs.detectors import run_detectors
 from dtobs.recording.view import load_run
 from tests.harness import run_ranks
-from tests.multiprocess.layout_programs import describe_mesh, train_by_hand, train_tensor_parallel
+from tests.multiprocess.layout_programs import describe_mesh, train_by_hand, train_tensor_parallel, wrap
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,7 @@ def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how
         "data": [("data-overlap", (0, 2), 0), ("data-overlap", (1, 3), 0)],
     }
     assert [(code, ranks, step if code == "replica-divergence" else 0) for code, ranks, step in found] == wanted[wrong]
+
+
+def test_the_wrapper_of_a_model_that_the_program_goes_past():
+    assert [result.value for result in run_ranks(wrap, 2)] == [[True] * 3] * 2

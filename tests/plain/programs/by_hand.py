@@ -236,3 +236,31 @@ def ensemble(rank: int, world: int, watch: Watch) -> list[float]:
         losses.append(shared.item() / world)
     assert_learned(losses)
     return losses
+
+
+@program()
+def micro_batches_divided_with_the_ranks(rank: int, world: int, watch: Watch) -> list[float]:
+    """Losses are not divided; the gradient is, once, by micro-batches and ranks, in two buffers."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    watch(model, optimizer)
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(4):
+            x, y = batch(rank, 4 * step + micro)
+            loss = nn.functional.cross_entropy(model(x), y.argmax(1))
+            loss.backward()
+            total += loss.item()
+        parameters = list(model.parameters())
+        for some in (parameters[:3], parameters[3:]):
+            flat = torch.cat([p.grad.flatten() for p in some if p.grad is not None])
+            dist.all_reduce(flat)
+            for p, part in zip(some, (flat / (4 * world)).split([p.numel() for p in some]), strict=True):
+                p.grad = part.view_as(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / 4)
+    assert_replicas_equal(model.parameters())
+    assert_learned(losses)
+    return losses

@@ -166,3 +166,27 @@ def ends_of_a_pipeline_share_an_embedding(rank: int, world: int, watch: Watch) -
     assert_replicas_equal([stage[name].weight])
     assert_learned(losses)
     return losses
+
+
+@program()
+def one_forward_one_backward_of_classes(rank: int, world: int, watch: Watch) -> list[float]:
+    """The loss of a micro-batch is a mean, and the schedule divides their sum."""
+    module = halves()[rank]
+    stage = PipelineStage(module, rank, world, torch.device("cpu"))
+    optimizer = torch.optim.SGD(module.parameters(), 0.3)
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.cross_entropy)
+    watch(module, optimizer)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(0, step, rows=16)
+        parts: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y.argmax(1), losses=parts)
+            losses.append(torch.stack(parts).mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    if losses:
+        assert_learned(losses)
+    return losses
