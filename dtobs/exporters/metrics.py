@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dtobs.exporters import pipelines, whatif
+from dtobs.exporters import noise, pipelines, whatif
 from dtobs.exporters import sources as s
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -78,7 +78,7 @@ TABLE: tuple[Metric, ...] = (
         "meta",
         s.rank_info,
     ),
-    Metric("attempt", "gauge", "Restarts of the job so far", (), "pages", s.attempt),
+    Metric("attempt", "gauge", "Restarts of the job so far", (), "pages", s.of_run(lambda look: look.view.attempt)),
     Metric("ranks", "gauge", "Ranks by state", ("state",), "pages, /proc", s.ranks_by_state),
     Metric("rank_up", "gauge", "1 while the process of the rank lives", RANK, "/proc", s.rank_up),
     Metric(
@@ -90,7 +90,12 @@ TABLE: tuple[Metric, ...] = (
         s.heartbeat_age,
     ),
     Metric(
-        "stalled_seconds", "gauge", "How long the run has stood still beyond its threshold", (), "watchdog", s.stalled
+        "stalled_seconds",
+        "gauge",
+        "How long the run has stood still beyond its threshold",
+        (),
+        "watchdog",
+        s.of_run(lambda look: look.stalled_seconds),
     ),
     Metric(
         "run_ended",
@@ -230,7 +235,7 @@ TABLE: tuple[Metric, ...] = (
         "The same of the widest pipeline's last step with communication that costs nothing",
         (),
         "pipeline records, replayed",
-        pipelines.replayed,
+        s.of_run(lambda look: look.bubble.replayed if look.bubble is not None else None),
     ),
     Metric(
         "pipeline_bubble_ideal_ratio",
@@ -246,7 +251,7 @@ TABLE: tuple[Metric, ...] = (
         "Time of the last steps over that of the same operations made equal (what-if S); 1 is nothing lost",
         (),
         "step history or pipeline records, simulated",
-        whatif.slowdown,
+        s.of_run(lambda look: look.whatif.slowdown if look.whatif is not None else None),
     ),
     Metric(
         "slowdown_stage_ratio",
@@ -273,7 +278,7 @@ TABLE: tuple[Metric, ...] = (
         "Gradient noise scale B_simple: a larger batch gains little",
         (),
         "step history norms, gradient ledger",
-        s.noise_scale,
+        s.of_run(lambda look: noise.noise_scale(look.view)),
     ),
     _rank(
         "nonfinite_steps",

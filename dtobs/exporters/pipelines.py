@@ -20,11 +20,6 @@ def measured(look: MonitorSnapshot) -> Iterator[Sample]:
             yield (str(rank),), shares[rank]
 
 
-def replayed(look: MonitorSnapshot) -> Iterator[Sample]:
-    if look.leads and look.bubble is not None and look.bubble.replayed is not None:
-        yield (), look.bubble.replayed
-
-
 def ideal(look: MonitorSnapshot) -> Iterator[Sample]:
     bounds = [bound for plan in pipelines(look.view) if (bound := schedule_bound(plan)) is not None]
     if look.leads and bounds:

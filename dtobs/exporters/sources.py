@@ -1,4 +1,4 @@
-"""Where each metric's values come from: small functions from a Look to samples.
+"""Where each metric's values come from: small functions from a `MonitorSnapshot` to samples.
 
 A sample is (label values without the run, value). A value that nobody reported is left out, not exported as zero.
 """
@@ -14,7 +14,6 @@ import numpy as np
 
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.events import FP8_ROLES, STEP_PARTS, RankState
-from dtobs.exporters import noise
 from dtobs.exporters.look import MonitorSnapshot
 from dtobs.findings import CATALOGUE, Severity
 from dtobs.recording.rank import ENDED, State
@@ -60,17 +59,23 @@ def run_max(field: str) -> Source:
     return source
 
 
+def of_run(value: Callable[[MonitorSnapshot], float | None]) -> Source:
+    """One value of the run, by the monitor that leads; none where it is not known."""
+
+    def source(look: MonitorSnapshot) -> Iterator[Sample]:
+        found = value(look) if look.leads else None
+        if found is not None:
+            yield (), float(found)
+
+    return source
+
+
 def run_info(look: MonitorSnapshot) -> Iterator[Sample]:
     """The value 1, labelled with what the run is."""
     if look.leads:
         versions: Any = look.view.info.get("versions")
         versions = versions if isinstance(versions, dict) else {}
         yield ((str(look.view.world_size), str(versions.get("torch", "")), str(versions.get("dtobs", ""))), 1.0)
-
-
-def attempt(look: MonitorSnapshot) -> Iterator[Sample]:
-    if look.leads:
-        yield (), float(look.view.attempt)
 
 
 def ranks_by_state(look: MonitorSnapshot) -> Iterator[Sample]:
@@ -141,12 +146,6 @@ def arrival_skew(look: MonitorSnapshot) -> Iterator[Sample]:
     for rank, record, local in zip(look.view.ranks, last, here, strict=True):
         if local:
             yield (str(rank),), (int(record["sync_ns"]) - first) / 1e9
-
-
-def noise_scale(look: MonitorSnapshot) -> Iterator[Sample]:
-    found = noise.noise_scale(look.view) if look.leads else None
-    if found is not None:
-        yield (), found
 
 
 def model_flops_rate(look: MonitorSnapshot) -> Iterator[Sample]:
@@ -258,11 +257,6 @@ def mismatched_replicas(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.leads:
         named = {r for f in look.findings if f.code == "replica-divergence" for r in f.ranks}
         yield (), float(len(named))
-
-
-def stalled(look: MonitorSnapshot) -> Iterator[Sample]:
-    if look.leads:
-        yield (), look.stalled_seconds
 
 
 def ended(look: MonitorSnapshot) -> Iterator[Sample]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from dtobs.events import EXPOSED_ALONG, STEP_DTYPE, STEP_PARTS
 from dtobs.host.process import boot_id
 from dtobs.recording.attempts import Attempt, Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
+from dtobs.recording.summary import PRODUCTIVE
 from dtobs.recording.view import RunView
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -24,7 +25,6 @@ _SPARE = 8
 _COLUMN = {name: STEP_DTYPE.fields[name][1] // 8 for name in STEP_DTYPE.names or ()}  # type: ignore[index]
 _PARTS = [_COLUMN[f"{part}_ns"] for part in STEP_PARTS]
 _ALONG = [_COLUMN[f"exposed_{along}_ns"] for along in EXPOSED_ALONG]
-PRODUCTIVE = ("forward", "backward", "optimizer")
 
 
 def _no_time() -> dict[str, float]:

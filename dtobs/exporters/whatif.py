@@ -8,11 +8,6 @@ from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.sources import Sample
 
 
-def slowdown(look: MonitorSnapshot) -> Iterator[Sample]:
-    if look.whatif is not None:
-        yield (), look.whatif.slowdown
-
-
 def by_stage(look: MonitorSnapshot) -> Iterator[Sample]:
     if look.whatif is not None and len(look.whatif.by_stage) > 1:
         for stage, value in look.whatif.by_stage.items():
