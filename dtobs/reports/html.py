@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -11,8 +10,7 @@ from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.findings import Finding
 from dtobs.reports import calls_html, strip_svg, waits_svg
 from dtobs.reports.ranks_and_stacks import readable, stacks_by_likeness
-from dtobs.reports.sanitize import printable
-from dtobs.reports.style import STYLE
+from dtobs.reports.style import document
 from dtobs.words import count, duration_text, ranks_text, runs_text
 
 _MAX_ROWS = 2048
@@ -33,17 +31,6 @@ def render(diagnosis: Diagnosis) -> str:
     ]
     title = diagnosis.verdict.code if diagnosis.verdict else "nothing found"
     return document(f"{title} – {diagnosis.target}", parts)
-
-
-def document(title: str, parts: Iterable[str]) -> str:
-    """A page of these parts, without those that are empty."""
-    return printable(
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</body>\n</html>\n"
-    )
 
 
 def _verdict(diagnosis: Diagnosis) -> str:

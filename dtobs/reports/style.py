@@ -1,6 +1,11 @@
-"""The look of the HTML report: light and dark by what the reader's system prefers, readable on paper."""
+"""The look and the frame of an HTML page: light and dark by what the reader's system prefers, readable on paper."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from dtobs.reports.sanitize import printable
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --panel: #f6f7f9; --line: #8886;
@@ -53,3 +58,14 @@ table.grid { font-size: 13px; } table.grid td { white-space: nowrap; }
   details > table > tbody > tr > td { display: block; width: auto; border: 0; } }
 @media print { details > * { display: block; } body { max-width: none; margin: 0; } }
 """
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page of these parts, without those that are empty."""
+    return printable(
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</body>\n</html>\n"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from dtobs.reports.html import document
+from dtobs.reports.style import document
 from dtobs.reports.trace_text import time_text
 from dtobs.timeline.kineto.analyse import JobTrace
 from dtobs.timeline.kineto.figures import Figures
