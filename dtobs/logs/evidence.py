@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from dtobs.logs import prefix, progress
 from dtobs.logs.failure_table import Failed, FailureTable
 from dtobs.logs.places import LogPlace
-from dtobs.logs.templates import GROUP, Role, has_digits, match, says_nothing
+from dtobs.logs.templates import GROUP, Role, has_digits, match, may_have_digits, says_nothing
 from dtobs.logs.traces import STARTS, Raised, Trace, rank_named
 
 _KEPT = {
@@ -33,8 +33,8 @@ _WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced"})
 _DIGITS = b"0123456789"
 _HEX = _DIGITS + b"abcdef"
 _ALIKE, _TAKEN, _SHAPES, _SHAPED = 2000, 16, 4096, 400
-"""Of progress lines that look alike but for their digits, all but every sixteenth are left after so many, later all but
-every sixty-fourth."""
+"""Of lines that look alike but for their digits, of progress or such as say nothing, all but every sixteenth are left
+after so many, later all but every sixty-fourth."""
 OF_TORCH = "torch"
 _NEVER_RAISED = ("Exception ignored in", "--- Logging error ---")
 """What Python prints before a traceback that goes nowhere."""
@@ -115,8 +115,8 @@ class LogEvidence:
         self.attempt_of: dict[int, tuple[str, int]] = {}  #: file → (its node's folder, the attempt it is of)
         self.left_out = 0
         self._skipped: dict[bytes, tuple[int, int, bytes]] = {}  #: of lines that look alike the latest not read
-        self._boring: Counter[bytes] = Counter()  #: progress lines without their digits
-        self._nothing: set[bytes] = set()  #: lines without their digits of which no row of the table speaks
+        self._boring: Counter[bytes] = Counter()  #: lines without their digits, of progress or that say nothing
+        self._nothing: dict[bytes, bool] = {}  #: those of which no row speaks; whether none can, whatever the digits
         self._idle: set[bytes] = set()  #: lines of NCCL that mean nothing, without the digits of their numbers
         self._dull: set[bytes] = set()  #: lines of transports inside a host, of which a file has told enough
         self._kept: Counter[tuple[str, Writer]] = Counter()
@@ -159,11 +159,6 @@ class LogEvidence:
 
     def add_line(self, number: int, raw: bytes) -> None:
         """Read one line, or those that a collector or a lost line end made one."""
-        for whole in prefix.unwrapped(raw) if raw.startswith(b'{"') else (raw,):
-            for line in prefix.apart(whole):
-                self._add(number, line)
-
-    def _add(self, number: int, raw: bytes) -> None:
         self._order += 1
         shape = raw[:_SHAPED].translate(None, _DIGITS)
         if not (self._traces or self._stacks or self._table is not None):
@@ -173,6 +168,15 @@ class LogEvidence:
             if alike > _ALIKE and self._order % (_TAKEN if alike < 2 * _ALIKE else 4 * _TAKEN):
                 self._skipped[shape] = self._order, number, raw
                 return
+        if raw.startswith(b'{"') or prefix.is_glued(raw):
+            for whole in prefix.unwrapped(raw):
+                for line in prefix.apart(whole):
+                    self._order += 1
+                    self._read(number, line, line[:_SHAPED].translate(None, _DIGITS))
+        else:
+            self._read(number, raw, shape)
+
+    def _read(self, number: int, raw: bytes, shape: bytes) -> None:
         origin, text = prefix.split(prefix.plain(raw))
         writer = self._writer(origin)
         nccl = _NCCL.match(text) if "NCCL" in text or ":" in text[:90] else None
@@ -207,8 +211,9 @@ class LogEvidence:
         found = None if known else match(text)
         if found is None:
             if not known and len(self._nothing) < _SHAPES and len(raw) <= _SHAPED and says_nothing(text):
-                self._nothing.add(shape)
-            if self._progress(writer, text, where, raw):
+                self._nothing[shape] = not may_have_digits(shape)
+            told = self._progress(writer, text, where, raw)
+            if told or self._nothing.get(shape):
                 if shape in self._boring or len(self._boring) < _SHAPES:
                     self._boring[shape] += 1
             elif idle and len(self._idle) < _SHAPES:

@@ -85,6 +85,8 @@ def plain(raw: bytes) -> str:
 
 def unwrapped(raw: bytes) -> list[bytes]:
     """The lines of a program that a collector put into this record of JSON; the record itself where it holds none."""
+    if not raw.startswith(b'{"'):
+        return [raw]
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
@@ -97,11 +99,14 @@ def unwrapped(raw: bytes) -> list[bytes]:
     return value.encode("utf-8", "replace").splitlines() or [b""]
 
 
+def is_glued(raw: bytes) -> bool:
+    """Whether one line may be several: see `apart`."""
+    return raw.find(b"[rank", 24) >= 0 or raw.count(b".cpp:") > 1
+
+
 def apart(raw: bytes) -> list[bytes]:
     """The lines of which one was made where ranks print at once and an end of line comes late."""
-    if raw.find(b"[rank", 24) < 0 and raw.count(b".cpp:") < 2:
-        return [raw]
-    return _GLUED.split(raw)
+    return _GLUED.split(raw) if is_glued(raw) else [raw]
 
 
 def split(text: str) -> tuple[Origin, str]:

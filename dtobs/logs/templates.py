@@ -223,6 +223,7 @@ ANCHORS: tuple[bytes, ...] = (
 
 _LITERALS = tuple({literal for row in TEMPLATES for literal in row.literals})
 _WITH_DIGITS = tuple(literal for literal in _LITERALS if any(letter.isdigit() for letter in literal))
+_WITHOUT_THEM = tuple(re.sub(r"\d", "", literal).encode() for literal in _WITH_DIGITS)
 
 
 def says_nothing(text: str) -> bool:
@@ -231,6 +232,11 @@ def says_nothing(text: str) -> bool:
     The exceptions are lines with a literal that has digits itself: see `has_digits`.
     """
     return not any(literal in text for literal in _LITERALS)
+
+
+def may_have_digits(shape: bytes) -> bool:
+    """Whether a line that is `shape` without its digits may hold such a literal."""
+    return any(literal in shape for literal in _WITHOUT_THEM)
 
 
 def has_digits(text: str) -> bool:

@@ -43,3 +43,13 @@ def test_lines_that_differ_in_digits_only(tmp_path: Path):
     verdict = diagnose_logs([str(path)]).verdict
     assert verdict is not None
     assert verdict.code == "disk-full"
+
+
+def test_the_last_of_many_lines_that_say_nothing_may_say_something(tmp_path: Path):
+    """Lines of a form that says nothing are left in time, whatever their digits; one that digits give a meaning is not."""
+    lines = [f"step 1 loss 2.0\n[rank{n % 4}]: saved shard {n}: failed" for n in range(9000)]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([*lines, "[rank2]: saved shard 9000: failed, [Errno 28]"]))
+    verdict = diagnose_logs([str(path)]).verdict
+    assert verdict is not None
+    assert (verdict.code, verdict.ranks) == ("disk-full", (2,))
