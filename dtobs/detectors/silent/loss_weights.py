@@ -1,9 +1,11 @@
-"""accumulation-not-normalized: tokens do not count alike, or a step's micro-batches do not count as one batch.
+"""accumulation-not-normalized, gradient-scale-mismatch: what the tokens of a step count is not what they should.
 
 What it does: reads what each backward was handed (`recording.laws.LOSS_WEIGHTS`): how many tokens its loss counted and
 what weight they had together. Where every micro-batch of a step weighs 1 in itself, the gradient is as many times too
 large as there are micro-batches; where all weigh the same although they hold different numbers of tokens, a token of a
-short one counts more than one of a long one (a mean of means). Several losses in one backward are left alone.
+short one counts more than one of a long one (a mean of means). Where ranks hold as many tokens and one of them gives
+all of its own a weight that is always as many times that of its peers, it has multiplied its loss by a number of its
+own. Several losses in one backward are left alone.
 
 Why it hurts: the learning rate is not what it says, or rare short samples are learnt and long ones are not; a run with
 another number of micro-batches or ranks trains a different model.
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups
+from dtobs.detectors.peers import data_groups, outliers
 from dtobs.detectors.silent.ledger_looks import judged_looks
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import LOSS_WEIGHTS
@@ -30,6 +32,8 @@ LEAST_STEPS = 8
 UNEVEN = 1.2
 """A token that counts this many times as much as another, in the average step, is worth a word; less is usual."""
 EQUAL = 1e-4
+FACTORS_APART = 0.01
+"""Weights of ranks that are this much of themselves apart are more than rounding."""
 MANY = 4
 """So many backwards of one step are micro-batches; two or three may be different losses."""
 
@@ -56,7 +60,7 @@ def loss_weights(view: RunView) -> list[Finding]:
     for ranks in [*data_groups(view), *([rank] for rank in view.ranks if rank not in apart)]:
         steps = _steps(view, ranks)
         if len(steps) >= LEAST_STEPS:
-            finding = _not_divided(view, ranks, steps) or _mean_of_means(ranks, steps)
+            finding = _own_factor(ranks, steps) or _not_divided(view, ranks, steps) or _mean_of_means(ranks, steps)
             found += [finding] if finding is not None else []
     return found
 
@@ -106,6 +110,43 @@ def _whole(records: npt.NDArray[np.void]) -> dict[int, npt.NDArray[np.void]]:
         if (here["losses"] == 1).all() and here["micro"].tolist() == list(range(len(at))):
             found[step] = here
     return found
+
+
+def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
+    """Ranks whose losses weigh always the same multiple of their peers', with as many tokens in each of these steps."""
+    tokens = np.array([_by_rank(step.tokens, step.backwards) for step in steps.values()])
+    weights = np.array([_by_rank(step.total, step.backwards) for step in steps.values()])
+    factors = weights / np.median(weights, axis=1, keepdims=True)
+    factor = np.median(factors, axis=0)
+    constant = np.allclose(factors, factor, rtol=EQUAL, atol=0)
+    if (tokens != tokens[:, :1]).any() or not constant or np.ptp(factor) <= FACTORS_APART * factor.min():
+        return None
+    values = dict(zip(ranks, np.median(weights, axis=0).tolist(), strict=True))
+    odd, majority = outliers({rank: f"{value:.4g}" for rank, value in values.items()})
+    means = [rank for rank in odd if abs(values[rank] - 1.0) <= EQUAL]
+    if not majority and means:
+        odd = sorted(set(odd) - set(means))  # theirs are means, as losses usually are
+    others = sorted(set(ranks) - set(odd))
+    what = f"the losses of {ranks_text(odd)} weigh " + " and ".join(f"{values[rank]:.4g}" for rank in odd[:4])
+    if others:
+        what += f" where those of {ranks_text(others)} weigh {values[others[0]]:.4g}"
+    return Finding(
+        "gradient-scale-mismatch",
+        f"{what}, with as many tokens in every step: a rank multiplies its loss by a number of its own",
+        tuple(odd),
+        Confidence.LIKELY,
+        step=min(steps),
+        group="loss",
+        expect="loss-weights",
+        next_step="Look for what multiplies the loss on this rank only; divide by numbers that all ranks share.",
+        evidence=({"what": "loss weights", "by_rank": {str(r): w for r, w in values.items()}, "steps": len(steps)},),
+    )
+
+
+def _by_rank(values: list[float], backwards: list[int]) -> list[float]:
+    """The sums of what the backwards of each rank have."""
+    begins = np.cumsum([0, *backwards[:-1]])
+    return [float(value) for value in np.add.reduceat(np.array(values), begins)]
 
 
 def _not_divided(view: RunView, ranks: list[int], steps: dict[int, _Step]) -> Finding | None:

@@ -100,6 +100,30 @@ def test_a_mean_of_means(tmp_path: Path, world: int, micros: int, where: str):
     assert f"means of {where}" in one.summary
 
 
+@pytest.mark.parametrize(
+    ("factors", "named", "said"),
+    [
+        ((1.0, 2.0), (1,), "the losses of rank 1 weigh 2 where those of rank 0 weigh 1"),
+        ((2.0, 4.0), (0, 1), "the losses of ranks 0 and 1 weigh 2 and 4"),
+        ((1024.0, 512.0, 1024.0, 1024.0), (1,), "where those of ranks 0, 2 and 3 weigh 1024"),
+    ],
+)
+def test_a_rank_that_multiplies_its_loss(tmp_path: Path, factors: Sequence[float], named: tuple[int, ...], said: str):
+    run = FakeRun(tmp_path, len(factors))
+    for rank, factor in zip(run.ranks, factors, strict=True):
+        backwards(rank, 2, 12, full, each(factor / 2))
+    (one,) = loss_weights(run.steps(12).view())
+    assert (one.code, one.ranks, one.confidence, one.step) == ("gradient-scale-mismatch", named, Confidence.LIKELY, 1)
+    assert said in one.summary
+
+
+def test_ranks_that_weigh_their_samples_by_what_they_are(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        backwards(rank, 1, 12, lambda rank, step, micro: 64 - (step + rank) % 2, lambda n: [1.0 + n[0] % 2])
+    assert [one.code for one in loss_weights(run.steps(12).view())] == []
+
+
 HEALTHY = {
     "equal micro-batches": (4, full, each(0.25)),
     "one batch": (1, full, each(1.0)),
