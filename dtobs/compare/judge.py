@@ -116,6 +116,7 @@ def compare(a: ComparedJob, b: ComparedJob) -> Comparison:
     causes = [
         *_began(a, b, numbers),
         *_settings(a, b, numbers),
+        *_faults(a, b, numbers),
         *(d for name in _MUST_AGREE if name in by_name and (d := _exact(by_name[name], a, b, numbers)) is not None),
         *_not_scaled(by_name, a, b),
         *_inputs(a, b, numbers),
@@ -301,6 +302,18 @@ def _settings(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Differen
     return list(found.values())
 
 
+def _faults(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference]:
+    """Silent errors of one run that the other does not have, such as a setting of one rank only."""
+    found = []
+    for name, job, other in (("A", a, b), ("B", b, a)):
+        for fault in job.faults:
+            if fault.code not in {one.code for one in other.faults}:
+                sides = ("", fault.code) if name == "B" else (fault.code, "")
+                at = min(max(fault.step or 0, steps[0]), steps[-1])
+                found.append(Difference(fault.code, at, *sides, f"in {name} {fault.summary} ({fault.code})"))
+    return sorted(found, key=lambda one: one.what == "replica-divergence")  # what made copies part comes first
+
+
 def _inputs(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference]:
     """The first step with other samples. Ranks that share a sample (tensor, context) must be as many in both."""
     if a.world * b.data_ranks != b.world * a.data_ranks:
@@ -312,7 +325,7 @@ def _inputs(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference
             left, right, unit = a.batches.get(step), b.batches.get(step), "batch"
         if left and right and left != right:
             alike = sum((Counter(left) & Counter(right)).values())
-            of = f"{alike} of the {count(len(right), unit, unit + ('es' if unit == 'batch' else ''))} of B are in A"
+            of = f"{alike} of the {count(len(right), unit, 'batches' if unit == 'batch' else 'samples')} of B are in A"
             return [Difference("samples", step, "", "", f"the step reads other samples ({of})")]
     return []
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from operator import is_
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from dtobs.events import Kind
 from dtobs.recording.view import RunView
@@ -85,6 +89,20 @@ def rows_of(view: RunView, ranks: Sequence[int]) -> list[int]:
     """The rows of `ranks` in the view's arrays."""
     place = {rank: row for row, rank in enumerate(view.ranks)}
     return [place[r] for r in ranks]
+
+
+def side_by_side(view: RunView, ranks: Sequence[int], field: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """The steps that all of `ranks` have on record, ascending, and `field` of them, [ranks, steps].
+
+    The newest record counts of a step that was done again.
+    """
+    tables = []
+    for rank in ranks:
+        records = view.rank_steps(rank)[::-1]
+        steps, newest = np.unique(records["step"], return_index=True)
+        tables.append((steps, records[field][newest]))
+    common = reduce(np.intersect1d, (steps for steps, _ in tables))
+    return common, np.array([values[np.searchsorted(steps, common)] for steps, values in tables])
 
 
 def hands_on_to(view: RunView, rank: int) -> set[int]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups, rows_of
+from dtobs.detectors.peers import data_groups, rows_of, side_by_side
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -55,13 +55,15 @@ def data_overlap(view: RunView) -> list[Finding]:
                 continue
             ranks = [group[m] for m in members]
             steps = window.steps[equal]
+            first = _first(view, ranks, int(steps[0]))
             found.append(
                 Finding(
                     "data-overlap",
-                    f"{ranks_text(ranks)} read the same data in {int(equal.sum())} of {compared} steps",
+                    f"{ranks_text(ranks)} read the same data in {int(equal.sum())} of {compared} steps"
+                    + (f", and did so in step {first} already" if first < steps[0] else ""),
                     tuple(ranks),
                     Confidence.CERTAIN if equal.sum() >= 2 * LEAST_STEPS else Confidence.LIKELY,
-                    step=int(steps[0]),
+                    step=first,
                     evidence=(
                         {
                             "what": "input digests",
@@ -76,6 +78,13 @@ def data_overlap(view: RunView) -> list[Finding]:
         if not any(set(f.ranks) <= set(group) for f in found):
             found += _in_any_order(view, [rank for rank in group if rank not in on_purpose])
     return found
+
+
+def _first(view: RunView, ranks: list[int], seen: int) -> int:
+    """The oldest step on record in which all of `ranks` read the same; `seen` where they never did all at once."""
+    steps, digests = side_by_side(view, ranks, "input_digest")
+    same = steps[(digests == digests[0]).all(axis=0) & (digests[0] != 0)]
+    return int(same[0]) if len(same) else seen
 
 
 def _in_any_order(view: RunView, group: list[int]) -> list[Finding]:

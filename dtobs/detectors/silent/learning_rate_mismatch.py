@@ -22,7 +22,7 @@ from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
 WINDOW = 64
-HISTORY = 4096
+HISTORY = 1024
 """Steps that are read to find the first, once the newest are apart."""
 LEAST_STEPS = 2
 LEAST_TOGETHER = 8

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from dtobs.detectors.peers import side_by_side
 from dtobs.recording.view import RunView
 
 LEAST_STEPS = 8
@@ -19,11 +18,9 @@ def steps_left_out(view: RunView, ranks: Sequence[int]) -> dict[int, int]:
     before as well: twice as many as in those before and after, and as on its peers. From then on its steps are numbered
     one less than theirs.
     """
-    histories = [view.rank_steps(rank) for rank in ranks]
-    common = sorted(set.intersection(*(set(history["step"].tolist()) for history in histories)))
-    if len(common) <= LEAST_STEPS:
+    steps, counts = side_by_side(view, ranks, "micro_batches")
+    if len(steps) <= LEAST_STEPS:
         return {}
-    counts = np.array([history["micro_batches"][np.isin(history["step"], common)] for history in histories])
     unequal = (counts != counts[0]).any(axis=0)
     first = int(unequal.argmax())
     if not unequal.any() or first < LEAST_STEPS:
@@ -35,4 +32,4 @@ def steps_left_out(view: RunView, ranks: Sequence[int]) -> dict[int, int]:
     odd = (there > usual) & (there % usual == 0)
     if not odd.any() or (there[~odd] != usual).any() or (after != usual).any():
         return {}
-    return {rank: common[first] for rank, left in zip(ranks, odd.tolist(), strict=True) if left}
+    return {rank: int(steps[first]) for rank, left in zip(ranks, odd.tolist(), strict=True) if left}

@@ -143,3 +143,16 @@ def test_pictures(tmp_path: Path):
     found = judged(tmp_path, curve(), curve(jump_at=20))
     assert "they part in step 21" in svg(found)
     assert text(found).startswith("The runs part in step 21")
+
+
+def test_an_error_of_one_run_alone_is_the_reason(tmp_path: Path):
+    b = FakeRun(tmp_path / "b", 2)
+    for rank in b.ranks:
+        for n, loss in enumerate(curve(jump_at=20)):
+            rate = 2e-3 if rank.number and n >= 18 else 1e-3
+            rank.step(1 + n, loss=loss, input_digest=100 + n + rank.number, reduced_norm=loss, learning_rate=rate)
+        rank.close()
+    found = compare(job(tmp_path / "a", curve(), world=2, learning_rate=1e-3), read_job(b.view(), "b"))
+    assert found.first is not None
+    assert (found.first.what, found.first.step, found.first.b) == ("learning-rate-mismatch", 19, found.first.what)
+    assert found.summary.startswith("the runs part in step 19: in B ranks 0 and 1 train with different learning rates")

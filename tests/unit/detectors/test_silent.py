@@ -347,6 +347,16 @@ def test_ranks_that_read_the_same(tmp_path: Path):
     assert found.summary == "ranks 1 and 3 read the same data in 40 of 40 steps"
 
 
+def test_the_first_step_in_which_ranks_read_the_same_is_told_however_long_ago(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for step in range(150):
+        for rank in run.ranks:
+            rank.step(input_digest=1 + step if step >= 20 else 1000 * (1 + rank.number) + step)
+    found = only(run)
+    assert (found.code, found.step) == ("data-overlap", 20)
+    assert found.summary == "ranks 0 and 1 read the same data in 64 of 64 steps, and did so in step 20 already"
+
+
 def test_what_stages_are_handed_by_others_that_compute_nan_is_no_equal_data(tmp_path: Path):
     def handed(rank: int, step: int) -> dict[str, float]:
         bad = {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0} if step >= 9 else {}
