@@ -51,7 +51,7 @@ class MatchedTraces:
     groups: list[TracedGroup]
     offsets: dict[int, float]  #: what to take from a rank's times to have the first rank's
     notes: list[str] = field(default_factory=list)
-    alone: dict[int, list[Spans]] = field(default_factory=dict)  #: calls of a rank that are not in `groups`
+    alone: dict[int, list[tuple[Key, Spans]]] = field(default_factory=dict)  #: a rank's calls that are in no group
 
 
 @dataclass
@@ -91,11 +91,11 @@ def match(ranks: dict[int, TracedRank]) -> MatchedTraces:
         group = _group(key, members[key] or tuple(sorted(by_rank)), by_rank, columns, offsets)
         if group is not None:
             groups[key] = group
-    alone: dict[int, list[Spans]] = defaultdict(list)
+    alone: dict[int, list[tuple[Key, Spans]]] = defaultdict(list)
     for key, by_rank in sides.items():
         for r, side in by_rank.items():
             if key not in groups or r not in groups[key].ranks:
-                alone[r].append(Spans(side.begin - offsets[r], side.end - offsets[r]))
+                alone[r].append((key, Spans(side.begin - offsets[r], side.end - offsets[r])))
     return MatchedTraces(list(groups.values()), offsets, notes, alone)
 
 

@@ -170,21 +170,28 @@ class _Waits:
 
     def __init__(self, computing: Spans) -> None:
         self.computing = computing
-        self.by_group: list[tuple[TracedGroup | None, Spans]] = []  #: no group: nobody knows the other ranks
+        self.by_group: list[tuple[TracedGroup | None, Spans]] = []  #: no group: messages of which nobody knows more
+        self.excuses: list[Spans] = []  #: collectives whose others are not there: it may have waited all of them
 
     def elsewhere(self, group: TracedGroup, begin: Floats, end: Floats) -> tuple[Floats, Floats]:
-        """What it waited between two times in other groups than `group`: all of it, and what held its device up."""
+        """What it waited between two times in other groups than `group`: all that it may have, and what certainly held
+        its device up.
+        """
         waits = union(joined([spans for one, spans in self.by_group if one is not group]))
-        everything = within(waits, begin, end)
-        return everything, everything - within(clipped(waits, self.computing), begin, end)
+        held_up = within(waits, begin, end) - within(clipped(waits, self.computing), begin, end)
+        return within(union(joined([waits, *self.excuses])), begin, end), held_up
 
 
 def _waits(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, _Waits]:
     found = {}
     for number, shift in matched.offsets.items():
         computing = union(ranks[number].of(KernelKind.COMPUTE))
-        found[number] = _Waits(Spans(computing.begin - shift, computing.end - shift))
-        found[number].by_group = [(None, spans) for spans in matched.alone.get(number, ())]
+        mine = found[number] = _Waits(Spans(computing.begin - shift, computing.end - shift))
+        for key, spans in matched.alone.get(number, ()):
+            if key[2] is None:
+                mine.excuses.append(spans)
+            else:
+                mine.by_group.append((None, spans))
     for group in matched.groups:
         for row, rank in enumerate(group.ranks):
             found[rank].by_group.append((group, Spans(group.begin[row], group.last)))

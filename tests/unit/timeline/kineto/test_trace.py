@@ -169,6 +169,27 @@ def test_who_is_late_because_it_waited_elsewhere_is_not_accused(tmp_path: Path):
     assert found is not None and found.rank == 0
 
 
+def test_transfers_of_a_rank_whose_partner_is_missing_are_no_waits(tmp_path: Path):
+    """Tensor groups of two, whose transfers take longer than all else, by data groups of two; no rank is slow."""
+    hosts = {r: Host(r, 4) for r in range(4)}
+    now = 1000
+    for step in range(10):
+        for r, host in hosts.items():
+            host.add("user_annotation", f"ProfilerStep#{step}", now, 9000)
+            host.launch("gemm", now + 10, 1000 + 13 * ((r + step) % 4), at=now)
+            for begin, took, name, ranks in (
+                (now + 1060, 5000, f"tp{r // 2}", [r // 2 * 2, r // 2 * 2 + 1]),
+                (now + 6100, 500, f"dp{r % 2}", [r % 2, r % 2 + 2]),
+            ):
+                args = {**group(2, name), "Process Group Ranks": str(ranks)}
+                late = (r + step) % 4
+                host.launch("ncclDevKernel_AllReduce", begin + late, took - late, now, 20, **args)
+        now += 7000
+    for missing in range(4):
+        folder = save({r: h for r, h in hosts.items() if r != missing}, tmp_path / str(missing))
+        assert analyse([folder]).straggler is None
+
+
 NAMES = [
     ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", {"x": 1}, "all_reduce"),
     ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", {"x": 1}, "reduce_scatter"),
