@@ -29,6 +29,8 @@ _NAMING = ("nccl-twice", "loss-nan", "gradient-nan")
 """Lines that name the rank they are about, whoever prints them."""
 _TOLD_LATE = ("device-lost",)
 """What a driver says of a device that it has reset: a kernel that never ends brings it to that as well."""
+_USUALLY = ("nccl-segment",)
+"""What nearly always means that there is no room, and does not say so."""
 _ABORTS = ("illegal-address", "device-fault")
 """What a driver ends a process for by SIGABRT, without a word of who it is."""
 _WITHOUT_MULTICAST = (
@@ -122,7 +124,7 @@ def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
         return _host_memory(signs, scene)
     first = min(signs, key=lambda s: s.order)
     ranks = _ranks(signs, scene, code)
-    supposed = all(s.kind in (*_SUPPOSED, *_TOLD_LATE) for s in signs)
+    supposed = all(s.kind in (*_SUPPOSED, *_TOLD_LATE, *_USUALLY) for s in signs)
     confidence = Confidence.CERTAIN if ranks and not supposed else Confidence.LIKELY
     step = _WITHOUT_MULTICAST if first.kind == "nvls" else ""
     text = _summary(code, first, signs, ranks)
@@ -359,7 +361,7 @@ def _signalled(signs: Sequence[Sign], scene: Scene) -> Finding:
     """A shell or Python itself tells which signal ended a process."""
     ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
     first = signs[0]
-    what = first.fields.get("signal") or first.fields["alone"]
+    what = next(first.fields[name] for name in ("signal", "caught", "alone") if name in first.fields)
     who = ranks_text(ranks) if ranks else "a process of the job"
     killed = ": its host or container may have run out of memory" if what == "Killed" else ""
     site = scene.fatal_site(ranks)

@@ -120,6 +120,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("gloo-sizes", ROOT, "Invalid scalar type", "", "dtype-mismatch"),
     # --- NCCL ---
     _row("nccl-duplicate", ROOT, "Duplicate GPU detected", r"rank (?P<rank>\d{1,7}) and rank (?P<other>\d{1,7}) both on CUDA device (?P<device>\w{1,20})", "nccl-misuse"),
+    _row("nccl-segment", ROOT, ("Error while creating shared memory segment /dev/shm", "failed to extend /dev/shm"), r"(?:segment|extend) (?P<path>/dev/shm[^\s,)]{0,120})", "disk-full"),
     _row("nccl-shm", ROOT, "No space left on device", r"(?P<path>/dev/shm[^\s,)]{0,120})|No space", "disk-full"),
     _row("ib-completion", STUCK, "Got completion from peer", r"from peer (?P<peer>[^\s<]{1,80})(?:<\d{1,5}>)? with (?:status|error)[= ](?:\w{1,40}\()?(?P<status>\d{1,6})(?:.{0,300} hca (?P<hca>[\w.:]{1,40}))?"),
     _row("ib-completion", STUCK, "Got completion with error", r"completion with error (?P<status>\d{1,6})"),
@@ -177,10 +178,10 @@ TEMPLATES: tuple[Template, ...] = (
     _row("forced", TEARDOWN, "forcefully exiting", r"process (?P<pid>\d{1,9}) via"),
     _row("closing", TEARDOWN, "Sending process", r"Sending process (?P<pid>\d{1,9}) closing signal"),
     _row("closing", TEARDOWN, ("closing signal SIG", "via signal SIG", "Sending process")),
+    _row("node-failed", ROOT, ("NODE FAILURE", "Node failure on"), r"Node failure on (?P<host>[\w.\-\[\],]{1,120})|NODE FAILURE", "rank-dead"),  # who prints the latter lives
     _row("interrupted", TEARDOWN, ("death signal, shutting down workers", "DUE TO TIME LIMIT", "DUE TO PREEMPTION", "DUE TO PREEMPT", "CANCELLED AT", "CANCELLED by", "SIGTERM received", "Received SIGTERM", "got signal: 15", "got signal: 1", "got signal: 2", "Received SIGUSR1", "slurmstepd: error: *** JOB", "slurmstepd: error: *** STEP", "caught signal 15", "Requeuing job")),
     _row("interrupted", TEARDOWN, ("preempted", "Preempted"), r"\b[Pp]reempted\b"),
     _row("interrupted", TEARDOWN, "KeyboardInterrupt", r"^KeyboardInterrupt|Signal 2 \(SIGINT\)"),
-    _row("node-failed", ROOT, ("DUE TO NODE FAILURE", "NODE FAILURE", "Node failure on"), r"(?:ON |failure on )(?P<host>[\w.\-\[\],]{1,120})", "rank-dead"),
     _row("srun-task", TEARDOWN, "srun: error:", r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400}): (?P<how>[^\r\n]{1,120})"),
     _row("child-signal", TEARDOWN, "received by PID", r"Signal (?P<signal>\d{1,3}) \((?P<name>\w{1,20})\) received by PID (?P<pid>\d{1,9})"),
     _row("deepspeed-exit", TEARDOWN, "exits with return code", r"Process (?P<pid>\d{1,9}) exits with return code = (?P<exit>-?\d{1,6})|exits with return code = (?P<code>-?\d{1,6})"),
@@ -195,7 +196,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("mpi-first", TEARDOWN, "scheduler is dead", r"Rank (?P<rank>\d{1,7}) scheduler is dead"),  # SGLang
     _row("mpi-code", TEARDOWN, ("Exit code:", "EXIT CODE:"), r"^(?:\s{0,8}Exit code:|=   EXIT CODE:)\s{1,8}(?P<exit>-?\d{1,6})$"),
     _row("spawn-exit", TEARDOWN, "terminated with", r"[Pp]rocess (?P<rank>\d{1,7}) terminated with (?:exit code (?P<exit>-?\d{1,6})|signal (?P<signal>SIG\w{1,12})|the following error)"),
-    _row("signalled", TEARDOWN, ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Floating point exception"), rf"^(?:\S{{1,200}}: line \d{{1,7}}: {{1,8}}\d{{1,9}} |Fatal Python error: )(?P<signal>{SIGNALLED})\b|^(?P<alone>{SIGNALLED})(?: \(core dumped\))?$"),
+    _row("signalled", TEARDOWN, ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Floating point exception", "received at time="), rf"^(?:\S{{1,200}}: line \d{{1,7}}: {{1,8}}\d{{1,9}} |Fatal Python error: )(?P<signal>{SIGNALLED})\b|^(?P<alone>{SIGNALLED})(?: \(core dumped\))?$|\*\*\* (?P<caught>SIG(?:SEGV|BUS|ILL|FPE)) received at time="),
     _row("aborted", TEARDOWN, "Aborted (core dumped)", r"^(?:\S{1,200}: line \d{1,7}: {1,8}\d{1,9} )?(?P<alone>Aborted) {1,30}\(core dumped\)"),
     _row("segfault", TEARDOWN, ("Segmentation fault", "Fatal Python error", "(core dumped)", "Bus error", "*** Process received signal ***", "Illegal instruction"), r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)"),
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),

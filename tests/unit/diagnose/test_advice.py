@@ -39,11 +39,12 @@ STORM = "".join(f"step 8 loss 2\n{STUCK}{AGAIN.format(left)}" for left in (2, 1,
         (ENDED + "step 3 loss 1.8\n", None, "unknown", "unsure", 3),
         (STUCK, None, "unknown", "yes", 0),
         (STORM, None, "unknown", "no", 4),
+        (CANCELLED.replace("TIME LIMIT", "NODE FAILURE"), None, "unknown", "yes", 0),
     ],
     ids=[
         *("exception", "fault", "killed", "killed twice", "killed after a step", "another root"),
         *("further", "no further", "cancelled"),
-        *("ended well", "went on", "stuck", "stuck four times at one step"),
+        *("ended well", "went on", "stuck", "stuck four times at one step", "another node failed"),
     ],
 )
 def test_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str], log, earlier, cause, restart, code):
@@ -55,6 +56,7 @@ def test_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str], log, earlier
     assert main(arguments) == code
     value = json.loads(capsys.readouterr().out)
     assert (value["schema"], value["cause"], value["restart"]) == ("dtobs.advice/1", cause, restart)
+    assert value["leave_out"] == []
 
 
 @pytest.mark.parametrize(

@@ -389,6 +389,26 @@ row(
     ("rank-dead", (2,)),
 )
 row(
+    "the host that tells of a node's failure is not the one that failed",
+    "step 3 loss 1.0\nslurmstepd: error: *** JOB 77 ON n3 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+    ("rank-dead", ()),
+)
+row(
+    "NCCL finds no room in a container's shared memory",
+    trace(
+        "t.py:3",
+        "torch.distributed.DistBackendError: NCCL error in: /pytorch/x.cpp:94, unhandled system error, NCCL version 2.21.5\nncclSystemError: System call (e.g. "
+        "socket, malloc) failed\nLast error:\nError while creating shared memory segment /dev/shm/nccl-kh9UIF (size 7340384)",
+        1,
+    ),
+    ("disk-full", (1,)),
+)
+row(
+    "ray's worker met a fault of memory",
+    "(WorkerDict pid=812) [2026-11-25 03:00:01,123 E 812 812] logging.cc:440: *** SIGSEGV received at time=1764040201 on cpu 3 ***",
+    ("rank-dead", ()),
+)
+row(
     "healthy: a step is cancelled, and what does not end is killed",
     "step 3 loss 1.0\nslurmstepd: error: *** STEP 77.0 ON n3 CANCELLED AT 2026-01-01T00:00:00 ***\nsrun: error: n3: tasks 0-3: Terminated\nsrun: error: n4: tasks 4-7: Killed",
     None,
