@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported: at the sizes of tests a second thread only waits for the first, and keeps a core for that.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The machine is shared: how long an example takes says nothing about the code.
 settings.register_profile("dtobs", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dtobs")
