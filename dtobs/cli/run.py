@@ -28,6 +28,7 @@ from dtobs.errors import DependencyMissing, RecordingDisabled, TargetError, Usag
 from dtobs.expectations import EXPECTATIONS
 from dtobs.findings import Severity, Trait
 from dtobs.integrations.launch import UNSEEN, Command, environment
+from dtobs.recording.arrivals import note_living, read_arrivals
 from dtobs.recording.policy import VARIABLE, Policy
 from dtobs.recording.rundir import RunDirectory, new_run_path
 from dtobs.recording.summary import summarise
@@ -146,16 +147,21 @@ def _with_screen(command: Command, run: RunDirectory, name: str) -> int:
 
 
 def _watch_rendezvous(root: Path) -> None:
-    """Say once who is missing while the ranks wait for their process group: no monitor runs before it is there."""
+    """Say once who is missing while the ranks wait for their process group, and keep note of who lives.
+
+    No monitor runs before the group is there.
+    """
+    said = False
     while not any((root / "nodes").glob("*")):
         time.sleep(_LOOK_SECONDS)
         try:
+            note_living(root)
             found = rendezvous_incomplete.find(load_run(root))
         except TargetError:  # nobody has started yet
             continue
-        if found:
+        if found and not said:
             _say(f"{found[0].code}: {found[0].summary}")
-            return
+            said = True
 
 
 def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> None:
@@ -175,7 +181,9 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> N
         )
     if diagnosis is None or not (diagnosis.ranks or diagnosis.findings):
         disabled = os.environ.get("DTOBS_DISABLE") == "1"
-        why = "no rank built a torch optimizer" if spawned else "no process built a torch optimizer"
+        met = root is None or not read_arrivals(root)  # ranks of several record from their process group on
+        why = "its ranks had no process group yet" if not met else "no process built a torch optimizer"
+        why = "no rank built a torch optimizer" if spawned else why
         _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else why))
         if code and Path(words[0]).name.startswith("python") and "RANK" not in os.environ:
             _say("a distributed script needs a launcher: dtobs run -- torchrun --nproc-per-node 2 train.py")

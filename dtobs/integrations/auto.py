@@ -1,6 +1,7 @@
 """Attaches to a training process that has no line of dtobs in it, for ``dtobs run``.
 
-The first optimizer begins it; the model is the outermost module whose forward runs first with parameters of that
+The process group begins it, of a single process the first optimizer: downloads, the building of the model and the
+first collectives are seen too. The model is the outermost module whose forward runs first with parameters of that
 optimizer: a DDP or FSDP wrapper, a plain module, a pipeline stage. Only public hooks of torch are used, and they are
 taken out as soon as both are known. A program that attaches for itself is left to it.
 """
@@ -16,6 +17,7 @@ from typing import Any
 from weakref import ref
 
 from dtobs.integrations.launch import UNSEEN
+from dtobs.session.session import Session
 from dtobs.session.start import attach, current
 
 
@@ -34,7 +36,7 @@ class Finder:
         if self._over or os.getpid() != self._pid or _loads_data():
             return
         if not self._handles:
-            if current() is not None:  # the program attached for itself
+            if _program_attached():
                 self._over = True
                 return
             self._begin()
@@ -56,6 +58,9 @@ class Finder:
 
         def guarded(*arguments: Any) -> None:
             if self._over or os.getpid() != self._pid:
+                return
+            if _program_attached():  # since; torch is iterating over hooks of this kind, so ours only fall silent
+                self._over = True
                 return
             try:
                 hook(*arguments)
@@ -93,6 +98,7 @@ class Finder:
 
 
 _finder: Finder | None = None
+_session: Session | None = None  #: that was attached here
 
 
 def optimizer_created(optimizer: Any) -> None:
@@ -103,9 +109,22 @@ def optimizer_created(optimizer: Any) -> None:
     _finder.optimizer_created(optimizer)
 
 
+def group_made() -> None:
+    """This process, a rank of several, has its process group: from here on others wait for it."""
+    if current() is None and not _loads_data():
+        _attach()
+
+
+def _program_attached() -> bool:
+    """Whether the program attached for itself, or named to our session what it is to watch."""
+    session = current()
+    return session is not None and (session is not _session or session.watches)
+
+
 def _attach(module: Any = None, optimizers: list[Any] | None = None) -> None:
+    global _session
     os.environ.pop("DTOBS_AUTO_ATTACH", None)  # what this rank starts is not this rank
-    attach(module, optimizers, name=os.environ.get("DTOBS_RUN_NAME", "run"))
+    _session = attach(module, optimizers, name=os.environ.get("DTOBS_RUN_NAME", "run"))
 
 
 def _parameters_of(optimizer: Any) -> Iterable[Any]:

@@ -87,7 +87,8 @@ def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
     for ddp in wrappers(model):
         members = tuple(dist.get_process_group_ranks(ddp.process_group))
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-        for name, tensor in (*ddp.module.named_parameters(), *ddp.module.named_buffers()):
+        kept = ddp.module.named_buffers() if ddp.broadcast_buffers else ()  # else each rank counts its own forwards
+        for name, tensor in (*ddp.module.named_parameters(), *kept):
             if name not in ignored:
                 copies[id(tensor)] = members
     found: list[Named] = []

@@ -20,6 +20,7 @@ from dtobs.errors import RecordingDisabled, TargetError
 from dtobs.host.process import boot_id, read_process, start_ticks
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
 
+_SEEN = "seen"
 State = Literal["started", "waiting", "met", "failed"]
 
 
@@ -48,6 +49,7 @@ class Arrival:
     site: str = ""
     error: str = ""
     patience: float = 0.0
+    seen_ns: Natural = 0  #: when its process was last seen alive by who watches the job start
 
 
 def arrive(rank: int, world_size: int, attempt: int, patience: float = 0.0) -> Arrival:
@@ -87,7 +89,28 @@ def read_arrivals(root: Path) -> dict[int, Arrival]:
         with contextlib.suppress(TargetError, DecodeError):
             arrival = decode(Arrival, read_json(path))
             found[arrival.rank] = arrival
-    return found
+    seen = _read_seen(root, attempts[-1])
+    return {rank: replace(each, seen_ns=seen.get(f"{rank}:{each.pid}", 0)) for rank, each in found.items()}
+
+
+def note_living(root: Path) -> None:
+    """Write down which processes of this host live now, on their way: what is known once somebody has ended them all.
+
+    File ``rendezvous/<attempt>/seen``: monotonic ns by ``rank:pid``; who is not alive keeps its time.
+    """
+    arrivals = read_arrivals(root)
+    now = time.monotonic_ns()
+    seen = {f"{r}:{a.pid}": now if lives(a) else a.seen_ns for r, a in arrivals.items() if a.boot_id == boot_id()}
+    if seen:
+        attempt = next(iter(arrivals.values())).attempt
+        with contextlib.suppress(RecordingDisabled):
+            write_json(_folder(root) / str(attempt) / _SEEN, seen)
+
+
+def _read_seen(root: Path, attempt: int) -> dict[str, int]:
+    with contextlib.suppress(TargetError, DecodeError):
+        return decode(dict[str, Natural], read_json(_folder(root) / str(attempt) / _SEEN))
+    return {}
 
 
 def lives(arrival: Arrival) -> bool | None:
@@ -97,17 +120,24 @@ def lives(arrival: Arrival) -> bool | None:
     return read_process(arrival.pid, arrival.ticks).alive
 
 
-def seconds_waited(arrival: Arrival) -> float | None:
-    """Seconds in ``init_process_group`` without a group; None for one that is not there, or whose end is unknown."""
+def seconds_waited(arrival: Arrival, until_ns: int = 0) -> float | None:
+    """Seconds in ``init_process_group`` without a group; None for one that is not there, or whose end is unknown.
+
+    `until_ns` is the moment to judge of a job that has ended: who was still seen then waited until then.
+    """
     if arrival.state == "failed":
         return arrival.waited
+    if arrival.state == "waiting" and until_ns and arrival.seen_ns == until_ns:
+        return max(0, until_ns - arrival.since_ns) / 1e9
     if arrival.state != "waiting" or lives(arrival) is False:
         return None
     return _seconds_since(arrival, arrival.since, arrival.since_ns)
 
 
-def seconds_on_the_way(arrival: Arrival) -> float:
-    """Seconds since its process was first seen."""
+def seconds_on_the_way(arrival: Arrival, until_ns: int = 0) -> float:
+    """Seconds since its process was first seen; until `until_ns` where that is given."""
+    if until_ns:
+        return max(0, until_ns - arrival.began_ns) / 1e9
     return _seconds_since(arrival, arrival.began, arrival.began_ns)
 
 

@@ -34,6 +34,11 @@ class Session:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
+    @property
+    def watches(self) -> bool:
+        """Whether it was told of a model or an optimizer."""
+        return False
+
     def _call(self, name: str, *arguments: Any) -> Any:
         """What the method `name` does in a session that records."""
 
@@ -152,6 +157,10 @@ class LiveSession(Session):
     def _call(self, name: str, *arguments: Any) -> Any:
         call = self._calls.get(name) if self.active else None
         return call(*arguments) if call is not None else None
+
+    @property
+    def watches(self) -> bool:
+        return self._context.model is not None or bool(self._context.optimizers)
 
     @property
     def local_rank(self) -> int:

@@ -8,11 +8,14 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import dtobs
+from dtobs.diagnose import diagnose, gather
+from dtobs.errors import TargetError
 from tests.harness import Launched, launch, wait_until_gone
 from tests.harness.launch import REPOSITORY
 from tests.harness.terminal import readable
@@ -202,3 +205,27 @@ def test_who_is_missing_at_the_rendezvous_is_said(tmp_path: Path):
     assert "rendezvous-incomplete: rank 1 of 2 is missing at the rendezvous: never started on" in job.stderr
     assert "while rank 0 has waited " in job.stderr
     assert f"in init_process_group at {program}:3 in <module>" in job.stderr
+
+
+def test_a_rank_that_does_not_come_out_of_its_download_is_named(tmp_path: Path):
+    """Nobody has built a model or an optimizer yet."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import time\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1:\n"
+        "    time.sleep(600)  # downloads\n"
+        "dist.barrier()\n"
+    )
+    words = ("--run-dir", tmp_path / "run", "--hang-timeout", "4", "--", sys.executable, *TORCHRUN)
+    with observed(*words, "--nproc-per-node", "2", program, cwd=tmp_path):
+        deadline = time.monotonic() + 60
+        verdict = None
+        while verdict is None and time.monotonic() < deadline:
+            with suppress(TargetError):  # no rank is there yet
+                verdict = diagnose(gather(tmp_path / "run")).verdict
+            time.sleep(1)
+    assert verdict is not None
+    assert (verdict.code, verdict.ranks, verdict.confidence.value) == ("rank-not-joined", (1,), "possible")
+    assert f"{program}:5 in <module>" in verdict.summary

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import TargetError
@@ -44,7 +45,8 @@ def losses_of(rank: int, world: int, name: str, way: str, run_dir: str) -> list[
         _start_as_dtobs_run(run_dir, program)
     if program.group:
         store = dist.FileStore(os.environ["DTOBS_TEST_STORE"], world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS))
+        # By its own module, where `dtobs run` finds it: this process had imported torch before that.
+        distributed_c10d.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS))
     else:
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             os.environ.pop(variable, None)

@@ -84,7 +84,7 @@ def detect(view: RunView) -> list[Finding]:
     if apart := groups.find(situation):
         return apart  # who waits inside a construction has not reached what comes after it
     found = explain(situation) if len(seen.pages) else []
-    if situation.stall is not None and not situation.stall.exceeded:
+    if situation.early:
         found = [_early(finding) for finding in found if finding.code != "network-stalled"]
     if any(finding.confidence is not Confidence.POSSIBLE for finding in found):
         return found

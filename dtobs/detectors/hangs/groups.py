@@ -7,6 +7,8 @@ call that no collective shows. The evidence is each rank's list of constructions
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dtobs.calls.agree import judge
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence, where
 from dtobs.detectors.hangs.situation import LEFT, Situation
@@ -37,7 +39,8 @@ def find(situation: Situation) -> list[Finding]:
     missing = [r for r in first.ranks if r in made and r not in inside and first.number not in made[r]]
     if not missing or set(missing) & set(situation.halted):
         return []  # all are there: the network; or a rank that does not run at all
-    return [_missing(situation, first, tuple(missing), inside)]
+    found = _missing(situation, first, tuple(missing), inside)
+    return [replace(found, early=True, confidence=Confidence.POSSIBLE) if situation.early else found]  # they may come
 
 
 def _stands_in(situation: Situation, rank: int, made: Made) -> Construction | None:

@@ -8,6 +8,7 @@ and from which line, and whether the processes of the others live.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from dtobs.detectors.hangs.describe import Evidence
 from dtobs.detectors.hangs.stall import DEFAULT_FLOOR_SECONDS, EARLY_LONG, EARLY_SHARE
@@ -26,19 +27,30 @@ def find(view: RunView) -> list[Finding]:
     if any(process.alive and int(view.page(rank)["steps_done"]) for rank, process in view.processes.items()):
         return []  # the group has been there for long
     arrivals = read_arrivals(view.root)
-    waiting = {r: w for r, a in arrivals.items() if (w := seconds_waited(a)) is not None}
+    over_ns = _ended_ns(arrivals)
+    waiting = {r: w for r, a in arrivals.items() if (w := seconds_waited(a, over_ns)) is not None}
     world = max((arrivals[rank].world_size for rank in waiting), default=0)
     missing = tuple(sorted(set(range(world)) - set(waiting)))
-    if not missing or any(arrivals[r].state == "met" for r in missing if r in arrivals and _of_now(arrivals, r)):
+    if not missing or any(
+        arrivals[r].state == "met" for r in missing if r in arrivals and (over_ns or _of_now(arrivals, r))
+    ):
         return []
     # Another host's clock may be an hour off ours; without a rank of this host there is nothing better.
     longest = max([w for r, w in waiting.items() if lives(arrivals[r]) is not None] or waiting.values())
+    tell = partial(_finding, arrivals, waiting, missing, longest, over_ns)
     patience = max(arrivals[rank].patience for rank in waiting) or DEFAULT_FLOOR_SECONDS
     if longest > PATIENCE_FACTOR * patience:
-        return [_finding(arrivals, waiting, missing, longest)]
+        return [tell()]
     if view.asked and longest > EARLY_LONG * EARLY_SHARE * patience:  # they may still come: no alarm, and possible only
-        return [replace(_finding(arrivals, waiting, missing, longest), early=True, confidence=Confidence.POSSIBLE)]
+        return [replace(tell(), early=True, confidence=Confidence.POSSIBLE)]
     return []
+
+
+def _ended_ns(arrivals: dict[int, Arrival]) -> int:
+    """When a process of this start was last seen alive, by `note_living`; 0 while one lives, or may on another host."""
+    if any(lives(arrival) is not False for arrival in arrivals.values()):
+        return 0
+    return max((arrival.seen_ns for arrival in arrivals.values()), default=0)
 
 
 def _of_now(arrivals: dict[int, Arrival], rank: int) -> bool:
@@ -47,7 +59,7 @@ def _of_now(arrivals: dict[int, Arrival], rank: int) -> bool:
 
 
 def _finding(
-    arrivals: dict[int, Arrival], waiting: dict[int, float], missing: tuple[int, ...], longest: float
+    arrivals: dict[int, Arrival], waiting: dict[int, float], missing: tuple[int, ...], longest: float, over_ns: int
 ) -> Finding:
     there = tuple(sorted(waiting))
     world = arrivals[there[0]].world_size
@@ -56,7 +68,7 @@ def _finding(
     return Finding(
         "rendezvous-incomplete",
         f"{ranks_text(missing)} of {world} {verb(len(missing), 'are')} missing at the rendezvous: "
-        f"{_where(arrivals, missing)}, while {ranks_do(there, 'have', 4)} waited {duration_text(longest)} "
+        f"{_where(arrivals, missing, over_ns)}, while {ranks_do(there, 'have', 4)} waited {duration_text(longest)} "
         f"in init_process_group"
         f"{f' at {site}' if site else ''}{f' and gave up ({min(errors)})' if errors else ''}",
         missing,
@@ -68,27 +80,27 @@ def _finding(
     )
 
 
-def _where(arrivals: dict[int, Arrival], missing: tuple[int, ...]) -> str:
+def _where(arrivals: dict[int, Arrival], missing: tuple[int, ...], over_ns: int) -> str:
     """What is known of the missing ranks, those with the same fate together."""
     fates: dict[str, list[int]] = {}
     for rank in missing:
-        fates.setdefault(_fate(arrivals, rank), []).append(rank)
+        fates.setdefault(_fate(arrivals, rank, over_ns), []).append(rank)
     if len(fates) == 1:
         return next(iter(fates))
     return "; ".join(f"{ranks_text(tuple(ranks), 4)}: {fate}" for fate, ranks in fates.items())
 
 
-def _fate(arrivals: dict[int, Arrival], rank: int) -> str:
+def _fate(arrivals: dict[int, Arrival], rank: int, over_ns: int) -> str:
     arrival = arrivals.get(rank)
     if arrival is None:
         hosts = sorted({a.host for a in arrivals.values()})
         return f"never started on {', '.join(hosts[:4])} or a host that shares this directory"
     place = f"process {arrival.pid} on {arrival.host}"
-    alive = lives(arrival)
-    if alive is False:
+    if lives(arrival) is False and (not over_ns or arrival.seen_ns < over_ns):
         before = "before it called init_process_group" if arrival.state == "started" else "meanwhile"
         return f"{place} ended {before}"
-    return f"{place} started and has not called init_process_group for {duration_text(seconds_on_the_way(arrival))}"
+    on_the_way = duration_text(seconds_on_the_way(arrival, over_ns))
+    return f"{place} started and has not called init_process_group for {on_the_way}"
 
 
 def _evidence(rank: int, arrival: Arrival | None, waited: float | None = None) -> Evidence:

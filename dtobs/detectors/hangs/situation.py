@@ -87,6 +87,11 @@ class Situation:
         return self.stall is not None or any(e.kind is End.TIMED_OUT for e in self.endings.values())
 
     @property
+    def early(self) -> bool:
+        """Whether the run stands still for somebody who asks, and not yet long enough for an alarm."""
+        return self.stall is not None and not self.stall.exceeded
+
+    @property
     def broken(self) -> bool:
         """Whether training has stopped: the run is stuck, or a rank ended by itself."""
         return self.stuck or bool(self.causes) or any(e.kind in _GAVE_UP for e in self.endings.values())

@@ -1,10 +1,10 @@
-"""What Python runs first in every process below ``dtobs run``: waits for torch, then for the first optimizer.
+"""What Python runs first in every process below ``dtobs run``: waits for torch, then for a process group or an optimizer.
 
 Until then it records that a rank has started and when the rank asks for its process group: a job that hangs in its
 rendezvous leaves no other record.
 
 This folder is put first on PYTHONPATH. Nothing but the standard library is imported here, since every Python process
-below the command runs this: launchers, data-loader workers and pip as well. A process that never builds an optimizer
+below the command runs this: launchers, data-loader workers and pip as well. A process that builds neither
 is left alone. A ``sitecustomize`` that this one hides is run as it would have been.
 """
 
@@ -75,7 +75,10 @@ def _tell_of_groups(module: Any) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         # Only now is torch imported whole.
         seen = _guarded(lambda: _ours("session.early_rendezvous").wrap_init_process_group(original, kwargs)) or original
-        return seen(*args, **kwargs)
+        made = seen(*args, **kwargs)
+        if seen is not original:
+            _guarded(lambda: _ours("integrations.auto").group_made())
+        return made
 
     module.init_process_group = init_process_group
 

@@ -291,11 +291,17 @@ def ddp_with_batch_norm(rank: int, world: int, watch: Watch) -> list[float]:
 
 @program()
 def ddp_with_own_batch_norm(rank: int, world: int, watch: Watch) -> list[float]:
-    """Statistics stay each rank's own, as `broadcast_buffers=False` asks."""
+    """Statistics stay each rank's own, as `broadcast_buffers=False` asks; rank 0 looks at a sample now and then."""
     torch.manual_seed(0)
     model = DDP(
         nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 6)), broadcast_buffers=False
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch(model, optimizer)
-    return train(model, optimizer, rank)
+    losses = []
+    for _ in range(4):
+        losses += train(model, optimizer, rank, 8)
+        if rank == 0:
+            with torch.no_grad():
+                model.module(batch(rank, 99)[0])
+    return losses

@@ -41,6 +41,16 @@ def test_a_rank_that_never_enters(run: FakeRun) -> None:
     )
 
 
+def test_one_that_may_yet_come_is_no_alarm_to_who_asks_early(run: FakeRun) -> None:
+    for rank in run.ranks[:3]:
+        construct(rank, 2, [0, 1, 2, 3], line=8)
+    view = run.view(later=20)
+    assert found(view) == {}
+    view.asked = True
+    (finding,) = found(view).values()
+    assert (finding.ranks, finding.confidence, finding.early) == ((3,), "possible", True)
+
+
 def test_another_order_of_one_rank(run: FakeRun) -> None:
     for rank in run.ranks:
         first = [0, 3] if rank.number == 3 else [0, 1, 3]

@@ -13,7 +13,8 @@ import pytest
 
 from dtobs.detectors.hangs import detect
 from dtobs.diagnose import diagnose, gather
-from dtobs.recording.arrivals import Arrival, arrive, become, read_arrivals, write_arrival
+from dtobs.host.process import start_ticks
+from dtobs.recording.arrivals import Arrival, arrive, become, note_living, read_arrivals, write_arrival
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import load_run
 from tests.unit.detectors_hangs.trouble import found
@@ -95,6 +96,26 @@ def test_a_store_that_timed_out_is_remembered_after_its_process_ended(run):
     assert "rank 0 has waited 90 s in init_process_group at /me/train.py:8 in main and gave up (DistStoreError" in (
         finding.summary
     )
+
+
+def test_who_was_missing_is_known_after_somebody_has_killed_everybody(run):
+    """The one that the others waited for lived as long as they did, and only then "ended before it called"."""
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for process, arrival in zip(processes, (waits(0, 60), on_its_way(1, 61)), strict=True):
+        write_arrival(run, replace(arrival, pid=process.pid, ticks=start_ticks(process.pid)))
+    gone_before = replace(on_its_way(2, 61), pid=dead_pid(), ticks=1)
+    write_arrival(run, gone_before)
+    note_living(run.root)
+    for process in processes:
+        process.kill()
+        process.wait()
+    (finding,) = found(load_run(run.root)).values()
+    assert (finding.code, finding.ranks) == ("rendezvous-incomplete", (1, 2, 3))
+    assert f"{processes[1].pid} on {gone_before.host} started and has not called init_process_group for 61 s" in (
+        finding.summary
+    )
+    assert f"{gone_before.pid} on {gone_before.host} ended before it called" in finding.summary
+    assert "while rank 0 has waited 60 s in init_process_group at /me/train.py:8" in finding.summary
 
 
 @pytest.mark.parametrize(
