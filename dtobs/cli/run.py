@@ -1,9 +1,10 @@
 """Run a training command observed, without a line of dtobs in it.
 
-Every Python process below CMD that trains (torchrun's workers, or the script itself) attaches when it builds its first
-optimizer: steps, phases, collectives, gradients and parameters are recorded as with dtobs.attach(model, optimizer).
-What CMD prints and its exit code are its own. Standard error names the run directory at the start, and at the end what
-was found. With --tui the terminal shows the run live, and the output of CMD goes to output.log in the run directory.
+Every Python process below CMD that trains (torchrun's workers, or the script itself) attaches when it has its process
+group, or builds its first optimizer: steps, phases, collectives, gradients and parameters are recorded as with
+dtobs.attach(model, optimizer). What CMD prints and its exit code are its own. Standard error names the run directory at
+the start, and at the end what was found. With --tui the terminal shows the run live, and the output of CMD goes to
+output.log in the run directory.
 
 examples:
   dtobs run -- torchrun --nproc-per-node 2 train.py --epochs 3

@@ -16,6 +16,7 @@ from dtobs.detectors.peers import data_groups
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.learned_copies import learned_keys
 from dtobs.detectors.silent.replica_divergence import apart_on_purpose
+from dtobs.detectors.silent.seed_policy import dropping_alike
 from dtobs.expectations import is_declared
 from dtobs.recording.laws import UPDATES
 from dtobs.recording.stepless import FIRST_STEPS
@@ -55,6 +56,7 @@ def comparisons_off(view: RunView) -> list[Off]:
             found.append(_peers(view, known))
         found += _replicas(view, known)
         found += _apart(view)
+        found += _drop_alike(view)
         found += _ledger(view)
         found += _batch_norm(view)
     return list({(off.check, off.reason): off for off in found}.values())[:MOST]
@@ -158,13 +160,13 @@ def _batch_norm(view: RunView) -> Iterator[Off]:
 
 
 def _unrecorded(view: RunView) -> Iterator[Off]:
-    """Ranks that do not record though the others train: below `dtobs run` only a rank that makes an optimizer does."""
+    """Ranks that do not record though the others train."""
     if view.missing_ranks and int(view.pages["steps_done"].max(initial=0)) >= FIRST_STEPS:
         yield Off(
             "ranks",
             "not recorded",
-            f"what {ranks_text(view.missing_ranks)} did is not recorded, nor whether the others wait for it: a rank"
-            " that makes no optimizer, and trains with others that do, records with dtobs.attach()",
+            f"what {ranks_text(view.missing_ranks)} did is not recorded, nor whether the others wait for it:"
+            " dtobs.attach() records a rank, also one without an optimizer",
         )
 
 
@@ -249,6 +251,18 @@ def _apart(view: RunView) -> Iterator[Off]:
             " them: possibly they are averaged now and then on purpose (local SGD, DiLoCo), so nothing is made of it;"
             ' session.policy(average_every=STEPS) has their meetings checked, and session.policy(expect="own-models")'
             " or dtobs run --expect own-models says that they need not meet",
+        )
+
+
+def _drop_alike(view: RunView) -> Iterator[Off]:
+    for ranks in dropping_alike(view):
+        yield Off(
+            "random numbers",
+            "drawn alike",
+            f"{ranks_text(ranks)} draw the same random numbers in every step, so they drop the same units on different"
+            " data, which makes their mean gradient a little noisier; many trainers seed all ranks alike, so nothing"
+            ' is made of it; session.policy(generators="differ") has it checked, and session.policy(expect="same-seed")'
+            " or dtobs run --expect same-seed says that it is meant",
         )
 
 

@@ -212,6 +212,8 @@ def train(job: SilentJob) -> None:
             step_with_another_rate(optimizer)
         if is_now in ("none", "declared-seed"):
             session.policy(equal={"seed": seed})
+        if is_now in ("none", "equal-dropout"):
+            session.policy(generators="differ")
         spoiled = replace(placed, learn=learn)
         more = {"micros": micros, "reduced": reduced, "update": update, "stepped": stepped}
         loop.train(spoiled, optimizer, job.steps, batch, criterion, **more)  # type: ignore[arg-type]

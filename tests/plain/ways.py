@@ -46,7 +46,9 @@ def losses_of(rank: int, world: int, name: str, way: str, run_dir: str) -> list[
     if program.group:
         store = dist.FileStore(os.environ["DTOBS_TEST_STORE"], world)
         # By its own module, where `dtobs run` finds it: this process had imported torch before that.
-        distributed_c10d.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS))
+        distributed_c10d.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+        )
     else:
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             os.environ.pop(variable, None)

@@ -1,14 +1,15 @@
 """seed-policy: random numbers that must be equal between ranks differ, or the other way round.
 
-What it does: four comparisons.
+What it does: three comparisons.
  * Copies of the model that began with different parameters, seen in the digests from before the first optimizer step.
  * What the job declared by ``session.policy(equal={"seed": 1}, differ={"dropout seed": 7})``: values that must be
    equal on all ranks, and values that must differ between ranks that read different data.
  * ``session.policy(generators="differ")`` or ``"equal"``: the states of torch's generators between ranks that read
    different data, at the end of the same steps.
- * Without a declaration: a model with active dropout, whose generators move in every step and are equal on ranks
-   that read different data: those ranks drop the same units. Some trainers seed all ranks alike on purpose, so it is
-   a note.
+
+Without a declaration nobody can tell a mistake from what transformers' Trainer, Accelerate and Lightning do in every
+healthy job, which is to seed all ranks alike: that ranks then drop the same units on different data is said as a fact
+by `detectors.comparisons`, and is no finding.
 
 Why it hurts: a different seed gives a rank another model or another order of the data; equal dropout makes the
 data-parallel gradient noisier than it need be.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -131,8 +131,20 @@ def _generators(view: RunView) -> list[Finding]:
         states = _states(window, rows_of(view, group))
         if rule == {"equal"}:
             found += _must_be_equal(window, group, states)
-        elif rule == {"differ"} or (rule == {None} and _drops_units(view, group) and _moves(states)):
-            found += _must_differ(window, group, states, declared=rule == {"differ"})
+        elif rule == {"differ"}:
+            found += [_must_differ(window, ranks, known) for ranks, known in _alike(group, states)]
+    return found
+
+
+def dropping_alike(view: RunView) -> list[list[int]]:
+    """Ranks that drop the same units on different data, in every step, where nothing was declared of that."""
+    window = view.steps(WINDOW)
+    found: list[list[int]] = []
+    for group in data_groups(view):
+        states = _states(window, rows_of(view, group))
+        undeclared = {view.meta(r).policy.get("generators") for r in group} == {None}
+        if undeclared and _drops_units(view, group) and _moves(states):
+            found += [ranks for ranks, _ in _alike(group, states)]
     return found
 
 
@@ -180,34 +192,25 @@ def _must_be_equal(window: StepWindow, group: list[int], states: npt.NDArray[np.
     ]
 
 
-def _must_differ(
-    window: StepWindow, group: list[int], states: npt.NDArray[np.uint64], *, declared: bool
-) -> list[Finding]:
-    known = (states != 0).all(axis=0)
+def _alike(group: list[int], states: npt.NDArray[np.uint64]) -> list[tuple[list[int], npt.NDArray[np.bool_]]]:
+    """Ranks whose generators were equal at the end of every step in which all are known, and those steps, bool[N]."""
+    known: npt.NDArray[np.bool_] = (states != 0).all(axis=0)
     if known.sum() < LEAST_STEPS:
         return []
-    columns = states[:, known]
     same: dict[bytes, list[int]] = {}
-    for rank, row in zip(group, columns, strict=True):
+    for rank, row in zip(group, states[:, known], strict=True):
         same.setdefault(row.tobytes(), []).append(rank)
-    first = int(window.steps[known][0])
-    why = "they were declared different" if declared else "they drop the same units on different data"
-    evidence: dict[str, Any] = {
-        "what": "generator digests",
-        "steps_equal": int(known.sum()),
-        "declared": declared,
-    }
-    return [
-        Finding(
-            "seed-policy",
-            f"{ranks_text(ranks)} draw the same random numbers in every step; {why}",
-            tuple(ranks),
-            Confidence.CERTAIN if declared else Confidence.POSSIBLE,
-            step=first,
-            group="generators",
-            fault=declared,
-            evidence=(evidence,),
-        )
-        for ranks in same.values()
-        if len(ranks) > 1
-    ]
+    return [(ranks, known) for ranks in same.values() if len(ranks) > 1]
+
+
+def _must_differ(window: StepWindow, ranks: list[int], known: npt.NDArray[np.bool_]) -> Finding:
+    return Finding(
+        "seed-policy",
+        f"{ranks_text(ranks)} draw the same random numbers in every step; they were declared different",
+        tuple(ranks),
+        Confidence.CERTAIN,
+        step=int(window.steps[known][0]),
+        group="generators",
+        fault=True,
+        evidence=({"what": "generator digests", "steps_equal": int(known.sum()), "declared": True},),
+    )

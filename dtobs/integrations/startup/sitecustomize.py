@@ -1,4 +1,4 @@
-"""What Python runs first in every process below ``dtobs run``: waits for torch, then for a process group or an optimizer.
+"""What Python runs first in every process below ``dtobs run``: waits for torch, then for a group or an optimizer.
 
 Until then it records that a rank has started and when the rank asks for its process group: a job that hangs in its
 rendezvous leaves no other record.

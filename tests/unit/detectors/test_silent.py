@@ -308,10 +308,14 @@ def test_equal_dropout_on_different_data(tmp_path: Path):
     def same(rank: int, step: int) -> dict[str, float]:
         return {"rng_torch": 1000 + step} if rank < 2 else {}
 
-    found = only(noisy_run(tmp_path, 3, change=same, layout=DROPOUT))
-    assert (found.code, found.ranks, found.confidence) == ("seed-policy", (0, 1), Confidence.POSSIBLE)
-    assert "dtobs run --expect same-seed" in found.next_step, "some trainers seed all ranks alike on purpose"
-    assert findings(noisy_run(tmp_path / "no dropout", 3, change=same)) == []
+    def facts(run: FakeRun) -> list[str]:
+        assert findings(run) == [], "trainers seed all ranks alike in every healthy job"
+        return [off.text for off in comparisons_off(run.view()) if off.check == "random numbers"]
+
+    (fact,) = facts(noisy_run(tmp_path, 3, change=same, layout=DROPOUT))
+    assert fact.startswith("ranks 0 and 1 draw the same random numbers in every step, so they drop the same units")
+    assert "dtobs run --expect same-seed" in fact
+    assert facts(noisy_run(tmp_path / "no dropout", 3, change=same)) == []
 
 
 def test_equal_dropout_that_was_declared(tmp_path: Path):
@@ -319,6 +323,7 @@ def test_equal_dropout_that_was_declared(tmp_path: Path):
     for rank in run.ranks:
         rank.meta("policy", generators="equal")
     assert findings(run) == []
+    assert not any(off.check == "random numbers" for off in comparisons_off(run.view()))
 
 
 def test_equal_generators_that_nobody_uses_while_training(tmp_path: Path):
