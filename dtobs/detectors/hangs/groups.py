@@ -39,8 +39,8 @@ def find(situation: Situation) -> list[Finding]:
     missing = [r for r in first.ranks if r in made and r not in inside and first.number not in made[r]]
     if not missing or set(missing) & set(situation.halted):
         return []  # all are there: the network; or a rank that does not run at all
-    found = _missing(situation, first, tuple(missing), inside)
-    return [replace(found, early=True, confidence=Confidence.POSSIBLE) if situation.early else found]  # they may come
+    told = _missing(situation, first, tuple(missing), inside)
+    return [replace(told, early=True, confidence=Confidence.POSSIBLE) if situation.early else told]  # they may come
 
 
 def _stands_in(situation: Situation, rank: int, made: Made) -> Construction | None:
