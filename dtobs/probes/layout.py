@@ -81,18 +81,19 @@ def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
     `replicas` as in `Context`: a ProcessGroup over which plain tensors are copies, None for nothing declared.
     """
     copies: dict[int, tuple[int, ...]] = {}
+    seen: set[int] = set()
     if isinstance(replicas, dist.ProcessGroup):
         declared = tuple(dist.get_process_group_ranks(replicas))
         copies = {id(t): declared for t in (*model.parameters(), *model.buffers())}
     for ddp in wrappers(model):
         members = tuple(dist.get_process_group_ranks(ddp.process_group))
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-        kept = ddp.module.named_buffers() if ddp.broadcast_buffers else ()  # else each rank counts its own forwards
-        for name, tensor in (*ddp.module.named_parameters(), *kept):
+        for name, tensor in (*ddp.module.named_parameters(), *ddp.module.named_buffers()):
             if name not in ignored:
                 copies[id(tensor)] = members
+        if not ddp.broadcast_buffers:  # each rank counts its own forwards
+            seen |= {id(buffer) for buffer in ddp.module.buffers()}
     found: list[Named] = []
-    seen: set[int] = set()
     for name, tensor in (*_walk(model, "", buffers=False), *_walk(model, "", buffers=True)):
         if id(tensor) not in seen:
             seen.add(id(tensor))
