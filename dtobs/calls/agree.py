@@ -10,11 +10,14 @@ from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from dtobs.calls.table import CallTable
 from dtobs.findings import Confidence
 
+LINES_LOOKED_AT = 512
+"""Calls of a group before one that does not fit, in which the ranks' lines are compared."""
 Agreement = tuple[tuple[str, Hashable], ...]
 """What a call must agree on with its peers', by the code of a disagreement; None: not on this."""
 
@@ -83,3 +86,29 @@ def judge(ways: Mapping[int, Hashable], size: int) -> Parties | None:
     majority = 2 * len(parties[0]) > max(size, len(ways))
     odd = sorted(rank for party in parties[1:] for rank in party) if majority else sorted(ways)
     return Parties(parties, tuple(odd), majority)
+
+
+def went_apart(
+    table: CallTable, group: int, seq: int, ranks: tuple[int, int], known: Callable[[int, int], bool]
+) -> int | None:
+    """The first of the calls before `seq` that two ranks made from different lines up to it; None where there is none.
+
+    Calls of one kind and size fit together wherever they come from: a rank that evaluates while its peers train is
+    seen by its lines long before a size differs. ``known(rank, site)``: whether a site is a line. Lines from which the
+    two made one call before are no sign, nor is a difference whose beginning is no longer on record.
+    """
+    part = table.rows(group, max(0, seq - LINES_LOOKED_AT), seq - 1)
+    of = [table.rank[part] == rank for rank in ranks]
+    seqs, ours, theirs = np.intersect1d(table.seq[part][of[0]], table.seq[part][of[1]], return_indices=True)
+    lines = [table.site[part][mine][at] for mine, at in zip(of, (ours, theirs), strict=True)]
+    pairs = list(zip(seqs.tolist(), lines[0].tolist(), lines[1].tolist(), strict=True))
+    first = None
+    for place in range(len(pairs) - 1, -1, -1):
+        sites = pairs[place][1:]
+        if not all(known(rank, site) for rank, site in zip(ranks, sites, strict=True)):
+            continue
+        if sites[0] == sites[1]:
+            before = {(one, other) for _, one, other in pairs[:place]}
+            return first[0] if first is not None and tuple(first[1:]) not in before else None
+        first = pairs[place]
+    return None

@@ -34,6 +34,12 @@ def mismatch_text(code: str, place: str, parties: Parties, made: Callable[[int],
     return f"{_WHAT[code]} at {place}: {', but '.join(sides)}"
 
 
+def went_apart_text(seq: int, parties: Parties, lines: Sequence[str]) -> str:
+    """Since which call two parties came from different `lines`, the larger party's first."""
+    usual, odd = (named(ranks) for ranks in parties.parties[:2])
+    return f"{odd} had gone another way since #{seq}, which came from {lines[1]} there and from {lines[0]} on {usual}"
+
+
 def lost_step_text(rank: int, shift: int, peers: str, group: str, seq: int, site: str, expected: str) -> str:
     """Who made calls more or fewer than its peers: `shift` of them, from the line `site` where `expected` was due."""
     calls = "one call" if abs(shift) == 1 else f"{abs(shift)} calls"
@@ -64,10 +70,16 @@ def all_issued_text(ranks: Sequence[int], call: str, site: str = "", left: int |
     return f"{named(ranks)} all issued {call}{line} and {done}"
 
 
-def circle_text(waits: Iterable[tuple[Sequence[int], str, Sequence[int]]], odd: Sequence[int] = ()) -> str:
-    """Who waits, in which call, for whom; `odd`: who came there by another order than before."""
+def circle_text(
+    waits: Iterable[tuple[Sequence[int], str, Sequence[int]]], odd: Sequence[int] = (), alone: Sequence[int] = ()
+) -> str:
+    """Who waits, in which call, for whom; `odd`: who came there by another order than before; `alone`: who, against
+    most of the others, left out or put off the call that they wait in.
+    """
     parts = list(waits)
     chain = "; ".join(f"{named(ranks)} in {call} for {named(awaited)}" for ranks, call, awaited in parts[:_MAX_SIDES])
     more = f"; and {len(parts) - _MAX_SIDES} more" if len(parts) > _MAX_SIDES else ""
     order = f"; {ranks_text(odd)} called them in another order" if odd else ""
+    if alone:
+        order = f"; {ranks_text(alone)} alone left out or put off the call in which the others wait"
     return f"ranks wait for each other in a circle: {chain}{more}{order}"

@@ -10,8 +10,9 @@ included, and connections break. Only a death that was seen and an exception of 
 
 from __future__ import annotations
 
+from dtobs.calls.agree import went_apart
 from dtobs.calls.lost_step import LostStep
-from dtobs.calls.words import lost_step_text, mismatch_text
+from dtobs.calls.words import lost_step_text, mismatch_text, went_apart_text
 from dtobs.catalogue import CATALOGUE
 from dtobs.detectors.hangs.describe import Evidence, group_name
 from dtobs.detectors.hangs.endings import End, Ending
@@ -43,9 +44,11 @@ def _mismatch(situation: Situation, found: Mismatch) -> Finding:
     place = f"#{found.seq} of group {group_name(situation, found.group)}"
     # From different lines, the sizes are not what is wrong: one side has made a call that the other has not.
     lines = {_site(situation, found, ranks[0]) for _, ranks in found.versions} - {""}
+    said = mismatch_text(found.code, place, found.parties, lambda rank: f"{made[rank]}{_site(situation, found, rank)}")
+    apart = _went_apart(situation, found)
     return Finding(
         found.code,
-        mismatch_text(found.code, place, found.parties, lambda rank: f"{made[rank]}{_site(situation, found, rank)}"),
+        f"{said}; {apart}" if apart else said,
         found.parties.odd,
         found.parties.confidence,
         step=found.step,
@@ -54,6 +57,25 @@ def _mismatch(situation: Situation, found: Mismatch) -> Finding:
         next_step=CATALOGUE["collective-mismatch"].next_step if len(lines) > 1 else "",
         since_ns=found.t_ns,
     )
+
+
+def _went_apart(situation: Situation, found: Mismatch) -> str:
+    """Since which call the two parties came from different lines, if they did so before the one that does not fit."""
+    calls, parties = situation.calls, found.parties
+    if len(parties.parties) != 2:
+        return ""
+    two = (parties.parties[0][0], parties.parties[1][0])
+
+    def known(rank: int, site: int) -> bool:
+        line = calls.site(rank, site)
+        return line is not None and line.line > 0
+
+    seq = went_apart(calls.table, found.group, found.seq, two, known)
+    made = [calls.call(rank, found.group, seq) for rank in two] if seq is not None else []
+    if seq is None or None in made:
+        return ""
+    lines = [str(calls.site(rank, int(call["site"]))) for rank, call in zip(two, made, strict=True) if call is not None]
+    return went_apart_text(seq, parties, lines)
 
 
 def _site(situation: Situation, found: Mismatch, rank: int) -> str:

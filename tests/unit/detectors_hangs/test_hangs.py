@@ -292,6 +292,25 @@ def test_a_circle_across_groups(training):
     assert found(run.view(later=50)) == {}
 
 
+@pytest.mark.parametrize(("world", "named"), [(3, (1,)), (2, (0, 1))])
+def test_the_one_rank_that_left_out_a_call_of_another_group(training, world: int, named: tuple[int, ...]):
+    """All but rank 1 gather metrics in a group of their own; it goes on to the next call of the first group."""
+    run = training(world)
+    metrics = run.group("metrics", tuple(range(world)))
+    for step in range(6):
+        for rank in run.ranks:
+            rank.collective("all_reduce")
+            if step % 2:
+                rank.collective("all_reduce", metrics)
+    for rank in run.ranks:
+        rank.collective("all_reduce")
+        rank.collective("all_reduce", *(() if rank.number == 1 else (metrics,)), wait=True)
+    (finding,) = found(run.view(later=61)).values()
+    assert (finding.code, finding.ranks) == ("group-deadlock", named)
+    assert (finding.confidence == "likely") is (world > 2)
+    assert finding.summary.endswith("left out or put off the call in which the others wait") is (world > 2)
+
+
 def test_waits_of_a_device_that_no_host_sees(training):
     """On a GPU nothing blocks in the collective itself: who has issued it tells."""
     run = training(3)

@@ -36,6 +36,24 @@ def test_the_minority_is_named_without_a_stall(training, other, code):
     assert "#21 of group default" in finding.summary
 
 
+EVALUATES = Site("eval.py", 5, "evaluate")
+
+
+@pytest.mark.parametrize(("aside", "before", "told"), [(2, 0, True), (0, 0, False), (2, 1, False)])
+def test_lines_tell_since_when_a_rank_has_gone_another_way(training, aside: int, before: int, told: bool):
+    run = training(3)
+    train = [Site("train.py", 10 + n, "step") for n in range(3)]
+    for line in [train[0], train[0], *([None] * before), train[0], *([None] * aside)]:
+        for rank in run.ranks:
+            rank.collective(SUM, site=line or (EVALUATES if rank.number == 1 else train[1]))
+    for rank in run.ranks:
+        rank.collective(op(shape=(5,)) if rank.number == 1 else SUM, site=train[0 if rank.number == 1 else 2])
+    finding = found(run.view(later=1))["shape-mismatch"]
+    since = "; rank 1 had gone another way since #24, which came from eval.py:5 in evaluate there and from train.py:11"
+    assert (f"{since} in step on ranks 0 and 2" in finding.summary) is told
+    assert ("another way" in finding.summary) is told
+
+
 def test_those_who_came_first_are_no_majority(training):
     """Two ranks of six call something else; only one of the four that are right has arrived when somebody looks."""
     run = training(6)
