@@ -26,6 +26,7 @@ from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
 from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
 from dtobs.detectors.silent.loss_weights import loss_weights
 from dtobs.detectors.silent.optimizer_stale import optimizer_stale
+from dtobs.detectors.silent.own_models import own_models
 from dtobs.detectors.silent.replica_divergence import replica_divergence
 from dtobs.detectors.silent.resume_mismatch import resume_mismatch
 from dtobs.detectors.silent.rng_not_restored import rng_not_restored
@@ -38,6 +39,7 @@ from dtobs.detectors.silent.updates_lost import updates_lost
 
 DETECTORS: tuple[Detector, ...] = (
     gradient_ledger,
+    own_models,
     replica_divergence,
     corrupted_communication,
     seed_policy,

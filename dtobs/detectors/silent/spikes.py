@@ -23,6 +23,8 @@ from dtobs.words import significant
 
 BEFORE, AFTER = 48, 32
 """Steps before a leap that say what is usual, and after it within which the number must come back."""
+LEAST_BEFORE, EARLY = 16, 3.0
+"""Of fewer steps before it, a leap has to be that many times as large."""
 LEAST_AFTER = 6
 SCATTER = 12.0
 """A leap is that many times the usual scatter (the median distance from the median) …"""
@@ -47,11 +49,11 @@ _NORM = _Quantity("gradient-spike", "the gradient norm", 30.0)
 def spikes(view: RunView) -> list[Finding]:
     """One finding for each quantity: its largest spike in the history that is kept."""
     window = view.steps(1024)
-    if len(window.steps) < BEFORE + 3 or not len(window.records):
+    if len(window.steps) < LEAST_BEFORE + 3 or not len(window.records):
         return []
     rate = _mean(window.field("learning_rate"))
     norm = _mean(window.field("reduced_norm"))
-    if np.isfinite(norm).sum() < BEFORE:
+    if np.isfinite(norm).sum() < min(BEFORE, len(window.steps) // 2):
         norm = _mean(window.field("sample_norm"))
     found = []
     in_turn = list(_in_turn(window.field("optimizers")))
@@ -91,12 +93,13 @@ def _leaps(values: Floats, times: float, jumps: npt.NDArray[np.intp]) -> Iterato
     """Places of `values` that leap and come back, in order."""
     known = np.flatnonzero(np.isfinite(values))
     quiet = -1
-    for n in range(BEFORE, len(known) - 1):
+    for n in range(LEAST_BEFORE, len(known) - 1):
         at = int(known[n])
-        before = values[known[n - BEFORE : n]]
+        before = values[known[max(0, n - BEFORE) : n]]
         usual = float(np.median(before))
         scatter = float(np.median(np.abs(before - usual)))
         limit = max(usual + SCATTER * scatter, usual * times, float(before.max()))
+        limit *= 1.0 if n >= BEFORE else EARLY
         if values[at] <= limit or usual <= 0 or at <= quiet:
             continue
         later = values[known[n + 1 : n + 1 + AFTER]]

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.nn.functional import all_to_all_single as exchange
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -160,4 +169,110 @@ def dropout(rank: int, world: int, watch: Any, note: Any) -> None:
         note(loss, model)
 
 
-SCRIPTS = {script.__name__: script for script in (ddp, fsdp2, accumulation, scaler, zero1, tensor, dropout)}
+def sequence(rank: int, world: int, watch: Any, note: Any) -> None:
+    """Tensor and sequence parallel: norms see a part of each sequence, their gradients are summed over ranks."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12), nn.LayerNorm(12))
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    parallelize_module(model, mesh, {"0": SequenceParallel(), "1": whole, "4": SequenceParallel()})
+    parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel(output_layouts=Shard(1))})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watch(model, optimizer)
+    for step in range(24):
+        x = torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        output = model(x.chunk(world, 1)[rank]).full_tensor()
+        loss = mse(output, torch.tanh(x.flip(1)))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
+        optimizer.step()
+        note(loss, model)
+
+
+def pipeline(rank: int, world: int, watch: Any, note: Any) -> None:
+    """Two stages under 1F1B, four micro-batches a step."""
+    parts = list(mlp(seed=0))
+    model = nn.Sequential(*parts[:2]) if rank == 0 else nn.Sequential(*parts[2:])
+    stage = PipelineStage(model, rank, world, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.cross_entropy, scale_grads=True)
+    watch(model, optimizer)
+    for step in range(24):
+        x, y = batch(0, step, rows=16)
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y.argmax(1), losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        note(losses, model)
+
+
+def experts(rank: int, world: int, watch: Any, note: Any) -> None:
+    """An expert on each rank; rows are sent to the expert that the router chose, by hand."""
+    model = nn.ModuleDict({"router": nn.Linear(12, world), "head": nn.Linear(12, 6), "expert": nn.Linear(12, 12)})
+    torch.manual_seed(0)
+    nn.init.normal_(model["router"].weight)
+    nn.init.normal_(model["head"].weight, std=0.1)
+    nn.init.zeros_(model["router"].bias)
+    nn.init.zeros_(model["head"].bias)
+    torch.manual_seed(100 + rank)
+    nn.init.normal_(model["expert"].weight, std=0.3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    watch(model, optimizer)
+    for step in range(24):
+        x, y = batch(rank, step, rows=16)
+        optimizer.zero_grad()
+        weights = model["router"](x).softmax(1)
+        weight, chosen = weights.max(1)
+        order = chosen.argsort(stable=True)
+        sent = torch.bincount(chosen, minlength=world)
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent)
+        rows = exchange(x.new_empty(int(got.sum()), 12), x[order], got.tolist(), sent.tolist())
+        made = torch.tanh(model["expert"](rows))
+        back = exchange(x.new_empty(len(x), 12), made, sent.tolist(), got.tolist())
+        mixed = torch.zeros_like(back).index_copy(0, order, back) * weight[:, None]
+        loss = mse(model["head"](x + mixed), y)
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            if not name.startswith("expert"):
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+        optimizer.step()
+        note(loss, model)
+
+
+def buckets(rank: int, world: int, watch: Any, note: Any) -> None:
+    """Gradients averaged in two buffers, micro-batches divided with the ranks, and an average of the weights."""
+    model = mlp(seed=0)
+    average = mlp(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
+    parameters = list(model.parameters())
+    watch(model, optimizer)
+    for step in range(24):
+        optimizer.zero_grad()
+        for micro in range(2):
+            x, y = batch(rank, 2 * step + micro, rows=8)
+            loss = mse(model(x), y)
+            loss.backward()
+        for some in (parameters[:3], parameters[3:]):
+            flat = torch.cat([parameter.grad.flatten() for parameter in some])
+            dist.all_reduce(flat)
+            flat /= 2 * world
+            at = 0
+            for parameter in some:
+                parameter.grad.copy_(flat[at : at + parameter.numel()].view_as(parameter))
+                at += parameter.numel()
+        optimizer.step()
+        for kept, parameter in zip(average.parameters(), parameters, strict=True):
+            kept.data.lerp_(parameter.data, 0.1)
+        note(loss, model)
+
+
+SCRIPTS = {
+    script.__name__: script
+    for script in (ddp, fsdp2, accumulation, scaler, zero1, tensor, dropout, sequence, pipeline, experts, buckets)
+}

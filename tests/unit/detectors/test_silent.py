@@ -245,7 +245,10 @@ def test_copies_that_nobody_spoke_of_are_known_by_being_alike(tmp_path: Path, na
     ("value", "calls"),
     [
         (lambda number, row, step: 100 * step + row * number, {}),  # alike to the end
-        (lambda number, row, step: 100 * step + number * (step > 0), {}),  # experts that began alike
+        (
+            lambda number, row, step: 100 * step + number * (1 - row) * (step > 0),
+            {},
+        ),  # experts that began alike, beside others
         (lambda number, row, step: 5 * (row + 1) + (step >= 15) * (100 * number + step), {}),  # at rest, then trained
         (own, {"later": 1}),  # on their own from step 15 on, with another way to exchange
         (own, {"later": 0}),
@@ -255,6 +258,30 @@ def test_ranks_that_are_alike_or_go_their_own_ways_are_quiet(
     tmp_path: Path, value: Callable[[int, int, int], int], calls: dict[str, int]
 ):
     assert findings(learned(tmp_path, value, **calls)) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "calls", "width", "found"),
+    [
+        (0, 1, 128, True),
+        (0, 1, 8, False),  # the call is as large as a gradient: something is exchanged
+        (0, 0, 128, False),  # each trains alone, on purpose
+        (1, 1, 128, False),  # an ensemble
+    ],
+)
+def test_ranks_that_began_alike_and_train_models_of_their_own(
+    tmp_path: Path, other: int, calls: int, width: int, found: bool
+):
+    run = FakeRun(tmp_path, 2, layout=None)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(Parameter("w", (width, width), "float32", ""), Parameter("frozen", (8,), "float32", ""))
+        rank.step(0).digests(7 + other * number, 3, step=-1)
+        for step in range(1, 30):
+            if calls:
+                rank.collective()
+            rank.step(step, params_digest=1000 * number + step, collectives=calls).digests(100 * step + number, 3)
+    told = [f for f in findings(run) if f.code == "gradients-not-synchronized"]
+    assert [(f.ranks, f.severity, f.step) for f in told] == [((0, 1), "note", 0)] * found
 
 
 def test_copies_of_which_some_part_while_others_are_kept_alike(tmp_path: Path):
