@@ -1,13 +1,14 @@
 """Which ranks hold copies of a parameter, learned from what the program does: over which group its gradient is reduced.
 
 A gradient that is all-reduced before every step makes the same update on all members of the group, so they hold copies
-that must stay equal, whether the program averages gradients by hand, as hooks or in one flat buffer, and whatever other
+that must stay equal, whether the program averages gradients by hand, as hooks or in flat buffers, and whatever other
 dimensions it is parallel along. Only the first optimizer steps are looked at, only of parameters of which nothing else
 tells who holds copies. A gradient that is reduced over several groups, or not before every step, tells nothing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import torch
@@ -18,6 +19,8 @@ STEPS = 8
 """Optimizer steps that are looked at."""
 LEAST_STEPS = 3
 """In so many of them running a gradient must be reduced over one and the same group."""
+_BESIDE = 16
+"""Elements that are reduced beside gradients in buffers: losses, counts."""
 _MOST_SEARCHES = 256
 """Times in a step that all gradients are searched for what a call reduces: hooks reduce them one by one."""
 
@@ -34,6 +37,7 @@ class Reductions:
         self._total = 0  # elements of all gradients together, 0 as long as one is not there
         self._searches, self._steps = 0, 0
         self.within: set[int] = set()  #: rows that an optimizer reduces by itself, in its step
+        self._buffers: Counter[Ranks] = Counter()  # by group the elements of flat buffers that were reduced
         self._now: dict[int, set[Ranks]] = {}  # by row: over which groups it was reduced since the last step
         self._seen: dict[int, tuple[Ranks, int]] = {}  # by row: the one group, and in how many steps running
 
@@ -42,7 +46,10 @@ class Reductions:
         if len(ranks) < 2:
             return
         for tensor in tensors:
-            for row in self._rows_of(tensor):
+            rows = self._rows_of(tensor)
+            if not rows and tensor.dim() == 1 and tensor.is_floating_point() and not stepping:
+                self._buffers[ranks] += tensor.numel()
+            for row in rows:
                 self._now.setdefault(row, set()).add(ranks)
                 if stepping:
                     self.within.add(row)
@@ -53,6 +60,12 @@ class Reductions:
         What no optimizer of this rank trains is sent by the rank that trains it (ZeRO).
         """
         self._steps += 1
+        for ranks, size in self._buffers.items():
+            # Buffers that hold as much as all gradients; a loss or two are reduced beside them.
+            if len(self._places) > 1 and 0 < self._total <= size <= self._total + _BESIDE:
+                for row in self._wanted:
+                    self._now.setdefault(row, set()).add(ranks)
+        self._buffers.clear()
         for row in [row for row in self._wanted if id(self._tensors[row].tensor) not in elsewhere]:
             groups = self._now.pop(row, set())
             known, times = self._seen.get(row, ((), 0))

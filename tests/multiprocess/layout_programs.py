@@ -79,8 +79,9 @@ def describe_mesh(rank: int, world_size: int, names: tuple[str, ...], shape: tup
 def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> dict[str, str]:
     """A model of which rank r holds half r % 2, gradients averaged over the ranks with the same half; its copies.
 
-    `how` the gradients are averaged: one by one, from hooks, in one buffer, or one by one and "shared out": each rank
-    steps some parameters and sends them. `wrong`: "start", "flip", "data", "not sent", "scaled", "not reduced" or "".
+    `how` the gradients are averaged: one by one, from hooks, in one buffer, in two "buffers", or one by one and "shared
+    out": each rank steps some parameters and sends them. `wrong`: "start", "flip", "data", "not sent", "scaled",
+    "not reduced" or "".
     """
     halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group = halves[rank % 2]
@@ -107,10 +108,11 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
             elif how in ("one by one", "shared out"):
                 for parameter in params:
                     average(parameter)
-            elif how == "buffer":
-                flat = torch.cat([p.grad.flatten() for p in params])
-                dist.all_reduce(flat, group=group)
-                torch.nn.utils.vector_to_parameters(flat, [p.grad for p in params])
+            elif how in ("buffer", "buffers"):
+                for some in (params[:1], params[1:]) if how == "buffers" else (params,):
+                    flat = torch.cat([p.grad.flatten() for p in some])
+                    dist.all_reduce(flat, group=group)
+                    torch.nn.utils.vector_to_parameters(flat, [p.grad for p in some])
             if wrong == "scaled" and step >= 20 and rank == 2:
                 params[0].grad *= 3
             if wrong == "flip" and step == 20 and rank == 2:

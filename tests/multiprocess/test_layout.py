@@ -53,6 +53,8 @@ def test_tensor_parallel(tmp_path: Path, nan: bool):
         *((how, wrong) for how in ("one by one", "buffer") for wrong in ("", "start", "flip", "data")),
         *(pytest.param("hooks", wrong, marks=pytest.mark.exhaustive) for wrong in ("", "start", "flip", "data")),
         *(("one by one", wrong) for wrong in ("scaled", "not reduced")),
+        ("buffers", ""),
+        ("buffers", "flip"),
         ("shared out", ""),
         ("shared out", "not sent"),
     ],

@@ -158,8 +158,8 @@ def _misplaced(finding: Finding, first: int | None, moved: tuple[str, ...]) -> b
     """Whether it names a step before the mutant did anything, or a parameter that it had not touched by then."""
     if first is None:
         return False
-    if finding.step is not None and finding.step < first:
-        return True
+    if finding.step is not None and finding.step < (first if first > 1 else 0):
+        return True  # what the ranks began with is no step's
     named = next((e["parameter"] for e in finding.evidence if isinstance(e.get("parameter"), str)), None)
     return finding.step == first and named is not None and named.removeprefix("module.") not in moved
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,87 +212,6 @@ def test_copies_beside_shards_of_one_model_do_not_go_their_own_ways(
                 1000 * shards[number] + step + 500 * drifted, 5000 + step + 1000 * drifted
             )
     assert [f.code for f in findings(run) if f.code != "seed-policy"] == codes
-
-
-def learned(
-    root: Path, value: Callable[[int, int, int], int], names: tuple[str, ...] = ("w", "w"), **calls: int
-) -> FakeRun:
-    """Two ranks of which nobody said anything; `value` of (rank, row, step) is what a digest is of."""
-    run = FakeRun(root, 2, layout=None)
-    for number, rank in enumerate(run.ranks):
-        rank.parameters(Parameter(names[number], (8,), "float32", ""), Parameter("shard", (8,), "float32", ""))
-        for step in range(30):
-            made = [value(number, row, step) for row in (0, 1)]
-            count = calls.get("later", 9) if step >= 15 else 9
-            rank.step(params_digest=1 + 1000 * step + number, collectives=count).digests(*made)
-    return run
-
-
-def own(number: int, row: int, step: int) -> int:
-    """The first row is a copy until step 15, the second one a shard."""
-    return 100 * step + (7 * (1 + number) if row else number * (step >= 15))
-
-
-@pytest.mark.parametrize("names", [("w", "w"), ("embed.weight", "head.weight")])
-def test_copies_that_nobody_spoke_of_are_known_by_being_alike(tmp_path: Path, names: tuple[str, str]):
-    (found,) = findings(learned(tmp_path, own, names))
-    assert (found.code, found.ranks, found.step) == ("replica-divergence", (0, 1), 15)
-    assert found.evidence[0]["parameter"] == " / ".join(dict.fromkeys(names))
-
-
-@pytest.mark.parametrize(
-    ("value", "calls"),
-    [
-        (lambda number, row, step: 100 * step + row * number, {}),  # alike to the end
-        (
-            lambda number, row, step: 100 * step + number * (1 - row) * (step > 0),
-            {},
-        ),  # experts that began alike, beside others
-        (lambda number, row, step: 5 * (row + 1) + (step >= 15) * (100 * number + step), {}),  # at rest, then trained
-        (own, {"later": 1}),  # on their own from step 15 on, with another way to exchange
-        (own, {"later": 0}),
-    ],
-)
-def test_ranks_that_are_alike_or_go_their_own_ways_are_quiet(
-    tmp_path: Path, value: Callable[[int, int, int], int], calls: dict[str, int]
-):
-    assert findings(learned(tmp_path, value, **calls)) == []
-
-
-@pytest.mark.parametrize(
-    ("other", "calls", "width", "found"),
-    [
-        (0, 1, 128, True),
-        (0, 1, 8, False),  # the call is as large as a gradient: something is exchanged
-        (0, 0, 128, False),  # each trains alone, on purpose
-        (1, 1, 128, False),  # an ensemble
-    ],
-)
-def test_ranks_that_began_alike_and_train_models_of_their_own(
-    tmp_path: Path, other: int, calls: int, width: int, found: bool
-):
-    run = FakeRun(tmp_path, 2, layout=None)
-    for number, rank in enumerate(run.ranks):
-        rank.parameters(Parameter("w", (width, width), "float32", ""), Parameter("frozen", (8,), "float32", ""))
-        rank.step(0).digests(7 + other * number, 3, step=-1)
-        for step in range(1, 30):
-            if calls:
-                rank.collective()
-            rank.step(step, params_digest=1000 * number + step, collectives=calls).digests(100 * step + number, 3)
-    told = [f for f in findings(run) if f.code == "gradients-not-synchronized"]
-    assert [(f.ranks, f.severity, f.step) for f in told] == [((0, 1), "note", 0)] * found
-
-
-def test_copies_of_which_some_part_while_others_are_kept_alike(tmp_path: Path):
-    """A gradient that is left out of the averaging: no local SGD, although few bytes travel between the ranks."""
-    run = FakeRun(tmp_path, 2)
-    for number, rank in enumerate(run.ranks):
-        rank.parameters(*(Parameter(name, (8,), "float32", "copies:2:aa") for name in ("averaged", "left out")))
-        for step in range(30):
-            rank.step(params_digest=1000 * number + step + 1, collective_bytes=1.0)
-            rank.digests(5000 + step, 9000 + step + 100 * number * (step >= 15))
-    (found,) = [f for f in findings(run) if f.code == "replica-divergence"]
-    assert (found.step, found.evidence[0]["parameter"]) == (15, "left out")
 
 
 # seed-policy
