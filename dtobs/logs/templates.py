@@ -201,6 +201,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("segfault", TEARDOWN, ("Segmentation fault", "Fatal Python error", "(core dumped)", "Bus error", "*** Process received signal ***", "Illegal instruction"), r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)"),
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
     _row("completed", INFO, ("worker group successfully finished", "train_runtime", "`Trainer.fit` stopped", "Training completed", "Training complete", "training complete", "Finished training", "finished training", "Training finished", "training done", "Training done", "Training is done", "exiting program at iteration", "Training finished successfully")),
+    _row("completed", INFO, "finished: ", r"^finished: \d{1,12} steps?\b"),  # runtime.train
+    _row("completed", INFO, " passed", r"(?<!failed, )\b\d{1,7} passed(?:, \d{1,7} (?:skipped|deselected|xfailed|xpassed|warnings?)){0,4} in [\d.]{1,12}s"),  # pytest
     # --- facts of the job ---
     _row("member", INFO, "GLOBAL_RANK: ", r"GLOBAL_RANK: (?P<rank>\d{1,7}), MEMBER: \d{1,7}/(?P<members>\d{1,7})"),
     _row("world", INFO, ("world_size", "world size", "Num processes:", "Starting with", "WORLD_SIZE"), r"(?:[wW]orld[ _]size|WORLD_SIZE|Num processes)['\"]?\s{0,4}[:=]{0,2}\s{0,4}(?P<size>\d{1,7})|Starting with (?P<started>\d{1,7}) processes"),
@@ -216,7 +218,7 @@ ANCHORS: tuple[bytes, ...] = (
     b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it", b"worker group", b"atchdog", b"Gloo", b"exited",
     b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
     b"socketPoll", b"server socket", b"EI000", b"EE1002", b"worker died", b"is dead", b"DEVICE_LOST", b"HSA_STATUS", b"on resource: ", b"storage usage",
-    b"] started", b"started ranks", b"global rank", b"MPI_AB", b"RUNNING AT", b"EXIT CODE",
+    b"finished: ", b" passed", b"] started", b"started ranks", b"global rank", b"MPI_AB", b"RUNNING AT", b"EXIT CODE",
     b"RPC call", b"e-based barrier", b"died unexp", b"llegal instr",
 )  # fmt: skip
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""

@@ -37,6 +37,13 @@ STORM = "".join(f"step 8 loss 2\n{STUCK}{AGAIN.format(left)}" for left in (2, 1,
         (CANCELLED, None, "unknown", "yes", 0),
         (ENDED, None, "unknown", "no", 4),
         (ENDED + "step 3 loss 1.8\n", None, "unknown", "unsure", 3),
+        (
+            "step 6/6  loss 5.8453\nfinished: 6 steps, 3,072 tokens in 3 s, validation loss 6.2\n",
+            None,
+            "unknown",
+            "no",
+            4,
+        ),
         (STUCK, None, "unknown", "yes", 0),
         (STORM, None, "unknown", "no", 4),
         (CANCELLED.replace("TIME LIMIT", "NODE FAILURE"), None, "unknown", "yes", 0),
@@ -44,7 +51,7 @@ STORM = "".join(f"step 8 loss 2\n{STUCK}{AGAIN.format(left)}" for left in (2, 1,
     ids=[
         *("exception", "fault", "killed", "killed twice", "killed after a step", "another root"),
         *("further", "no further", "cancelled"),
-        *("ended well", "went on", "stuck", "stuck four times at one step", "another node failed"),
+        *("ended well", "went on", "runtime.train", "stuck", "stuck four times at one step", "another node failed"),
     ],
 )
 def test_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str], log, earlier, cause, restart, code):

@@ -314,6 +314,7 @@ for name, text in {
     "a reader connects again": f"{RUNS}\nWARNING:urllib3.connectionpool:Retrying (Retry(total=4)) after connection broken by 'ConnectionResetError(104, 'Connection reset by peer')': /data/shard-3",
     "torchft skips a step": f"[rank0]:2026-11-25 03:10:00 ERROR [torchft.manager:300] [train_0/0 - step 12] got exception in all reduce -- skipping remaining: Timed out waiting 10000ms for recv operation to complete\n{ON}",
     "half of a traceback": '[rank3]: Traceback (most recent call last):\n[rank3]:   File "/data/ana/proj/t.py", line 9, in main\n[rank3]:     x = y',
+    "a test run": "tests/test_gloo.py::test_words[RuntimeError: Timed out waiting 30000ms for recv operation to complete] PASSED\n===== 358 passed, 2 skipped in 41.79s =====",
     "metrics as JSON": "\n".join(json.dumps({"step": n, "loss": 2.1, "message": f"step {n} loss 2.1"}) for n in range(9)),
 }.items():  # fmt: skip
     row(f"healthy: {name}", text, None)
