@@ -1,7 +1,7 @@
 """batchnorm-unsynchronized: batch norm takes its statistics from the few samples that each rank has itself.
 
 What it does: reads how many samples a micro-batch of each data-parallel rank has, where batch norm is in training mode
-and not synchronised (`probes.settings`). With at most `FEW` of them in nearly all steps the finding is made; with more
+and not synchronised (`probes.settings`). With at most `FEW` of them in nearly all steps it is noted; with more
 it is a common choice, and `detectors.comparisons` says it as a fact. A batch norm of the user's own is not known.
 
 Why it hurts: mean and variance of so few samples are mostly noise, and evaluation uses other ones: the error of image
@@ -41,7 +41,7 @@ def batchnorm_unsynchronized(view: RunView) -> list[Finding]:
                 f"the batch norm of {ranks_text(group)} ({layers}) takes its statistics from {count(most, 'sample')} of"
                 f" each rank alone, not from the {sum(samples.values())} of all",
                 tuple(group),
-                Confidence.LIKELY,
+                Confidence.POSSIBLE,
                 evidence=({"what": "samples a micro-batch", "by_rank": {str(r): n for r, n in samples.items()}},),
             )
         )
