@@ -121,7 +121,7 @@ def _alike(view: RunView, peers: list[int]) -> bool:
 def _bubble(shares: _Shares) -> Finding | None:
     own = ideal(shares.plan)
     measured = float(np.quantile(shares.bubble, 0.25))
-    if own is None or shares.times.crowded:
+    if own is None:
         return None
     # What the longest stage alone makes the others wait belongs to the stages, and stage 0 may have less to do.
     typical = np.median(shares.compute, axis=1)
