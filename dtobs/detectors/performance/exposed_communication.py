@@ -3,7 +3,7 @@
 What it does: takes, step by step, how long the rank that waits least has waited: whoever comes last to a collective
 waits for the transfer alone, so that waiting for a late rank does not count. The finding comes when that is `SHARE` of
 the time and at least `LEAST_SECONDS` in the median step, over many steps and seconds, on a machine that has a core for
-each rank.
+each rank. Where ranks lack a core now and then, `TURN_SECONDS` a call are not counted.
 
 Why it hurts: nothing is computed meanwhile, on any rank.
 """
@@ -19,6 +19,8 @@ from dtobs.recording.view import RunView
 from dtobs.words import bytes_text, duration_text
 
 SHARE, LEAST_SECONDS = 0.30, 0.02
+TURN_SECONDS = 0.02
+"""What a call may wait for a core of its sender and its receiver, where others want those cores as well."""
 _ADVICE = {
     "data": "Reduce gradients once a step (no_sync), in larger buckets or in BF16, and let the backward overlap it.",
     "shard": "Shard within a machine and replicate between them (HSDP), prefetch further ahead, or reduce in BF16.",
@@ -31,10 +33,12 @@ _ADVICE = {
 def exposed_communication(view: RunView) -> list[Finding]:
     """At most one finding, of the whole run."""
     times = step_times(view, list(range(len(view.ranks))), last=MOST_STEPS)
-    if times is None or len(view.ranks) < 2 or not times.settled or times.crowded:
+    if times is None or len(view.ranks) < 2 or not times.settled or times.overloaded:
         return []
     along = _transfers(times)
     total = sum(along.values(), np.zeros(len(times.steps)))
+    if times.crowded:
+        total = np.maximum(0.0, total - TURN_SECONDS * np.median(times.records["collectives"], axis=0))
     wall = np.median(times.wall, axis=0)
     share, typical = float(np.median(total / np.maximum(wall, 1e-9))), float(np.median(total))
     if share < SHARE or typical < LEAST_SECONDS or float(total.sum() / wall.sum()) < SHARE:
