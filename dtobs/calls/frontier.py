@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -62,4 +62,14 @@ def frontier_of(
         pending_entry=np.where(pending == NOTHING_PENDING, -1, ranks * _MAX_GROUPS + group),
         absent=np.array(absent, np.int64),
         unknown=0,
+    )
+
+
+def without_waits(state: Frontier, stale: Collection[int]) -> Frontier:
+    """The frontier, in which `stale` rows wait in nothing: what they waited in has long been completed with them."""
+    old = np.isin(state.rows, list(stale))
+    return replace(
+        state,
+        pending=np.where(old, NOTHING_PENDING, state.pending),
+        pending_entry=np.where(old, -1, state.pending_entry),
     )

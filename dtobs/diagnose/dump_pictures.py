@@ -177,7 +177,7 @@ def _environment(matched: MatchedDumps, world_size: int) -> tuple[tuple[str, str
     ranks = matched.dumps.ranks
     versions = sorted({dump.version for dump in ranks})
     backends = sorted({name for dump in ranks for name in dump.backends if name})
-    wrapped = sum(dump.first_record > 0 for dump in ranks)
+    wrapped = sum(not dump.whole for dump in ranks)
     rows = [
         ("dumps", f"{len(ranks)} of {world_size} ranks, {len(matched.dumps.entries)} calls"),
         ("Flight Recorder schema", ", ".join(versions[:8])),

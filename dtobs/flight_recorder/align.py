@@ -40,7 +40,7 @@ def align(dumps: Dumps) -> Aligned:
     by_rank = np.argsort(group.astype(np.int64) * max(len(dumps.ranks), 1) + row, kind="stable")
     notes = []
     for odd in _drifting(dumps, chosen):
-        if all(dump.first_record == 0 for dump in dumps.ranks):
+        if all(dump.whole for dump in dumps.ranks):
             _count_anew(seq, group, row, by_rank, odd)
             continue
         notes.append(

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from dtobs.calls.frontier import NOTHING_PENDING, Frontier
+from dtobs.calls.frontier import NOTHING_PENDING, Frontier, without_waits
 from dtobs.calls.lost_step import LostStep, lost_steps
 from dtobs.calls.order import RECENT
 from dtobs.calls.waits import PendingCall, PendingPair, Root, build, calls_held_up, queues_of, roots
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.flight_recorder.align import Aligned, align
-from dtobs.flight_recorder.columns import STARTED
+from dtobs.flight_recorder.columns import ISSUED, STARTED
 from dtobs.flight_recorder.disagreements import find_mismatches, lost_step_finding, mismatch_findings, program
-from dtobs.flight_recorder.frontier import frontiers
+from dtobs.flight_recorder.frontier import frontiers, told_by_peers
 from dtobs.flight_recorder.model import DumpProblem, Dumps
 from dtobs.flight_recorder.p2p import pending_pairs
 from dtobs.flight_recorder.snapshot import judge
@@ -80,6 +80,8 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
     aligned = align(dumps)
     lost = lost_steps(program(dumps, aligned))
     findings, explained = mismatch_findings(dumps, aligned, find_mismatches(dumps, aligned), lost)
+    if (dumps.entries["state"] == ISSUED).any():
+        dumps = told_by_peers(dumps, aligned)
     states = frontiers(dumps, aligned)
     pairs = pending_pairs(dumps)
     notes = [*dumps.notes, *aligned.notes]
@@ -91,6 +93,8 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
             notes.append(snapshot.moving)
         else:
             standing = True
+            states = {group: without_waits(state, snapshot.stale) for group, state in states.items()}
+            pairs = _of_now(pairs, snapshot.stale)
             entries, operations = dumps.entries, dumps.operations
             queues = queues_of(
                 len(dumps.ranks),
@@ -117,6 +121,15 @@ def analyse_dumps(dumps: Dumps) -> DumpAnalysis:
         notes=tuple(notes),
         matched=MatchedDumps(dumps, aligned, states, pairs, calls, standing),
     )
+
+
+def _of_now(pairs: list[PendingPair], stale: frozenset[int]) -> list[PendingPair]:
+    """The halves that wait, of ranks whose dumps are not older than what their peers prove."""
+    return [
+        replace(pair, peer_row=-1) if pair.peer_row in stale and pair.partner < 0 else pair
+        for pair in pairs
+        if pair.row not in stale
+    ]
 
 
 def _one_cause(findings: list[Finding]) -> list[Finding]:

@@ -18,8 +18,10 @@ import numpy.typing as npt
 from dtobs.errors import DumpError
 from dtobs.flight_recorder.operations import EntryKind, Name, parse_name
 
-SCHEDULED, STARTED, COMPLETED, UNKNOWN = range(4)
-"""States of an entry. An unknown state (of a newer schema) accuses nobody."""
+SCHEDULED, STARTED, COMPLETED, UNKNOWN, ISSUED = range(5)
+"""States of an entry. An unknown state (of a newer schema) accuses nobody; of a call that is only known to be issued
+the recorder never learns whether it ended.
+"""
 
 ENTRY_DTYPE = np.dtype(
     [
@@ -34,6 +36,7 @@ ENTRY_DTYPE = np.dtype(
         ("sub", "<i4"),  # position in a coalesced call that shares one sequence number; −1: lost
         ("kind", "u1"),
         ("state", "u1"),
+        ("on_host", "u1"),  # 1: of a backend that completes its calls on the host, as Gloo does
     ]
 )
 
@@ -42,6 +45,9 @@ MAX_TENSORS = 65_536
 MAX_SEQ = 1 << 40
 MAX_NS = 1 << 61
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
+_ON_HOST = "gloo"
+_HOOK = "c10d"
+"""The recorder that torch 2.14 attaches to any backend. It writes each call again where the backend records, too."""
 # Frames that every call passes through on its way into PyTorch.
 _NOT_THE_USER = ("/torch/", "/typing_extensions.py", "/contextlib.py", "<string>")
 _FIELDS = (
@@ -92,6 +98,7 @@ class RankColumns:
     memberships: dict[str, str] = field(default_factory=dict)  #: group name → its ranks as the dump's text
     untracked: dict[int, int] = field(default_factory=dict)  #: group → operations after its last entry
     backends: list[str] = field(default_factory=list)
+    whole: bool = True  #: the recorder still holds the first calls of every group
 
 
 def columns_of(dump: object) -> RankColumns:
@@ -100,6 +107,8 @@ def columns_of(dump: object) -> RankColumns:
     Schema 1 (torch 2.3) numbers sends and collectives together and does not say which ranks a group has: it is taken
     where all calls are collectives of the group of all ranks.
     """
+    if isinstance(dump, dict) and _recorded_nothing(dump):
+        dump = {**dump, "entries": []}
     if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
         raise DumpError("it holds no list of entries: not a Flight Recorder dump")
     entries: list[Any] = dump["entries"]
@@ -111,6 +120,12 @@ def columns_of(dump: object) -> RankColumns:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, IndexError) as error:
         raise DumpError(f"its entries are not as PyTorch writes them ({type(error).__name__}: {error})") from error
+
+
+def _recorded_nothing(dump: dict[Any, Any]) -> bool:
+    """Whether it is a dump in JSON of a recorder without entries: torch leaves out the list, not the tables."""
+    tables = (dump.get("pg_config"), dump.get("pg_status"))
+    return "entries" not in dump and isinstance(dump.get("version"), str) and all(isinstance(t, dict) for t in tables)
 
 
 def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
@@ -127,16 +142,18 @@ def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
         table["created_ns"] = np.array(columns["time_created_ns"], np.int64)
         _check_range(table)
         table["group"], table["signature"] = group_index, signature_index
-        table["state"] = _states(columns)
         _apply_names(table, parsed, name_index, np.array(columns["is_p2p"], bool))
+        table["state"] = _states(columns, table["on_host"] > 0)
         sites, table["site"] = _sites(entries)
+        whole = _whole(table, entries)
+        table = _once(table, np.array([p.backend == _HOOK for p in parsed], bool)[name_index])
         if not (np.diff(table["record"]) > 0).all():
             table = table[np.argsort(table["record"], kind="stable")]
         closes = np.array([row[0] == "coalesced" for row in signatures], bool)[table["signature"]]
         _settle_batches(table, closes)
-        _settle_coalesced(table, closes)
+        _settle_coalesced(table, closes, whole)
     else:
-        sites = []
+        sites, whole = [], True
     labels = [(_text(g[0]), _text(g[1]) if len(g) > 1 else "") for g in groups]
     return RankColumns(
         version=str(dump.get("version", ""))[:40],
@@ -147,7 +164,25 @@ def _columns(dump: dict[Any, Any], entries: list[Any]) -> RankColumns:
         memberships=_memberships(dump.get("pg_config")),
         untracked=_untracked(dump, entries, labels, parsed),
         backends=sorted({p.backend for p in parsed}),
+        whole=whole,
     )
+
+
+def _whole(table: npt.NDArray[np.void], entries: list[Any]) -> bool:
+    """Whether no call before the first one of each group is gone.
+
+    A ring that wrapped begins with a later record; one that was reset counts its records anew, but not its calls.
+    """
+    if table["record"].min() > 0:
+        return False
+    firsts = np.unique(table["group"], return_index=True)[1].tolist()
+    counted = ((table["seq"][at], entries[at].get("p2p_seq_id", 0)) for at in firsts)
+    return all(seq <= 1 and type(messages) is int and messages <= 1 for seq, messages in counted)
+
+
+def _once(table: npt.NDArray[np.void], hooked: npt.NDArray[np.bool_]) -> npt.NDArray[np.void]:
+    """Every call once: of groups whose backend records them itself without what the hook wrote."""
+    return table[~(hooked & np.isin(table["group"], table["group"][~hooked]))] if hooked.any() else table
 
 
 def _check_range(table: npt.NDArray[np.void]) -> None:
@@ -236,11 +271,13 @@ def _signatures(columns: dict[str, Sequence[Any]]) -> tuple[list[list[Any]], npt
     ], index
 
 
-def _states(columns: dict[str, Sequence[Any]]) -> npt.NDArray[np.uint8]:
+def _states(columns: dict[str, Sequence[Any]], on_host: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
     texts, index = _intern(columns["state"])
     codes = np.array([_STATES.get(text, UNKNOWN) for text in texts], np.uint8)[index]
-    # Gloo never leaves "scheduled"; the recorder only retires the entry when the work is done.
-    codes[(codes == SCHEDULED) & np.array(columns["retired"], bool)] = COMPLETED
+    # Gloo never leaves "scheduled"; its recorder only retires the entry when the work is done. Others retire an entry
+    # that they no longer follow, be it since the work timed out or since the hook returned.
+    retired = (codes == SCHEDULED) & np.array(columns["retired"], bool)
+    codes[retired] = np.where(on_host[retired], COMPLETED, ISSUED)
     return codes
 
 
@@ -250,6 +287,7 @@ def _apply_names(
     table["kind"] = np.array([p.kind for p in parsed], np.uint8)[index]
     table["source"] = np.array([p.source for p in parsed], np.int32)[index]
     table["target"] = np.array([p.target for p in parsed], np.int32)[index]
+    table["on_host"] = np.array([p.backend == _ON_HOST for p in parsed], np.uint8)[index]
     table["kind"][p2p & (table["kind"] == EntryKind.COLLECTIVE)] = EntryKind.MARKER
 
 
@@ -267,11 +305,12 @@ def _settle_batches(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]) 
             back -= 1
 
 
-def _settle_coalesced(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]) -> None:
+def _settle_coalesced(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_], whole: bool) -> None:
     """Number the parts of coalesced collectives, and give them the state of the call that closes them."""
     rows = np.flatnonzero(table["kind"] == EntryKind.COLLECTIVE)
-    order = rows[np.lexsort((rows, table["seq"][rows], table["group"][rows]))]
-    group, seq = table["group"][order], table["seq"][order]
+    served = 2 * table["group"].astype(np.int64) + table["on_host"]  # two backends of one group both count from 1
+    order = rows[np.lexsort((rows, table["seq"][rows], served[rows]))]
+    group, seq = served[order], table["seq"][order]
     new = np.ones(len(order), bool)
     new[1:] = (group[1:] != group[:-1]) | (seq[1:] != seq[:-1])
     starts = np.flatnonzero(new)
@@ -280,7 +319,7 @@ def _settle_coalesced(table: npt.NDArray[np.void], closes: npt.NDArray[np.bool_]
         segment = np.cumsum(new) - 1
         table["sub"][order] = np.arange(len(order)) - starts[segment]
         table["state"][order] = table["state"][order[last]][segment]
-    if table["record"][0] > 0:
+    if not whole:
         oldest = np.unique(group[starts], return_index=True)[1]
         for begin, end in zip(starts[oldest], last[oldest], strict=True):
             if closes[order[end]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from operator import itemgetter
@@ -15,12 +16,14 @@ from dtobs.errors import DumpError, TargetError
 from dtobs.flight_recorder.columns import RankColumns, columns_of
 from dtobs.flight_recorder.decode import MAX_BYTES
 from dtobs.flight_recorder.groups import DumpGroups
-from dtobs.flight_recorder.model import DumpProblem, Dumps, RankDump, SourceFile, empty_entries
+from dtobs.flight_recorder.model import DumpGroup, DumpProblem, Dumps, RankDump, SourceFile, empty_entries
 from dtobs.flight_recorder.names import NAMES, find_dumps
-from dtobs.flight_recorder.operations import Operation
+from dtobs.flight_recorder.operations import EntryKind, Operation
 from dtobs.flight_recorder.reader import read_all
 
 _NAMES_SHOWN = 4
+_BESIDE_NS = 600 * 10**9
+"""Dumps of one process's recorders are written together; an older one is of another run."""
 
 
 def load_dumps(folder: Path, *, children: int | None = None, max_bytes: int = MAX_BYTES) -> Dumps:
@@ -35,7 +38,7 @@ def load_dumps(folder: Path, *, children: int | None = None, max_bytes: int = MA
     builder = _Builder()
     first = [files[0] for files in found.values()]
     refused = builder.add_files(first, read_all([f.path for f in first], children, max_bytes))
-    spare = [f for rank, files in found.items() if rank not in builder.parts for f in files[1:]]
+    spare = [f for files in found.values() for f in files[1:] if builder.may_need(f)]
     results = sorted(read_all([f.path for f in spare], children, max_bytes), key=itemgetter(0))
     refused |= builder.add_files(spare, results)
     if not builder.parts:
@@ -65,6 +68,8 @@ class _Builder:
     parts: dict[int, tuple[RankDump, npt.NDArray[np.void]]] = field(default_factory=dict)
     problems: list[DumpProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _joined: Counter[int] = field(default_factory=Counter)  #: rank → how many further recorders
+    _sources: set[str] = field(default_factory=set)  #: their files
     _operations: dict[Operation, int] = field(default_factory=dict)
     _sites: dict[str, int] = field(default_factory=dict)
     _groups: DumpGroups = field(default_factory=DumpGroups)
@@ -72,7 +77,11 @@ class _Builder:
     def add_files(
         self, files: Sequence[SourceFile], results: Iterable[tuple[int, RankColumns | DumpError]]
     ) -> dict[SourceFile, str]:
-        """Add what was read of `files`, the first of each rank that can be used; returns why others cannot."""
+        """Add what was read of `files`, returns why others cannot be used.
+
+        That is the first of each rank that can be used, and what another recorder of the same process wrote then: a
+        process that trains over NCCL and writes checkpoints over Gloo has two.
+        """
         refused = {}
         for index, result in results:
             file = files[index]
@@ -80,24 +89,53 @@ class _Builder:
                 refused[file] = str(result)
             elif file.rank not in self.parts:
                 self.add(file.rank, result, str(file.path), file.taken_ns)
+            elif result.backends and not {*result.backends} & {*self.parts[file.rank][0].backends}:
+                self._join(file, result)
         return refused
+
+    def may_need(self, file: SourceFile) -> bool:
+        """Whether a rank has no dump yet, or one of the time of this file."""
+        dump = self.parts[file.rank][0] if file.rank in self.parts else None
+        return dump is None or dump.taken_ns is None or abs(file.taken_ns - dump.taken_ns) < _BESIDE_NS
+
+    def _join(self, file: SourceFile, columns: RankColumns) -> None:
+        """Add what a further recorder of a rank holds, in the order in which the calls were made."""
+        dump, entries = self.parts[file.rank]
+        self.add(file.rank, columns, str(file.path), file.taken_ns)
+        other, theirs = self.parts[file.rank]
+        both = np.concatenate([entries, theirs])
+        both = both[np.argsort(both["created_ns"], kind="stable")]
+        both["record"] = np.arange(len(both))
+        self.parts[file.rank] = (
+            replace(
+                dump,
+                whole=dump.whole and other.whole,
+                untracked={**other.untracked, **dump.untracked},
+                backends=tuple(sorted({*dump.backends, *other.backends})),
+            ),
+            both,
+        )
+        self._joined[file.rank] += 1
+        self._sources.add(str(file.path))
 
     def explain(self, files: Sequence[SourceFile], refused: Mapping[SourceFile, str]) -> None:
         """Say what became of the files that are not used.
 
         Named like the dumps that are used, it is a dump and its rank exists. Anything else only ends in a number.
         """
-        used = {dump.source for dump, _ in self.parts.values()}
+        used = self._sources | {dump.source for dump, _ in self.parts.values()}
         series = {f.series for f in files if str(f.path) in used}
-        others = [f.path.name for f in refused if f.series not in series]
+        first = {f.rank: f for f in reversed(files)}
+        spare = {f for f in refused if f is not first[f.rank] and f.rank in self.parts}
+        others = [f.path.name for f in refused if f.series not in series and f not in spare]
         for file, message in refused.items():
-            if file.series in series:
+            if file.series in series and file not in spare:
                 self.problems.append(DumpProblem(str(file.path), file.rank, message))
         if others:
             self.notes.append(f"not taken for dumps (unreadable, and named unlike those read): {_some(others)}")
         unread: dict[int, list[str]] = {}
         for file in files:
-            if str(file.path) not in used and file not in refused:
+            if str(file.path) not in used and (file not in refused or file in spare):
                 unread.setdefault(file.rank, []).append(file.path.name)
         for rank, names in unread.items():
             name = Path(self.parts[rank][0].source).name
@@ -122,7 +160,7 @@ class _Builder:
                 source,
                 columns.version,
                 taken_ns,
-                int(entries["record"][0]) if len(entries) else 0,
+                columns.whole,
                 {int(groups[g]): count for g, count in columns.untracked.items()},
                 tuple(columns.backends),
             ),
@@ -145,18 +183,38 @@ class _Builder:
         entries["site"] = np.append(_renumber(self._sites, sites), np.int32(-1))[entries["site"]]
         issued, sizes = _evidence(entries, row, ranks, operations, len(target))
         everyone = {*map(int, ranks), *(p.rank for p in self.problems if p.rank is not None)}
+        resolved = self._groups.resolve(issued, sizes, everyone)
+        most = max(self._joined.values(), default=0)
         return Dumps(
             ranks=tuple(
-                replace(dump, untracked={int(target[g]): n for g, n in dump.untracked.items()}) for dump, _ in ordered
+                replace(
+                    dump,
+                    untracked={int(target[g]): n for g, n in dump.untracked.items()},
+                    partial=self._joined[dump.rank] < most,
+                )
+                for dump, _ in ordered
             ),
             entries=entries,
             row=row,
-            groups=self._groups.resolve(issued, sizes, everyone),
+            groups=_apart(resolved, entries),
             operations=operations,
             sites=sites,
             problems=tuple(sorted(self.problems, key=lambda p: (p.rank or 0, p.source))),
             notes=tuple(self.notes),
         )
+
+
+def _apart(groups: tuple[DumpGroup, ...], entries: npt.NDArray[np.void]) -> tuple[DumpGroup, ...]:
+    """The groups, and one more for each that two backends serve: both count their calls from 1. Changes `entries`."""
+    called = entries["kind"] == EntryKind.COLLECTIVE
+    on_host = entries["on_host"] > 0
+    both = np.intersect1d(entries["group"][called & on_host], entries["group"][called & ~on_host])
+    for index in both.tolist():
+        shared = groups[index]
+        description = f"{shared.description}, on the host" if shared.description else "on the host"
+        entries["group"][on_host & (entries["group"] == index)] = len(groups)
+        groups = (*groups, replace(shared, index=len(groups), description=description))
+    return groups
 
 
 def _some(names: Sequence[str]) -> str:

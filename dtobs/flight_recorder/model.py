@@ -47,9 +47,10 @@ class RankDump:
     source: str
     version: str
     taken_ns: int | None
-    first_record: int  #: above 0 the ring has wrapped and earlier entries are gone
+    whole: bool  #: False where earlier entries are gone: the ring has wrapped, or was reset
     untracked: dict[int, int] = field(default_factory=dict)  #: group → operations that the recorder only counted
     backends: tuple[str, ...] = ()
+    partial: bool = False  #: a further recorder of the rank is not here, as it is of its peers
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,12 @@ def parse_name(text: str) -> Name:
     return Name(backend, operation, EntryKind.COLLECTIVE)
 
 
+def _uneven(own: Sizes, every: Sizes) -> bool:
+    """Whether `every` lists a tensor for each rank, not all of one size, among them one of the size of `own`."""
+    counts = {*map(math.prod, every)}
+    return len(own) == 1 and len(every) > 1 and len(counts) > 1 and math.prod(own[0]) in counts
+
+
 @dataclass(frozen=True)
 class Operation:
     """A collective with its shapes and element types: equal ones on two ranks are the same call."""
@@ -119,6 +125,12 @@ class Operation:
         """Whether no rank can complete it before all have issued it."""
         return self.family in _SYNCHRONISING
 
+    @property
+    def _compared(self) -> tuple[bool, bool]:
+        """Whether inputs and outputs must be alike on all ranks; a hook lists what is changed in place as inputs."""
+        inputs, outputs = _COMPARED.get(self.family, (False, False))
+        return inputs or (outputs and not self.output_sizes), outputs
+
     @cached_property
     def elements(self) -> tuple[int, int]:
         """Elements in all input and in all output tensors."""
@@ -126,17 +138,20 @@ class Operation:
 
     @cached_property
     def shape_key(self) -> tuple[str, int, int]:
-        """Equal on ranks whose sizes fit together; −1 where they are free to differ."""
-        inputs, outputs = _COMPARED.get(self.family, (False, False))
+        """Equal on ranks whose sizes fit together; −1 where they are free to differ.
+
+        A list of a tensor for every rank may hold different sizes: then a rank's own tensor is one of them.
+        """
+        inputs, outputs = self._compared
         count_in, count_out = self.elements
+        inputs &= self.family != "all_gather" or not _uneven(self.input_sizes, self.output_sizes)
+        outputs &= self.family != "reduce_scatter" or not _uneven(self.output_sizes, self.input_sizes)
         return (self.family, count_in if inputs else -1, count_out if outputs else -1)
 
     @cached_property
     def dtype_key(self) -> tuple[str, ...]:
         """Element types that must be equal on every rank; empty where they are free to differ."""
-        if self.family not in _COMPARED:
-            return ()
-        inputs, outputs = _COMPARED[self.family]
+        inputs, outputs = self._compared
         return tuple(sorted({*(self.input_dtypes if inputs else ()), *(self.output_dtypes if outputs else ())}))
 
     @property
@@ -156,9 +171,15 @@ class Operation:
     @property
     def group_size(self) -> int | None:
         """The group's size as an all-gather or a reduce-scatter betrays it, None when it does not."""
-        count_in, count_out = self.elements
-        small, large = (count_in, count_out) if self.family == "all_gather" else (count_out, count_in)
-        if self.family not in ("all_gather", "reduce_scatter") or small <= 0 or large % small:
+        if self.family not in ("all_gather", "reduce_scatter"):
+            return None
+        own, every = self.input_sizes, self.output_sizes
+        if self.family == "reduce_scatter":
+            own, every = every, own
+        if len(own) == 1 and len(every) > 1:
+            return len(every)
+        small, large = sum(map(math.prod, own)), sum(map(math.prod, every))
+        if small <= 0 or large % small:
             return None
         return large // small if large // small <= MAX_WORLD else None
 

@@ -49,7 +49,7 @@ def _pair(
     dumps: Dumps, sends: npt.NDArray[np.int64], recvs: npt.NDArray[np.int64], pair: tuple[int, int]
 ) -> list[PendingPair]:
     rows = {dump.rank: row for row, dump in enumerate(dumps.ranks) if dump.rank in pair}
-    whole = all(dumps.ranks[row].first_record == 0 for row in rows.values())
+    whole = all(dumps.ranks[row].whole for row in rows.values())
     done_sends, done_recvs = _done(dumps, sends, recvs, whole)
     open_sends, open_recvs = _open(dumps, sends, done_sends), _open(dumps, recvs, done_recvs)
     all_sends, all_recvs = list(map(int, sends)), list(map(int, recvs))

@@ -62,8 +62,7 @@ def _overtaken(dumps: Dumps, aligned: Aligned, states: dict[int, Frontier]) -> f
     entries = dumps.entries
     alone = np.array([not op.synchronising for op in dumps.operations] or [True])
     # Gloo counts a failed call as done, so only a recorded completion proves something.
-    proves = np.array(["gloo" not in dump.backends for dump in dumps.ranks] or [False])
-    done = (entries["state"][aligned.entry] == COMPLETED) & proves[aligned.row]
+    done = (entries["state"][aligned.entry] == COMPLETED) & (entries["on_host"][aligned.entry] == 0)
     done &= ~alone[entries["signature"][aligned.entry]]
     reached = np.zeros(len(dumps.groups), np.int64)
     np.maximum.at(reached, aligned.group[done], aligned.seq[done])

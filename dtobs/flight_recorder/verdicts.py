@@ -168,8 +168,8 @@ class Verdicts:
 
     def _blind(self, call: PendingCall) -> bool:
         """Whether there are devices, and none says that it has started the call."""
-        gloo = all("gloo" in self.dumps.ranks[row].backends for row in call.waiting)
-        return not gloo and self.dumps.entries["state"][call.entry] != STARTED
+        entry = self.dumps.entries[call.entry]
+        return not entry["on_host"] and bool(entry["state"] != STARTED)
 
     def _link(self, pair: PendingPair) -> Finding:
         words = self.words

@@ -44,6 +44,7 @@ class Sender:
             "texts": new,
             "untracked": list(columns.untracked.items()),
             "backends": columns.backends,
+            "whole": columns.whole,
         }
         self._send(header, columns.entries.tobytes())
 
@@ -78,6 +79,7 @@ class Receiver:
             memberships={name: self.texts[key] for name, key in header["memberships"].items()},
             untracked=dict(header["untracked"]),
             backends=header["backends"],
+            whole=header["whole"],
         )
 
     def _exactly(self, count: int) -> bytes:

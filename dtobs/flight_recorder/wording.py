@@ -9,7 +9,7 @@ from dtobs.calls.words import named
 from dtobs.flight_recorder.model import Dumps
 
 MAX_LISTED = 16
-_STATE = ("scheduled", "started", "completed", "unknown")
+_STATE = ("scheduled", "started", "completed", "unknown", "issued")
 
 
 class Words:

@@ -19,6 +19,7 @@ from dtobs.flight_recorder.names import find_dumps, rank_of
 from dtobs.testing.layout import JobLayout
 from dtobs.testing.simulate import SimulatedFault
 from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of, write_dumps
+from tests.unit.flight_recorder.builders import BASE_NS, call, dump, gloo
 
 JOB = SimulatedJob(JobLayout(dp=3, tp=1, pp=1), SimulatedFault("rank-not-joined", 1, "dp"), entries=30, steps=8)
 
@@ -62,8 +63,8 @@ def _json(dump):
     "encode", [_pickle, _json, lambda d: gzip.compress(_pickle(d)), lambda d: gzip.compress(_json(d))]
 )
 def test_formats_give_one_verdict(tmp_path: Path, encode):
-    for rank, dump in dumps_of(JOB):
-        (tmp_path / f"dump_{rank}").write_bytes(encode(dump))
+    for rank, one in dumps_of(JOB):
+        (tmp_path / f"dump_{rank}").write_bytes(encode(one))
     dumps = load_dumps(tmp_path)
     found = analyse_dumps(dumps).findings
     assert [(f.code, f.ranks) for f in found] == [JOB.expected]
@@ -183,3 +184,30 @@ def test_a_reader_that_fails_raises_where_its_results_are_read(tmp_path: Path, m
     monkeypatch.setattr(reader.DumpReader, "read", lambda self, path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         load_dumps(tmp_path)
+
+
+def test_the_recorders_of_one_process_are_one(tmp_path: Path):
+    for rank in range(4):
+        steps = dump([call(n, at_ns=BASE_NS + 3 * n) for n in range(1, 9)], {"0": [0, 1, 2, 3]})
+        saves = dump([gloo(n, at_ns=BASE_NS + 7 * n, done=n < 3) for n in range(1, 3 + (rank != 2))])
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(steps))
+        (tmp_path / f"gloo_trace_rank_{rank}").write_bytes(pickle.dumps(saves))
+    (tmp_path / "gloo_trace_rank_3").write_bytes(b"")
+    dumps = load_dumps(tmp_path)
+    found = analyse_dumps(dumps).findings
+    assert [(f.code, f.ranks, f.group) for f in found] == [
+        ("rank-not-joined", (2,), "0 (default_pg, on the host)"),
+        ("dumps-missing", (), "0 (default_pg, on the host)"),  # of rank 3 only one recorder's
+    ]
+    assert (dumps.entries["record"][dumps.row == 0] == range(11)).all()
+    os.utime(tmp_path / "gloo_trace_rank_2", (0, 0))
+    assert "rank 2 has several files: nccl_trace_rank_2 is used, not gloo_trace_rank_2" in load_dumps(tmp_path).notes
+
+
+def test_json_of_a_recorder_without_entries(tmp_path: Path):
+    for rank in range(4):
+        waits = [call(1, state="started", at_ns=BASE_NS)] if rank != 1 else []
+        text = json.dumps({k: v for k, v in dump(waits, {"0": [0, 1, 2, 3]}).items() if v or k != "entries"})
+        (tmp_path / f"rank{rank}.json").write_text(text)
+    found = analyse_dumps(load_dumps(tmp_path)).findings
+    assert [(f.code, f.ranks) for f in found] == [("rank-not-joined", (1,))]

@@ -12,7 +12,7 @@ import pytest
 
 from dtobs.flight_recorder import DumpAnalysis, analyse_dumps, dumps_from_objects
 from dtobs.flight_recorder.load import load_dumps
-from tests.unit.flight_recorder.builders import BASE_NS, call, dump
+from tests.unit.flight_recorder.builders import BASE_NS, call, dump, gloo
 
 Dumps = dict[int, dict[str, Any]]
 EIGHT = list(range(8))
@@ -155,6 +155,71 @@ def first_stage_ahead() -> Dumps:
     return {0: dump(sends, groups), 1: dump(takes, groups)}
 
 
+def lists_of_uneven_tensors() -> Dumps:
+    """Healthy: each rank gathers and scatters a tensor of a size of its own, which its peers' lists hold as well."""
+    every = [[10 + rank] for rank in EIGHT]
+    dumps = {}
+    for rank in EIGHT:
+        own = [every[rank]]
+        pairs = [("all_gather", own, every), ("reduce_scatter", every, own)] * 9
+        calls = [call(n, f"nccl:{name}", sizes=i, outputs=o) for n, (name, i, o) in enumerate(pairs, 1)]
+        dumps[rank] = dump(calls, {"0": EIGHT})
+    return dumps
+
+
+def recorders_begun_anew() -> Dumps:
+    """Both recorders of a pipeline were reset, stage 1's later; stage 0 does not send what stage 1 waits for."""
+    groups = {"pp": [0, 1]}
+    sends = [p2p(n, "send", 0, 1) for n in range(3, 21)]
+    takes = [p2p(n, "recv", 1, 0, "completed" if n < 21 else "started") for n in range(5, 22)]
+    return {0: dump(sends, groups), 1: dump(takes, groups)}
+
+
+def checkpoints_over_gloo() -> Dumps:
+    """Gloo and NCCL in one recorder: rank 3's device has not done what its peers' have."""
+    dumps = {}
+    for rank in EIGHT:
+        entries = [gloo(n, "all_gather", group="g", sizes=[[1]], outputs=[[8]]) for n in range(1, 6)]
+        entries += [call(n, state="completed" if n < 20 + (rank != 3) else "scheduled") for n in range(1, 22)]
+        dumps[rank] = dump(entries, {"0": EIGHT, "g": EIGHT})
+    return dumps
+
+
+def dump_of_an_older_attempt() -> Dumps:
+    """Rank 5 is missing in a call. Of rank 7 a dump of an earlier run was left, which was in motion."""
+    return {
+        rank: dump(train(25, 24) if rank == 7 else train(60 if rank == 5 else 61, 60), {"0": EIGHT}) for rank in EIGHT
+    }
+
+
+def recorded_by_a_hook() -> Dumps:
+    """As torch 2.14 records a backend that has no recorder: entries are retired as soon as the call is issued."""
+    entries = [call(n, "c10d:allreduce", state="scheduled", retired=True, outputs=[]) for n in range(1, 31)]
+    return {rank: dump(entries[: 29 if rank == 3 else 30], {"0": list(range(4))}) for rank in range(4)}
+
+
+def recorded_twice() -> Dumps:
+    """That hook beside the backend's own recorder; rank 3 is missing in the last call."""
+    dumps = {}
+    for rank in range(4):
+        pairs = [
+            (call(n, "c10d:allreduce", state="scheduled", retired=True, outputs=[]), gloo(n, done=n < 30))
+            for n in range(1, 30 if rank == 3 else 31)
+        ]
+        dumps[rank] = dump([entry for pair in pairs for entry in pair], {"0": list(range(4))})
+    return dumps
+
+
+def one_group_over_two_backends() -> Dumps:
+    """cpu:gloo,cuda:nccl: both count from 1 under the name of one group. Rank 2 is missing in a call of Gloo."""
+    dumps = {}
+    for rank in EIGHT:
+        entries = [call(n) for n in range(1, 40)]
+        entries += [gloo(n, "all_gather", sizes=[[1]], outputs=[[8]], done=n < 5) for n in range(1, 5 + (rank != 2))]
+        dumps[rank] = dump(entries, {"0": EIGHT})
+    return dumps
+
+
 Answer = tuple[str, tuple[int, ...]] | None
 PLANTED: list[tuple[Callable[[], Dumps], Answer]] = [
     (pipeline_that_waits_for_a_stage, ("rank-not-joined", (0,))),
@@ -167,6 +232,13 @@ PLANTED: list[tuple[Callable[[], Dumps], Answer]] = [
     (a_bucket_more, ("shape-mismatch", (2,))),
     (experts_of_uneven_load, None),
     (first_stage_ahead, None),
+    (lists_of_uneven_tensors, None),
+    (recorders_begun_anew, ("rank-not-joined", (0,))),
+    (checkpoints_over_gloo, ("device-stopped", (3,))),
+    (dump_of_an_older_attempt, ("rank-not-joined", (5,))),
+    (recorded_by_a_hook, ("rank-not-joined", (3,))),
+    (recorded_twice, ("rank-not-joined", (3,))),
+    (one_group_over_two_backends, ("rank-not-joined", (2,))),
 ]
 
 
