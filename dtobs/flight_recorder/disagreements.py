@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.calls.agree import Agreement, Disagreement, disagreements
+from dtobs.calls.agree import Agreement, Disagreement, disagreements, went_apart
 from dtobs.calls.lost_step import LostStep, Program, believed
-from dtobs.calls.words import lost_step_text, mismatch_text
+from dtobs.calls.words import lost_step_text, mismatch_text, went_apart_text
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.align import Aligned
 from dtobs.flight_recorder.model import Dumps
@@ -84,13 +84,13 @@ def mismatch_findings(
         if explained.get(mismatch.group, mismatch.seq + 1) <= mismatch.seq:
             continue
         explained[mismatch.group] = mismatch.seq
-        findings.append(_mismatch(Words(dumps), mismatch, [int(aligned.entry[row]) for row in mismatch.shown]))
+        findings.append(_mismatch(Words(dumps), aligned, mismatch))
     return findings, explained
 
 
-def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Finding:
-    """The finding; `shown`: for each party an entry that shows how it called."""
+def _mismatch(words: Words, aligned: Aligned, mismatch: Disagreement) -> Finding:
     group = words.dumps.groups[mismatch.group]
+    shown = [int(aligned.entry[row]) for row in mismatch.shown]  # for each party an entry that shows how it called
     ranks = mismatch.parties.odd
     entry_of = {party[0]: entry for party, entry in zip(mismatch.parties.parties, shown, strict=True)}
     summary = mismatch_text(
@@ -99,6 +99,7 @@ def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Fin
         mismatch.parties,
         lambda rank: f"{words.operation(entry_of[rank])}{words.site(entry_of[rank])}",
     )
+    summary += _went_apart(words, aligned, mismatch)
     confidence = mismatch.parties.confidence
     if not mismatch.parties.majority:
         # Two ranks, both here: one of them is wrong, and both must be looked at. Else dumps are missing.
@@ -122,6 +123,20 @@ def _mismatch(words: Words, mismatch: Disagreement, shown: Sequence[int]) -> Fin
             ),
         ),
     )
+
+
+def _went_apart(words: Words, aligned: Aligned, mismatch: Disagreement) -> str:
+    """Since which call two parties came from different lines, if they did so before the one that does not fit."""
+    parties = mismatch.parties
+    if len(parties.parties) != 2:
+        return ""
+    two = (parties.parties[0][0], parties.parties[1][0])
+    seq = went_apart(aligned, mismatch.group, mismatch.seq, two, lambda _rank, site: site >= 0)
+    if seq is None:
+        return ""
+    made = aligned.rows(mismatch.group, seq, seq)
+    entries = [int(aligned.entry[made][aligned.rank[made] == rank][0]) for rank in two]
+    return f"; {went_apart_text(seq, parties, [words.site(entry).removeprefix(' at ') for entry in entries])}"
 
 
 def lost_step_finding(words: Words, aligned: Aligned, lost: LostStep) -> Finding:

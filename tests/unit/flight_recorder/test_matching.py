@@ -53,6 +53,18 @@ def test_rank_zero_that_always_calls_from_a_line_of_its_own():
     assert codes(zero, others, others) == []
 
 
+def test_lines_tell_since_when_a_rank_has_gone_another_way():
+    """Rank 1 evaluates while its peers train: its calls fit for a while."""
+    lines = {0: "aabbc", 1: "aaeea", 2: "aabbc"}
+    dumps = {
+        rank: dump([call(n, site=line, sizes=[[8 if line == "a" and n == 5 else 4]]) for n, line in enumerate(of, 1)])
+        for rank, of in lines.items()
+    }
+    (found,) = analyse_dumps(dumps_from_objects(dumps)).findings
+    assert (found.code, found.ranks) == ("shape-mismatch", (1,))
+    assert "; rank 1 had gone another way since #3, which came from /app/e.py:7 in step there" in found.summary
+
+
 def test_one_call_fewer():
     sites = ["a", "b", "c", "d", "e"] * 4
     usual = dump([call(n, site=s) for n, s in enumerate(sites, 1)], THREE)
