@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,18 @@ def odd_ranks(waits: Mapping[int, History]) -> tuple[int, ...]:
         return ()
     odd = tuple(sorted(rank for rank, new in news.items() if new))
     return odd if len(odd) < len(news) else ()
+
+
+def smaller_side(sides: Sequence[tuple[Collection[int], Collection[int]]]) -> tuple[int, ...]:
+    """Of two calls whose ranks wait for each other, each as who waits in it and who keeps it from completing: the ranks
+    of the smaller side, where each side keeps the other from its call, as in two groups of the same ranks. Where a part
+    of them has a group of its own, the smaller side may be right.
+    """
+    if len(sides) != 2:
+        return ()
+    (few, awaited), (many, missing) = sorted(sides, key=lambda side: len(side[0]))
+    whole = set(awaited) == set(many) and set(missing) == set(few)
+    return tuple(sorted(few)) if whole and len(few) < len(many) else ()
 
 
 def came_before(history: History) -> bool:

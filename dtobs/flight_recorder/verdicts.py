@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dtobs.calls.frontier import Frontier
-from dtobs.calls.order import History, came_before, odd_ranks
+from dtobs.calls.order import History, came_before, odd_ranks, smaller_side
 from dtobs.calls.waits import PendingCall, PendingPair, Root
 from dtobs.calls.words import all_issued_text, circle_text, not_completed_text, not_issued_text
 from dtobs.findings import Confidence, Finding
@@ -237,21 +237,23 @@ class Verdicts:
             return self._p2p_cycle(alone, Confidence.POSSIBLE)
         waits = {row: entry for row in root.rows if (entry := self._waits_in(row, root)) >= 0}
         odd = odd_ranks({row: self._history(row, entry) for row, entry in waits.items()})
+        lone = () if odd or root.pairs else smaller_side([(call.waiting, call.held_by) for call in root.calls])
         summary = circle_text(
             (
                 (words.ranks(c.waiting), f"{words.call(c.entry)}{words.site(c.entry)}", words.ranks(c.held_by))
                 for c in root.calls
             ),
             words.ranks(odd),
+            words.ranks(lone),
         )
         by_order = any(call.held == "queued" for call in root.calls)
         return Finding(
             "group-deadlock",
             summary,
-            ranks=words.ranks(odd or root.rows),
+            ranks=words.ranks(odd or lone or root.rows),
             # A circle of many, through sends and receives, or by order alone has more than one reading.
             confidence=Confidence.LIKELY
-            if not root.pairs and (odd or (len(root.rows) == 2 and not by_order))
+            if not root.pairs and (odd or lone or (len(root.rows) == 2 and not by_order))
             else Confidence.POSSIBLE,
             group=self.dumps.groups[root.calls[0].group].label,
             evidence=(

@@ -65,6 +65,20 @@ def test_lines_tell_since_when_a_rank_has_gone_another_way():
     assert "; rank 1 had gone another way since #3, which came from /app/e.py:7 in step there" in found.summary
 
 
+def test_the_one_rank_that_left_out_a_call_of_another_group():
+    groups = {"0": [0, 1, 2], "1": [0, 1, 2]}
+    metrics = {"group": "1", "description": "metrics"}
+    before = []
+    for step in range(1, 11):  # metrics in every second step
+        before += [call(step), *([] if step % 2 else [call(step // 2, **metrics)])]
+    others = [*before, call(11), call(12), call(6, state="scheduled", **metrics)]
+    odd = [*before, call(11), call(12), call(13, state="scheduled")]
+    dumps = {rank: dump(odd if rank == 1 else others, groups) for rank in range(3)}
+    (found,) = analyse_dumps(dumps_from_objects(dumps)).findings
+    assert (found.code, found.ranks) == ("group-deadlock", (1,))
+    assert found.summary.endswith("rank 1 alone left out or put off the call in which the others wait")
+
+
 def test_one_call_fewer():
     sites = ["a", "b", "c", "d", "e"] * 4
     usual = dump([call(n, site=s) for n, s in enumerate(sites, 1)], THREE)
