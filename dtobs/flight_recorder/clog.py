@@ -22,7 +22,10 @@ _DTYPES = {
     "f32": "Float", "f64": "Double", "f16": "Half", "bf16": "BFloat16", "i32": "Int", "i64": "Long", "i16": "Short",
     "i8": "Char", "u8": "Byte", "bool": "Bool", "fp8e4m3": "Float8_e4m3fn", "fp8e5m2": "Float8_e5m2",
 }  # fmt: skip
-_MESSAGES = {"send", "recv"}
+_PAIRED = {"send", "recv"}
+_MESSAGES = {*_PAIRED, "batch_op_issue"}
+"""What not every rank of a communicator calls. Of a batch the log does not tell who takes part in it."""
+_MAX_LINE = 1 << 20  # the ranks of a split, and sizes for each rank
 
 
 @dataclass
@@ -55,7 +58,7 @@ def read_clog(path: Path) -> tuple[int, dict[str, Any]]:
                 read += len(raw)
                 if read > _MAX_BYTES:
                     break
-                _take(log, raw[:4096].decode("utf-8", "replace").rstrip("\r\n"))
+                _take(log, raw[:_MAX_LINE].decode("utf-8", "replace").rstrip("\r\n"))
     except OSError as error:
         raise DumpError(f"{path}: {error.strerror}") from error
     if not log.ranks:
@@ -124,7 +127,7 @@ def _entry(log: _Log, corr: str, seconds: float) -> dict[str, Any]:
     comm, message = told.get("comm", ""), op in _MESSAGES
     log.counts[comm, message] += 1
     me = log.ranks.get(comm, (0, 0))[0]
-    name = f"{op} {me}{'->' if op == 'send' else '<-'}{told.get('peer', '0')}" if message else op
+    name = f"{op} {me}{'->' if op == 'send' else '<-'}{told.get('peer', '0')}" if op in _PAIRED else op
     dtype = _DTYPES.get(told.get("dtype", ""), told.get("dtype", ""))
     number = sum(log.counts.values())
     return {
@@ -156,7 +159,7 @@ def _sizes(told: dict[str, str], way: str) -> list[list[int]]:
 
 
 def _fields(parts: list[str]) -> dict[str, str]:
-    return {name: value[:4096] for name, _, value in (part.partition("=") for part in parts[:64]) if value}
+    return {name: value for name, _, value in (part.partition("=") for part in parts[:64]) if value}
 
 
 def _seconds(text: str) -> float:

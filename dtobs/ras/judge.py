@@ -27,11 +27,12 @@ _POINT_TO_POINT = {"Send", "Recv", "SendRecv", "PutSignal", "WaitSignal", "Signa
 
 
 def judge(samples: Sequence[Sample]) -> tuple[list[Finding], list[str]]:
-    """Findings and notes, from samples in any order."""
+    """Findings and notes, from samples in any order: counts only grow, and so tell the order."""
+    samples = _last_alike(samples)
     dead = sorted({process for sample in samples for process in sample.dead})
     gone = {rank for s in samples for c in s.communicators.values() for rank, is_dead in c.missing.items() if is_dead}
     if dead or gone:
-        ranks = tuple(sorted(gone))
+        ranks = tuple(sorted(gone)) or _dead_ranks(samples, len(dead))
         text = f"RAS cannot reach {', '.join(dead[:4]) if dead else ranks_text(ranks)} any more"
         return [Finding("rank-dead", text, ranks, Confidence.LIKELY, evidence=_where(samples))], []
     lags = []
@@ -49,6 +50,37 @@ def judge(samples: Sequence[Sample]) -> tuple[list[Finding], list[str]]:
     if len(samples) > 1 and (still := _still(samples)) is not None:
         return [still], _notes(samples)
     return [], _notes(samples)
+
+
+def _last_alike(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The samples of the end, where two or more show the same counts; a job that moved before may stand still now."""
+    ordered = sorted(samples, key=_progress)
+    last = [one for one in ordered if _counts(one) == _counts(ordered[-1])]
+    alike = len(last) > 1 and _progress(ordered[-1]) and all(one.dead == ordered[-1].dead for one in samples)
+    return last if alike else samples
+
+
+def _counts(sample: Sample) -> dict[str, tuple[dict[str, dict[int, int]], dict[str, dict[int, int]]]]:
+    return {name: (one.counts, one.crowds) for name, one in sample.communicators.items()}
+
+
+def _progress(sample: Sample) -> int:
+    """How much was launched, by ranks that are named and by crowds."""
+    return sum(
+        value * ranks
+        for one in sample.communicators.values()
+        for operation in one.counts.keys() | one.crowds.keys()
+        for value, ranks in one.tops(operation).items()
+    )
+
+
+def _dead_ranks(samples: Sequence[Sample], dead: int) -> tuple[int, ...]:
+    """The ranks of dead processes: those without data, where they are as many."""
+    for sample in samples:
+        ranks = {_in_world(c, rank, sample) for c in sample.communicators.values() for rank in c.missing}
+        if len(ranks) == dead == len(sample.dead) and -1 not in ranks:
+            return tuple(sorted(ranks))
+    return ()
 
 
 def _mixed(seen: Sequence[Communicator], samples: Sequence[Sample]) -> Finding | None:
@@ -220,13 +252,19 @@ def _in_world(communicator: Communicator, rank: int, sample: Sample) -> int:
 
 def _still(samples: Sequence[Sample]) -> Finding | None:
     """Counts that agree on all ranks and did not change from sample to sample."""
-    if any(not sample.communicators for sample in samples):
+    last = samples[-1].communicators.values()
+    if any(not sample.communicators for sample in samples) or all(one.ending for one in last):
         return None
     pictures = [
         {(name, op): c.tops(op) for name, c in sample.communicators.items() for op in c.counts} for sample in samples
     ]
     if not pictures[0] or any(picture != pictures[0] for picture in pictures):
         return None
+    if starting := [one for one in last if one.starting]:
+        text = f"{count(len(starting), 'communicator')} did not end its initialization between the samples of RAS"
+        return Finding(
+            "nccl-init-stuck", text, (), Confidence.POSSIBLE, group=starting[0].name, evidence=_where(samples)
+        )
     text = (
         f"no communicator launched anything between {count(len(samples), 'sample')} of RAS, though it reports no error"
     )
@@ -237,6 +275,10 @@ def _notes(samples: Sequence[Sample]) -> list[str]:
     notes = []
     if len(samples) == 1:
         notes.append("one sample of RAS: take another a few seconds later to see what moves")
+    for one in samples[-1].communicators.values():
+        if one.failed:
+            errors = ", ".join(f"rank {rank} error {error}" for rank, error in sorted(one.failed.items())[:4])
+            notes.append(f"NCCL reports asynchronous errors (ncclResult_t) in communicator {one.name}: {errors}")
     if any(sample.silent for sample in samples):
         notes.append(
             "RAS reports OK, which only says that counts agree: a job that stands still looks the same (use its JSON)"

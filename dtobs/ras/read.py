@@ -14,6 +14,9 @@ from dtobs.words import numbers
 
 MAX_BYTES = 64 << 20
 MAX_RANKS = 1_000_000
+_IN_PROGRESS = 7  # ncclInProgress
+_BEGINS = re.compile(rb"^\s{0,80}NCCL version ", re.MULTILINE)
+"""What an answer begins with; the lines of a shell may stand before it."""
 _TABLE_ROW = re.compile(
     r"\s{0,8}(\d{1,7})\s{1,12}(\d{1,7})\s{1,12}(\d{1,7})\s{1,12}(\d{1,7})\s{1,12}(\d{1,7})\s{1,12}(\d{1,9})\s{1,12}(\S{1,60})\s{1,12}(\S{1,60})\s{0,8}$"
 )
@@ -36,6 +39,9 @@ class Communicator:
     crowds: dict[str, dict[int, int]] = field(default_factory=dict)  #: operation → count → ranks not named
     missing: dict[int, bool] = field(default_factory=dict)  #: rank → considered dead
     places: dict[int, tuple[str, int, int]] = field(default_factory=dict)  #: rank → host, process and device
+    ending: bool = False  #: a rank finalizes or destroys it: nothing more is to come
+    starting: set[int] = field(default_factory=set)  #: ranks whose initialization has not ended
+    failed: dict[int, int] = field(default_factory=dict)  #: rank → its asynchronous error, an ncclResult_t
 
     def tops(self, operation: str) -> dict[int, int]:
         """How many ranks have each count."""
@@ -61,8 +67,8 @@ def looks_like_ras(head: bytes) -> bool:
     """Whether a file that begins so is an answer of RAS."""
     head = head[:8192]
     told = b"Job summary" in head or b"Communicators..." in head
-    return (head.lstrip().startswith(b"NCCL version ") and told) or (
-        head.lstrip()[:1] == b"{" and b'"nccl_version"' in head and b'"communicators"' in head
+    return (told and _BEGINS.search(head[:512]) is not None) or (
+        head.lstrip()[:1] in (b"{", b"[") and b'"nccl_version"' in head and b'"communicators"' in head
     )
 
 
@@ -114,6 +120,7 @@ def _sample_of(value: dict[str, Any], where: str) -> Sample:
         for rank in _objects(entry.get("ranks")):
             number = _whole(rank.get("rank"))
             _place(communicator, number, rank)
+            _status(communicator, number, rank.get("status"))
             counts = rank.get("collective_counts")
             for operation, count in counts.items() if isinstance(counts, dict) else ():
                 communicator.counts.setdefault(str(operation)[:40], {})[number] = _whole(count)
@@ -125,6 +132,16 @@ def _sample_of(value: dict[str, Any], where: str) -> Sample:
         sample.communicators[name + str(entry.get("secondary_hash", ""))[:80]] = communicator
         sample.world = max(sample.world, communicator.size)
     return sample
+
+
+def _status(communicator: Communicator, number: int, status: object) -> None:
+    if not isinstance(status, dict):
+        return
+    communicator.ending |= any(status.get(name) is True for name in ("finalize_called", "destroy_flag", "abort_flag"))
+    if _whole(status.get("init_state")) == _IN_PROGRESS:
+        communicator.starting.add(number)
+    if (error := _whole(status.get("async_error"))) not in (0, _IN_PROGRESS):
+        communicator.failed[number] = error
 
 
 def _place(communicator: Communicator, number: int, rank: dict[str, Any]) -> None:

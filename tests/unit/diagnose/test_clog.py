@@ -60,6 +60,27 @@ def test_healthy(tmp_path: Path):
     assert diagnose_folder(tmp_path).findings == ()
 
 
+@pytest.mark.parametrize("absent", [None, 3])
+def test_batches_are_not_counted_as_collectives(tmp_path: Path, absent: int | None):
+    """The first and the last stage of a pipeline issue fewer batches of messages than the others."""
+    batch = "C2|sig|batch_op_issue|num_ops=1|async_op=t|comm=world\n"
+    for rank in range(4):
+        text = HEAD.format(rank=rank, world=4) + REDUCE.format(count=64) + batch
+        for step in range(0, 30, 3):
+            text += calls(1, "C1", step) + calls(1 if rank in (0, 3) else 2, "C2", step + 1)
+        (tmp_path / f"clog_rank{rank}.log").write_text(text + opened("C1", 30) * (absent not in (None, rank)))
+    found = diagnose_folder(tmp_path).verdict
+    assert (found and (found.code, found.ranks)) == (absent and ("rank-not-joined", (absent,)))
+
+
+def test_a_long_line_is_whole(tmp_path: Path):
+    ranks = ",".join(map(str, range(0, 8000, 2)))
+    split = f"split|parent=world|child=a|ranks={ranks}\nnew_comm|comm=a|rank=0|world_size=4000\n"
+    reduce = REDUCE.replace("comm=world", "comm=a").format(count=8)
+    (tmp_path / "clog.log").write_text(HEAD.format(rank=0, world=8000) + split + reduce + calls(1))
+    assert read_clog(tmp_path / "clog.log")[1]["pg_config"]["a"]["ranks"] == str(list(range(0, 8000, 2)))
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.cli import main
-from dtobs.ras import judge, read_samples
+from dtobs.ras import judge, looks_like_ras, read_samples
 
 HEAD = """NCCL version 2.26.2 compiled with CUDA 12.6
 CUDA runtime version 12060, driver version 12060
@@ -110,6 +110,14 @@ def judged(tmp_path: Path, *texts: str) -> tuple[str, tuple[int, ...], str] | No
         ((document({0: 9, 1: 9, 2: 9, 3: 9}),) * 2, ("network-stalled", (), "possible")),
         ((document({0: 9, 1: 9, 2: 9, 3: 9}), document({0: 12, 1: 12, 2: 11, 3: 12})), None),
         ((document({0: 9, 1: 9, 2: 9, 3: 9}),), None),
+        ((*(document({0: 9, 1: 9, 2: 8, 3: 9}),) * 2, document({0: 7, 1: 6})), ("rank-not-joined", (2,), "likely")),
+        ((BEHIND, BEHIND, BEHIND.replace("60", "50").replace("64", "54")), ("rank-not-joined", (7,), "likely")),
+        ((document({0: 9, 1: 9}).replace('"destroy_flag": false', '"destroy_flag": true'),) * 2, None),
+        (
+            (document({0: 0, 1: 0}).replace('"init_state": 0', '"init_state": 7'),) * 2,
+            ("nccl-init-stuck", (), "possible"),
+        ),
+        ((DEAD + INCOMPLETE[INCOMPLETE.index("#0-0") :],), ("rank-dead", (21,), "likely")),
     ],
     ids=[
         "ok",
@@ -126,10 +134,30 @@ def judged(tmp_path: Path, *texts: str) -> tuple[str, tuple[int, ...], str] | No
         "still",
         "json moves",
         "json once",
+        "moved before",
+        "moved before, text",
+        "ended",
+        "begins",
+        "dead and its rank",
     ],
 )
 def test_verdict(tmp_path: Path, texts: tuple[str, ...], wanted: tuple[str, tuple[int, ...], str] | None):
     assert judged(tmp_path, *texts) == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["$ ncclras -v\n" + BEHIND, "Fri Nov 20 11:02:09 UTC 2026\n" + BEHIND, f"[{document({0: 9, 1: 8})}]"]
+)
+def test_known_by_its_first_lines(text: str):
+    assert looks_like_ras(text.encode())
+    assert not looks_like_ras(b"NCCL version 2.26.2+cuda12.6\nepoch 1\n")
+
+
+def test_errors_of_nccl_are_notes(tmp_path: Path):
+    (tmp_path / "ras.json").write_text(document({0: 9, 1: 9}).replace('"async_error": 0', '"async_error": 6', 1))
+    findings, notes = judge(read_samples(tmp_path))
+    assert not findings
+    assert "rank 0 error 6" in notes[-1]
 
 
 def test_ok_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
