@@ -54,6 +54,9 @@ def _lines(number: int, device: Device) -> list[str]:
     ]
     if device.pending:
         lines.append(f"  {bytes_text(device.pending)} freed, and another stream may still use it")
+    if device.refused:
+        size, free, place = device.refused
+        lines.append(f"  out of memory: {bytes_text(size)} were asked for, {bytes_text(free)} were free, at {place}")
     lines.append("  for: " + ", ".join(f"{name} {bytes_text(size)}" for name, size in device.categories.most_common()))
     lines += [f"  {bytes_text(size):>10}  {frame}" for frame, size in device.frames.most_common(_SHOWN)]
     lines.append("  the largest:")

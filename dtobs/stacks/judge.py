@@ -41,8 +41,9 @@ def judge(stacks: Sequence[RankStack], world: int = 0) -> tuple[list[Finding], l
     if moved:
         return [], [*notes, _goes_on(moved, where)]
     live = all(seen[rank].still for rank in where)
-    waiting = {rank: one for rank, one in where.items() if one.doing in WAITS}
-    elsewhere = {rank: one for rank, one in where.items() if one.doing not in WAITS}
+    waits = WAITS if any(one.doing in WAITS for one in where.values()) else {Doing.MEETING}
+    waiting = {rank: one for rank, one in where.items() if one.doing in waits}
+    elsewhere = {rank: one for rank, one in where.items() if one.doing not in waits}
     if waiting and elsewhere:
         sure = live and len(where) == world and (2 * len(elsewhere) <= world)
         return [_elsewhere(waiting, elsewhere, seen, Confidence.LIKELY if sure else Confidence.POSSIBLE)], notes
@@ -77,7 +78,9 @@ def _elsewhere(waiting: Stood, elsewhere: Stood, seen: dict[int, RankStack], con
     text = f"{said}, while {ranks_do(waiting, 'wait')} {waiting[first].words()}"
     if len(ranks) < len(elsewhere) or len({e.line for e in elsewhere.values()}) > 1:
         confidence = Confidence.POSSIBLE
-    return Finding(code, text, ranks, confidence, evidence=_records((*ranks, first), seen, elsewhere | waiting))
+    # Making a group is a wait as well: where most do it, the few may be the ones that left it out.
+    named = () if doing is Doing.MEETING and 2 * len(ranks) > len(waiting | elsewhere) else ranks
+    return Finding(code, text, named, confidence, evidence=_records((*ranks, first), seen, elsewhere | waiting))
 
 
 def _different_calls(waiting: Stood, seen: dict[int, RankStack], *, live: bool, all_seen: bool) -> Finding | None:
@@ -85,6 +88,8 @@ def _different_calls(waiting: Stood, seen: dict[int, RankStack], *, live: bool, 
     crowds: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, one in waiting.items():
         crowds[one.doing, one.call, one.line].append(rank)
+    if not any(call for _, call, _ in crowds):  # of the device and the backward nobody knows for whom they wait
+        return None
     if len(crowds) < 2:
         if not live or not all_seen or next(iter(waiting.values())).doing is not Doing.COLLECTIVE:
             return None

@@ -18,6 +18,8 @@ _SHORT_LIBRARY = re.compile(
     r"|(?:threading|subprocess|socket|selectors|queue|connection|runpy|contextlib|logging|ssl|signal|functools)\.py$"
 )
 """Installed code in the short file names that py-spy prints by default."""
+_NATIVE = re.compile(r"(?:\.so(?:\.[\d.]{1,20})?|\.(?:c|cc|cpp|cxx|h|hpp|cu|cuh|S)|^python[\d.]{0,8}|^\[?vdso\]?)$")
+"""What py-spy --native prints of code that is not Python."""
 _C10D = re.compile(
     r"torch/distributed/(?:distributed_c10d|_functional_collectives|c10d_logger|nn/functional|collective_utils)\.py$"
 )
@@ -99,7 +101,7 @@ class Standing:
 
 def installed(file: str) -> bool:
     """Whether a file is installed code, also by a shortened name."""
-    return in_library(file) or _SHORT_LIBRARY.match(file) is not None
+    return in_library(file) or _SHORT_LIBRARY.match(file) is not None or _NATIVE.search(file) is not None
 
 
 def standing(frames: tuple[Frame, ...]) -> Standing:

@@ -34,6 +34,7 @@ class Device:
     frames: Counter[str] = field(default_factory=Counter)
     categories: Counter[str] = field(default_factory=Counter)
     largest: list[tuple[int, str]] = field(default_factory=list)
+    refused: tuple[int, int, str] | None = None  #: the last allocation that failed: its size, what was free, its place
 
     @property
     def fragmentation(self) -> float:
@@ -52,6 +53,7 @@ class Device:
             "categories": dict(self.categories.most_common()),
             "frames": [{"frame": name, "bytes": size} for name, size in self.frames.most_common(TOP)],
             "largest": [{"bytes": size, "frame": name} for size, name in self.largest[:TOP]],
+            "out_of_memory": self.refused and dict(zip(("bytes", "free_bytes", "frame"), self.refused, strict=True)),
         }
 
 
@@ -85,6 +87,14 @@ def devices(snapshot: Any) -> dict[int, Device]:
         device.inactive += free
         device.unusable += free if used else 0
         device.largest = sorted(device.largest, reverse=True)[:TOP]
+    traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
+    for number, events in enumerate(traces if isinstance(traces, list) else ()):
+        for event in reversed(events) if isinstance(events, list) else ():
+            if isinstance(event, dict) and event.get("action") == "oom":
+                place = _own(list(_frames(event)))
+                refused = _size(event.get("size")), _size(event.get("device_free")), place
+                found.setdefault(number, Device()).refused = refused
+                break
     return found
 
 

@@ -51,6 +51,8 @@ def ranks(*frames: tuple[Frame, ...], still: bool | None = True, **more: object)
         (SAVING, Doing.CHECKPOINT, ""),
         (CODE, Doing.CODE, ""),
         ((Frame("torch/distributed/distributed_c10d.py", 1, "barrier"), STEP), Doing.COLLECTIVE, "barrier"),
+        ((Frame("libc.so.6", 0, "pthread_cond_wait"), *REDUCE), Doing.COLLECTIVE, "all_reduce"),
+        ((Frame("sync.cc", 31, "wait"), Frame("python3.12", 0, "call"), *REDUCE), Doing.COLLECTIVE, "all_reduce"),
     ],
 )  # fmt: skip
 def test_what_a_stack_shows(frames: tuple[Frame, ...], doing: Doing, name: str):
@@ -77,6 +79,25 @@ def test_rank_elsewhere(odd: tuple[Frame, ...], code: str, world: int):
 def test_one_look_is_only_possible():
     findings, _ = judge(ranks(REDUCE, CODE, still=None), 2)
     assert [(f.code, f.confidence) for f in findings] == [("rank-not-joined", Confidence.POSSIBLE)]
+
+
+MEETING = call("new_group", MAIN)
+SYNC = (Frame(f"{TORCH}/cuda/__init__.py", 900, "synchronize"), STEP)
+
+
+@pytest.mark.parametrize(
+    ("frames", "wanted"),
+    [
+        ((MEETING, MEETING, CODE, MEETING), [("rank-not-joined", (2,))]),
+        ((REDUCE, REDUCE, MEETING, REDUCE), [("rendezvous-incomplete", (2,))]),
+        ((MEETING, MEETING, REDUCE, MEETING), [("rendezvous-incomplete", ())]),
+        ((BACKWARD, BACKWARD, SYNC, BACKWARD), []),
+        ((MEETING,) * 4, []),
+    ],
+    ids=["no group without it", "another group", "the few may be right", "nobody knows for whom", "all make a group"],
+)
+def test_groups_that_are_made(frames: tuple[tuple[Frame, ...], ...], wanted: list[tuple[str, tuple[int, ...]]]):
+    assert [(found.code, found.ranks) for found in judge(ranks(*frames), 4)[0]] == wanted
 
 
 def test_rank_that_works_is_not_accused():

@@ -88,6 +88,21 @@ def test_odd_values_cost_only_themselves(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["devices"]["0"]["allocated_bytes"] == 50 * MIB
 
 
+def test_what_was_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The last allocation that failed, of each device; the history of a device that is full of nothing counts, too."""
+    refused = {"action": "oom", "size": 64 * MIB, "device_free": 3 * MIB, "frames": [frame("/home/me/loss.py", 4)]}
+    earlier = {**refused, "size": 5, "frames": []}
+    path = write(
+        {**snapshot(), "device_traces": [[], [earlier, refused, {"action": "alloc"}], 7]}, tmp_path / "s.pickle"
+    )
+    assert main(["memory", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["devices"]
+    told = {"bytes": 64 * MIB, "free_bytes": 3 * MIB, "frame": "/home/me/loss.py:4 forward"}
+    assert {number: device["out_of_memory"] for number, device in found.items()} == {"0": None, "1": told}
+    assert main(["memory", str(path)]) == 0
+    assert "64 MiB were asked for, 3 MiB were free, at /home/me/loss.py:4 forward" in capsys.readouterr().out
+
+
 def test_torn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write(snapshot(), tmp_path / "s")
     path.write_bytes(path.read_bytes()[:-40])
