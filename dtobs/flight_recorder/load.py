@@ -69,6 +69,7 @@ class _Builder:
     problems: list[DumpProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _joined: Counter[int] = field(default_factory=Counter)  #: rank → how many further recorders
+    _silent: Counter[int] = field(default_factory=Counter)  #: rank → how many of them without a call
     _sources: set[str] = field(default_factory=set)  #: their files
     _operations: dict[Operation, int] = field(default_factory=dict)
     _sites: dict[str, int] = field(default_factory=dict)
@@ -91,6 +92,8 @@ class _Builder:
                 self.add(file.rank, result, str(file.path), file.taken_ns)
             elif result.backends and not {*result.backends} & {*self.parts[file.rank][0].backends}:
                 self._join(file, result)
+            elif not len(result.entries):
+                self._silent[file.rank] += 1
         return refused
 
     def may_need(self, file: SourceFile) -> bool:
@@ -190,7 +193,7 @@ class _Builder:
                 replace(
                     dump,
                     untracked={int(target[g]): n for g, n in dump.untracked.items()},
-                    partial=self._joined[dump.rank] < most,
+                    partial=self._joined[dump.rank] + self._silent[dump.rank] < most,
                 )
                 for dump, _ in ordered
             ),

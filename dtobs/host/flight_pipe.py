@@ -20,7 +20,7 @@ _STEM = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 _TEMP = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SECONDS = 8.0
 _POLL_SECONDS = 0.2
-_MAX_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 def _copy(file: Path, to: Path) -> int:
     try:
-        if file.stat().st_size > _MAX_BYTES:
+        if file.stat().st_size > MAX_BYTES:
             return 0
         shutil.copyfile(file, to)
     except OSError:

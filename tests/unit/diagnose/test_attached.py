@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
@@ -9,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dtobs.cli import main
-from dtobs.diagnose.attached import diagnose_attached, find_processes
+from dtobs.diagnose.attached import diagnose_attached, find_processes, told_by_dumps
 from dtobs.diagnose.combine import SourceFindings, combine
 from dtobs.errors import TargetError, UsageError
 from dtobs.findings import Confidence, Finding
@@ -23,6 +25,7 @@ from dtobs.host.pyspy import NoStacks, Spied, threads_of
 from dtobs.host.remote_exec import remote_dumps
 from dtobs.host.stacks import ThreadStack
 from dtobs.host.training import TrainingProcess
+from tests.unit.flight_recorder.builders import BASE_NS, call, dump
 from tests.unit.host.test_training import job, process
 from tests.unit.stacks.test_judge import CODE, REDUCE
 
@@ -132,14 +135,14 @@ def test_usage(capsys: pytest.CaptureFixture[str]):
 def test_torch_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A rank that reads its pipe writes a dump; one without a reader does not, and no file is made for it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    pipe, dump = tmp_path / "pipe0.pipe", tmp_path / "dump0"
+    pipe, dumped = tmp_path / "pipe0.pipe", tmp_path / "dump0"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     def rank() -> None:
         while not _read(reader):
             time.sleep(0.01)
-        dump.write_text('{"entries": []}')
+        dumped.write_text('{"entries": []}')
 
     environment = (
         ("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "dump")),
@@ -165,21 +168,100 @@ def _read(fd: int) -> bytes:
         return b""
 
 
-def test_remote_exec_only_where_python_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_remote_exec_only_where_python_can(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(sys, "remote_exec", raising=False)
     with pytest.raises(UsageError, match=r"needs Python 3\.14"):
         remote_dumps([])
 
-    def answer(pid: int, script: str) -> None:
-        target = Path(script).with_name(f"dump_{pid}.json")
-        assert str(target) in Path(script).read_text()
-        target.write_text("{}")
 
-    monkeypatch.setattr(sys, "remote_exec", answer, raising=False)
-    found = remote_dumps([TrainingProcess(7, 1, 7, 8, "python")])
-    assert (found.count, found.problem) == (1, "")
-    assert [p.name for p in found.folder.iterdir()] == ["dump_7.json"]
+def fr_trace(backend: str, calls: int, state: str) -> str:
+    made = [call(n, f"{backend}:all_reduce", state=state, at_ns=BASE_NS + n) for n in range(1, calls + 1)]
+    return json.dumps({k: v for k, v in dump(made, {"0": [0, 1]}).items() if v or k != "entries"})
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A made-up /proc of two ranks with their scripts, as `sys.remote_exec` hands them over."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    scripts = dict[int, Path]()
+    monkeypatch.setattr(sys, "remote_exec", lambda pid, script: scripts.update({pid: Path(script)}), raising=False)
+    for pid in (70, 71):
+        process(tmp_path / "proc", pid, 1)
+        (tmp_path / "proc" / str(pid) / "root").symlink_to("/")
+        (tmp_path / "proc" / str(pid) / "status").write_text("Name:\tx\nUid:\t0\t4000\t0\t4000\nGid:\t0\t0\t0\t50\n")
+    return tmp_path / "proc", scripts
+
+
+RANKS = [TrainingProcess(70, 1, 0, 2, "python"), TrainingProcess(71, 1, 1, 2, "python")]
+
+
+def test_both_recorders_of_a_rank_are_read_and_nothing_stays(asked, monkeypatch: pytest.MonkeyPatch):
+    proc, scripts = asked
+    steps = fr_trace("nccl", 2, "completed")
+    told = {
+        70: {"nccl": steps, "fr": fr_trace("gloo", 1, "scheduled")},
+        71: {"nccl": steps.encode(), "fr": fr_trace("gloo", 0, "")},  # without a call, not without a dump
+    }
+
+    def run(pid: int, script: str) -> None:
+        scripts[pid] = Path(script)
+        c10d = SimpleNamespace(**{f"_dump_{name}_trace_json": lambda t=text: t for name, text in told[pid].items()})
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", c10d)
+        exec(compile(Path(script).read_text(), script, "exec"), {})
+
+    monkeypatch.setattr(sys, "remote_exec", run)
+    found = remote_dumps(RANKS, 5.0, proc)
+    assert (found.count, found.problem) == (2, "")
+    names = sorted(p.name for p in found.folder.iterdir())
+    assert names == ["fr_rank_0.json", "fr_rank_1.json", "nccl_rank_0.json", "nccl_rank_1.json"]
+    (said,) = told_by_dumps(found)
+    assert {(finding.code, finding.ranks) for finding in said.findings} == {("rank-not-joined", (1,))}, said
+    assert list(proc.parent.joinpath("tmp").iterdir()) == []
+
+
+def test_a_request_that_waits_keeps_its_name_and_runs_nothing(asked):
+    proc, scripts = asked
+    found = remote_dumps(RANKS, 0.0, proc)
+    assert (found.count, list(found.folder.iterdir())) == (0, [])
+    home = scripts[70].parent.parent
+    assert f"2 ranks did not answer: their main threads run no Python. What was asked stays, emptied, in {home}" in (
+        found.problem
+    )
+    told_by_dumps(found)
+    for script in scripts.values():
+        assert script.read_text() == ""
+        assert stat.S_IMODE(script.parent.stat().st_mode) == 0o700
+        if os.geteuid() == 0:  # given to who the rank is when it opens files; others only pass through
+            assert {(p.stat().st_uid, p.stat().st_gid) for p in (script, script.parent)} == {(4000, 50)}
+            assert (home.stat().st_uid, stat.S_IMODE(home.stat().st_mode)) == (0, 0o711)
+
+
+def test_a_rank_that_sees_other_files_or_ended_is_not_left_waiting(asked, tmp_path: Path):
+    proc, scripts = asked
+    (proc / "70" / "root").unlink()
+    (proc / "70" / "root").symlink_to(tmp_path / "proc")  # a container
+    ended = [TrainingProcess(72, 1, 2, 3, "python")]
+    found = remote_dumps([RANKS[0], *ended], 0.0, proc)
+    assert "process 70 cannot be asked: its " in found.problem
+    assert "process 72 cannot be asked" in found.problem
+    assert (scripts, found.count) == ({}, 0)
+    assert list((tmp_path / "tmp").iterdir()) == [found.folder]
+
+
+def test_what_a_rank_wrote_is_not_followed_elsewhere(asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    proc, _ = asked
+
+    def run(pid: int, script: str) -> None:
+        folder = Path(script).parent
+        (folder / "fr").symlink_to("/etc/passwd")
+        os.mkfifo(folder / "nccl")
+        (folder / "answered").touch()
+
+    monkeypatch.setattr(sys, "remote_exec", run)
+    found = remote_dumps(RANKS[:1], 5.0, proc)
+    assert (found.count, found.problem) == (0, "1 rank answered without a Flight Recorder dump")
+    assert list(found.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("value", [None, 3, {}, [1], [{"frames": 3}], [{"frames": [1, {"line": "x", "name": 4}]}]])

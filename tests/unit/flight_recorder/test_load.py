@@ -204,6 +204,20 @@ def test_the_recorders_of_one_process_are_one(tmp_path: Path):
     assert "rank 2 has several files: nccl_trace_rank_2 is used, not gloo_trace_rank_2" in load_dumps(tmp_path).notes
 
 
+@pytest.mark.parametrize("older", ["nccl", "gloo"])
+def test_a_recorder_without_a_call_is_not_a_missing_one(tmp_path: Path, older: str):
+    for rank in range(2):
+        steps = dump([call(n, at_ns=BASE_NS + n) for n in (1, 2)], {"0": [0, 1]})
+        saves = dump([gloo(1, at_ns=BASE_NS + 9, done=False)] * (rank == 0))
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(steps))
+        (tmp_path / f"gloo_trace_rank_{rank}").write_bytes(pickle.dumps(saves))
+        os.utime(tmp_path / f"{older}_trace_rank_{rank}", (BASE_NS / 1e9 + 60, BASE_NS / 1e9 + 60))
+        newer = {"nccl": "gloo", "gloo": "nccl"}[older]
+        os.utime(tmp_path / f"{newer}_trace_rank_{rank}", (BASE_NS / 1e9 + 61, BASE_NS / 1e9 + 61))
+    found = analyse_dumps(load_dumps(tmp_path)).findings
+    assert [(f.code, f.ranks) for f in found] == [("rank-not-joined", (1,))]
+
+
 def test_json_of_a_recorder_without_entries(tmp_path: Path):
     for rank in range(4):
         waits = [call(1, state="started", at_ns=BASE_NS)] if rank != 1 else []
