@@ -40,6 +40,7 @@ class TrainingProcess:
     command: str
     job: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()  #: only what concerns debugging: NCCL_RAS…, TORCH_…
+    python: bool = True  #: whether the program is Python; a wrapper (timeout, bash -c) only has it among its arguments
 
     def setting(self, name: str) -> str:
         """One variable of its environment, or nothing."""
@@ -63,6 +64,7 @@ def named_processes(pids: list[int], proc: Path = Path("/proc")) -> list[Trainin
             continue
         below = [known[pid], *_below(pid, known)]
         ranks = [one for one in below if one.rank >= 0 and not _helper(one, known)]
+        ranks = [one for one in ranks if one.python] or ranks
         spawned = [one for one in below if one.pid != pid and "spawn_main" in one.command]
         found += ranks or ([] if known[pid].rank >= 0 else _outermost(spawned)) or [known[pid]]
     unique = list({one.pid: one for one in found}.values())
@@ -75,7 +77,7 @@ def named_processes(pids: list[int], proc: Path = Path("/proc")) -> list[Trainin
 def read_candidate(pid: int, proc: Path = Path("/proc")) -> TrainingProcess | None:
     """The process, if it runs Python and is no launcher and none of our own."""
     found = read_any(pid, proc)
-    if found is None or pid == os.getpid() or "python" not in found.command.lower():
+    if found is None or pid == os.getpid() or not found.python:
         return None
     return None if any(word in found.command.encode() for word in _NO_RANKS) else found
 
@@ -105,7 +107,17 @@ def read_any(pid: int, proc: Path = Path("/proc")) -> TrainingProcess | None:
         command.replace(b"\0", b" ").decode(errors="replace").strip()[:4096],
         tuple(environment.get(name, "") for name in _JOB),
         telling,
+        _is_python(command, proc / str(pid) / "exe"),
     )
+
+
+def _is_python(command: bytes, exe: Path) -> bool:
+    """Whether a process's program is Python: by its file, or by its name where that cannot be read."""
+    try:
+        program = exe.readlink().name
+    except OSError:
+        program = ""
+    return "python" in program.lower() or b"python" in command.split(b"\0", 1)[0].rpartition(b"/")[2].lower()
 
 
 def _helper(one: TrainingProcess, known: dict[int, TrainingProcess]) -> bool:
@@ -116,7 +128,7 @@ def _helper(one: TrainingProcess, known: dict[int, TrainingProcess]) -> bool:
     for _ in range(_MAX_DEPTH):
         if above is None:
             return False
-        if above.rank == one.rank and above.job == one.job and "python" in above.command.lower():
+        if above.rank == one.rank and above.job == one.job and above.python:
             return True
         above = known.get(above.parent)
     return False

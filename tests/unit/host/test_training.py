@@ -37,6 +37,20 @@ def test_ranks_and_not_their_helpers(tmp_path: Path):
     assert training_processes(tmp_path)[0].setting("NCCL_RAS_ADDR") == "h:1"
 
 
+def test_a_wrapper_is_not_the_rank_that_it_starts(tmp_path: Path):
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "9"}
+    process(tmp_path, 7, 1, "timeout\x00300\x00python\x00train.py\0", **env)
+    process(tmp_path, 8, 7, "bash\0-c\0python train.py; echo done\0", **env)
+    process(tmp_path, 9, 8, "ray::train()\0", **env)  # a title that the program gave itself
+    process(tmp_path, 10, 9, **env)
+    (tmp_path / "8" / "exe").symlink_to("/usr/bin/bash")
+    (tmp_path / "9" / "exe").symlink_to("/opt/venv/bin/python3.12")
+    assert [one.pid for one in training_processes(tmp_path)] == [9]
+    assert [one.pid for one in named_processes([7], tmp_path)] == [9]
+    (tmp_path / "9" / "exe").unlink()
+    assert [one.pid for one in named_processes([9], tmp_path)] == [10]
+
+
 def test_jobs_stay_apart(tmp_path: Path):
     job(tmp_path)
     job(tmp_path, "b", 200)
