@@ -1,8 +1,9 @@
 """One verdict from several sources, and a note where two of them disagree.
 
 The surest finding is the verdict; of equally sure ones that of the source that comes first; a verdict that another
-source contradicts is likely at most. A source that names other
-ranks or another cause is heard in a note and never dropped silently.
+source contradicts is likely at most. Where it only says that ranks did not join, and another source says why the very
+same ranks did not, the reason is the verdict. A source that names other ranks or another cause is heard in a note and
+never dropped silently.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dtobs.codes import Trait
 from dtobs.findings import CATALOGUE, Confidence, Finding
 
 _AGREE = (
@@ -54,7 +56,7 @@ def combine(sources: Sequence[SourceFindings]) -> tuple[Finding | None, list[Fin
     notes = [note for told in sources for note in told.notes]
     if not firsts:
         return None, [], list(dict.fromkeys(notes))
-    who, verdict = max(firsts, key=lambda one: _weight(one[1]))
+    who, verdict = _with_reason(*max(firsts, key=lambda one: _weight(one[1])), firsts)
     contradicted = any(
         not _agree(verdict, first) and first.confidence is not Confidence.POSSIBLE for _, first in firsts
     )
@@ -72,6 +74,23 @@ def combine(sources: Sequence[SourceFindings]) -> tuple[Finding | None, list[Fin
         also = f", and by {' and '.join(same)} as well" if same else ""
         notes.append(f"the verdict is by {who.name}{also}")
     return kept[verdict.key], list(kept.values()), list(dict.fromkeys(notes))
+
+
+def _with_reason(
+    who: SourceFindings, verdict: Finding, firsts: Sequence[tuple[SourceFindings, Finding]]
+) -> tuple[SourceFindings, Finding]:
+    """The verdict, or what another source says of why its ranks did not join; two sources make that likely."""
+    if verdict.code != "rank-not-joined" or not verdict.ranks:
+        return who, verdict
+    for told, other in firsts:
+        ended = Trait.ENDING in other.traits and Trait.AFTERMATH not in other.traits
+        why = Trait.SAYS_WHY in other.traits and other.code in _AGREE[0]
+        if set(other.ranks) == set(verdict.ranks) and (ended or why):
+            sure = verdict.confidence is not Confidence.POSSIBLE and other.confidence is Confidence.POSSIBLE
+            confidence = Confidence.LIKELY if sure else other.confidence
+            seen = {"what": f"by {who.name}: {verdict.summary}"}
+            return told, replace(other, confidence=confidence, evidence=(*other.evidence, seen, *verdict.evidence))
+    return who, verdict
 
 
 def _weight(finding: Finding) -> tuple[bool, bool, int, bool]:

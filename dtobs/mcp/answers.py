@@ -81,11 +81,11 @@ class Answers:
 
         def make() -> dict[str, Any]:
             view = self._view()
+            if rank not in view.ranks:
+                raise TargetError(f"rank {rank} has recorded nothing: there are {ranks_text(view.ranks)}")
             wanted = max(1, min(steps, 16))
             last = None if first is None else first + wanted - 1
             found = timeline(view.without(r for r in view.ranks if r != rank), first, last, wanted)
-            if rank not in found.ranks:
-                raise TargetError(f"rank {rank} has recorded nothing: there are {ranks_text(view.ranks)}")
             start = found.begin_ns
             spans = [
                 {

@@ -52,6 +52,21 @@ def test_logs_and_stacks_agree(tmp_path: Path):
     assert not [note for note in found.notes if "disagree" in note]
 
 
+@pytest.mark.parametrize(("odd", "code"), [(2, "stuck-in-dataloader"), (1, "rank-not-joined")])
+def test_the_reason_is_the_verdict(tmp_path: Path, odd: int, code: str):
+    """The logs tell who did not join; the stacks why, where they name the same rank."""
+    _logs(tmp_path, "not-joined")
+    _stacks(tmp_path, odd)
+    loading = "    __next__ (torch/utils/data/dataloader.py:701)\n"
+    path = tmp_path / f"pyspy_{odd}.txt"
+    path.write_text(path.read_text().replace('"MainThread"\n', f'"MainThread"\n{loading}'))
+    found = diagnose_folder(tmp_path)
+    assert found.verdict is not None
+    assert (found.verdict.code, found.verdict.ranks) == (code, (2,))
+    assert any("disagree" in note for note in found.notes) == (odd != 2)
+    assert any(record["what"].startswith("by the logs: rank 2") for record in found.verdict.evidence) == (odd == 2)
+
+
 def test_logs_and_stacks_disagree(tmp_path: Path):
     _logs(tmp_path, "not-joined")
     _stacks(tmp_path, 0)
