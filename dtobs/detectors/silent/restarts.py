@@ -30,6 +30,7 @@ class Redone:
     after: npt.NDArray[np.void]
     earlier: npt.NDArray[np.void]
     begun: npt.NDArray[np.void]
+    numbered: bool = True  #: the training said which steps these are; else the data told it
 
     def same_inputs(self) -> bool:
         """Whether all steps done again read what they read before, as far as both are known, and there are enough."""
@@ -38,17 +39,22 @@ class Redone:
 
 
 def redone(view: RunView) -> Iterator[Redone]:
-    """What each rank did again, where the training said the steps' numbers in both attempts.
+    """What each rank did again.
 
-    Loops that count their steps from 0 in every attempt give no comparison: nobody knows which steps are the same. Nor
-    do attempts with another number of ranks, whose data is dealt differently.
+    Where the training said the steps' numbers in both attempts, these tell which steps are the same. Loops that count
+    from 0 in every attempt are aligned by what they read: `after` then begins in the midst of the attempt before, and
+    both keep their own numbers. One that reads the beginning again has done nothing again: it may have begun anew. Nor
+    is anything said of attempts with another number of ranks, whose data is dealt differently.
     """
     for rank in view.ranks if view.attempt else ():
-        earlier = before(view, rank) if view.meta(rank).process.get("steps_numbered") else None
-        if earlier is None:
+        earlier = before(view, rank)
+        if earlier is None or earlier.world != view.world_size:
             continue
-        if earlier.meta.process.get("steps_numbered") and earlier.world == view.world_size:
+        numbered = [bool(meta.process.get("steps_numbered")) for meta in (earlier.meta, view.meta(rank))]
+        if all(numbered):
             yield _align(rank, earlier.steps, view.rank_steps(rank))
+        elif not any(numbered) and (found := _align_by_inputs(rank, earlier.steps, view.rank_steps(rank))):
+            yield found
 
 
 @dataclass(frozen=True)
@@ -78,3 +84,24 @@ def _align(rank: int, earlier: npt.NDArray[np.void], steps: npt.NDArray[np.void]
     begun = steps[:MOST_STEPS]
     _, first, second = np.intersect1d(earlier["step"], begun["step"], return_indices=True)
     return Redone(rank, earlier[first], begun[second], earlier, begun)
+
+
+def _align_by_inputs(rank: int, earlier: npt.NDArray[np.void], steps: npt.NDArray[np.void]) -> Redone | None:
+    """None unless this attempt begins, for `LEAST_STEPS` or more, with what one place alone of the other had read."""
+    begun = steps[:MOST_STEPS]
+    read, again = earlier["input_digest"], begun["input_digest"]
+    known = read[read != 0]
+    if len(begun) < LEAST_STEPS or begun["step"][0] > 1 or len(np.unique(known)) < len(known):
+        return None  # data that repeats itself proves nothing
+    if not again.any():
+        return None
+    first = int(np.flatnonzero(again)[0])
+    places = np.flatnonzero(read == again[first]) - first
+    if len(places) != 1 or places[0] <= 0:
+        return None
+    at = int(places[0])
+    count = min(len(earlier) - at, len(begun))
+    pair = Redone(rank, earlier[at : at + count], begun[:count], earlier, begun)
+    both = (pair.before["input_digest"] != 0) & (pair.after["input_digest"] != 0)
+    pair = Redone(rank, pair.before[both], pair.after[both], earlier, begun, numbered=False)
+    return pair if pair.same_inputs() else None

@@ -2,7 +2,7 @@
 
 What it does: compares the steps that a restart does again with the attempt before, where they read the same data: the
 learning rate of each, and the loss, which must lie within what the steps before it vary by. A job that reads other
-data after its restart is not judged.
+data after its restart is not judged; in one that counts its steps anew, the data tells which steps are the same.
 
 Why it hurts: a scheduler that starts over warms up again; weights or optimizer state that were not loaded undo what
 was learned.

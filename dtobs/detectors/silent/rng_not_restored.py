@@ -2,7 +2,9 @@
 
 What it does: where all steps that a restart does again read what they had read before, the job means to go on exactly.
 The states of torch's generators at the end of those steps are then compared with those of the attempt before;
-generators that do not move, because nothing draws from them, prove nothing.
+generators that do not move, because nothing draws from them, prove nothing. In a loop that counts its steps anew, only
+numbers that the attempt before had drawn in earlier steps count: an iterator of a `DataLoader` draws one number when it
+is made, so that restored generators are elsewhere too where a restart makes one in the midst of a pass.
 
 Why it hurts: dropout and augmentation are others than in a run without the restart: the run cannot be repeated, and
 every restart with a fixed seed draws the same numbers again.
@@ -28,7 +30,8 @@ def rng_not_restored(view: RunView) -> list[Finding]:
             before, after = pair.before[name], pair.after[name]
             known = (before != 0).all() and (after != 0).all()
             moves = len(np.unique(before)) == len(before) and len(np.unique(after)) == len(after)
-            if known and moves and not (before == after).any():
+            drawn_again = np.isin(after, pair.earlier[name][pair.earlier["step"] < pair.before["step"][0]]).any()
+            if known and moves and not (before == after).any() and (pair.numbered or drawn_again):
                 found[pair.rank] = int(pair.after["step"][0])
     if not found:
         return []

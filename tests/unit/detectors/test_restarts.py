@@ -88,6 +88,44 @@ def test_steps_that_nobody_numbered_are_not_compared(tmp_path: Path) -> None:
     assert found(view) == []
 
 
+def counted_anew(tmp_path: Path, at: int, period: int = 1000, **odd: Callable[[int], float]) -> RunView:
+    """30 steps, then 20 whose data begins at step `at`; both count from 1 and do not know their first input."""
+    for attempt, (first, steps) in enumerate(((0, range(30)), (at, range(20)))):
+        run = FakeRun(tmp_path, 2, attempt=attempt, start_ns=10**12 * (attempt + 1))
+        for rank in run.ranks:
+            rank.meta("process", steps_numbered=False)
+            for step in steps:
+                there = first + step
+                fields = {
+                    "loss": 4.0 / (1 + there) + 0.01 * (there % 3),
+                    "learning_rate": 1e-4 * (there + 1),
+                    "rng_torch": identify(f"drawn {there}"),
+                    "input_digest": identify(f"{rank.number} {there % period}") if step else 0,
+                }
+                rank.step(1 + step, **(fields | {n: value(there) for n, value in odd.items() if attempt}))
+    return run.view()
+
+
+@pytest.mark.parametrize(
+    ("at", "period", "odd", "code"),
+    [
+        (20, 1000, {}, ""),
+        (20, 1000, {"learning_rate": lambda there: 1e-4 * (there - 19)}, "resume-mismatch"),
+        (20, 1000, {"loss": lambda there: 4.0}, "resume-mismatch"),
+        (20, 1000, {"rng_torch": lambda there: identify(f"drawn {there - 20}")}, "rng-not-restored"),
+        (20, 1000, {"rng_torch": lambda there: identify(f"other {there}")}, ""),  # an iterator may have drawn once more
+        (20, 20, {"learning_rate": lambda there: 1.0}, ""),  # which pass it goes on in, nobody knows
+        (0, 1000, {"learning_rate": lambda there: 1.0}, ""),  # it begins anew, or only its data does
+        (28, 1000, {"learning_rate": lambda there: 1.0}, ""),  # too few steps are done again
+    ],
+)
+def test_the_data_aligns_loops_that_count_anew(
+    tmp_path: Path, at: int, period: int, odd: dict[str, Callable[[int], float]], code: str
+) -> None:
+    told = found(counted_anew(tmp_path, at, period, **odd))
+    assert [(f.code, f.ranks, f.step) for f in told] == ([(code, (0, 1), 2)] if code else [])
+
+
 def test_another_number_of_ranks_is_not_compared(tmp_path: Path) -> None:
     for attempt, world in enumerate((4, 2)):
         run = FakeRun(tmp_path, world, attempt=attempt, start_ns=10**12 * (attempt + 1))
