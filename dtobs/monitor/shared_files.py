@@ -12,8 +12,10 @@ from dtobs.host.open_files import held_files, overwritten_files
 from dtobs.monitor.ranks import NodeRanks
 from dtobs.recording.shared_files import MOST, SharedFile, read_shared_files, write_shared_files
 
-EVERY_SECONDS = 10.0
-"""Between two looks; while a rank is in a checkpoint, every tick looks."""
+FIRST_SECONDS, EVERY_SECONDS = 1.0, 10.0
+"""Between the first two looks, each time twice as many, and at last between all; while a rank is in a checkpoint, every
+tick looks. A short job opens its log after the first look and has ended ten seconds later.
+"""
 MOST_RANKS = 64
 
 
@@ -23,7 +25,7 @@ class SharedFiles:
     def __init__(self, path: Path, run_dir: Path, proc: Path = Path("/proc")) -> None:
         self._path, self._run_dir, self._proc = path, run_dir, proc
         self._seen: dict[tuple[int, str], SharedFile] = {(f.attempt, f.path): f for f in read_shared_files(path)}
-        self._next = 0.0
+        self._next, self._pause = 0.0, FIRST_SECONDS
 
     def look(self, ranks: NodeRanks) -> None:
         """Look when it is time. Raises RecordingDisabled."""
@@ -32,7 +34,7 @@ class SharedFiles:
         now = time.monotonic()
         if len(ranks.watched) < 2 or (now < self._next and not saving):
             return
-        self._next = now + EVERY_SECONDS
+        self._next, self._pause = now + self._pause, min(2 * self._pause, EVERY_SECONDS)
         steps = dict(zip(pages["rank"].tolist(), pages["step"].tolist(), strict=True))
         for file, writers in self._shared(ranks).items():
             known = self._seen.get((ranks.attempt, file))

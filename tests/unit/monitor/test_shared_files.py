@@ -126,3 +126,14 @@ def test_a_damaged_file_is_nothing(tmp_path: Path):
     for text in ("", "{", '{"files": 3}', '{"files": [{"path": 1}]}', "[]"):
         path.write_text(text)
         assert read_shared_files(path) == ()
+
+
+def test_a_young_job_is_looked_at_more_often(monkeypatch: pytest.MonkeyPatch, run: FakeRun):
+    files = SharedFiles(run.directory.shared_files(0), run.directory.root)
+    ranks = SimpleNamespace(pages=np.zeros(2, PAGE_DTYPE), watched=[None, None], attempt=0)
+    looks: list[float] = []
+    for now in range(60):
+        monkeypatch.setattr("dtobs.monitor.shared_files.time.monotonic", lambda now=now: float(now))
+        monkeypatch.setattr(files, "_shared", lambda _, now=now: looks.append(now) or {})
+        files.look(ranks)
+    assert looks == [0, 1, 3, 7, 15, 25, 35, 45, 55]
