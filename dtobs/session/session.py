@@ -7,12 +7,13 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from dtobs.errors import RecordingDisabled, TargetError
 from dtobs.events import RankState
 from dtobs.host.process import boot_id, pid_namespace, start_ticks
 from dtobs.probes.base import Context, Probe
@@ -20,10 +21,11 @@ from dtobs.recording.recorder import Recorder
 from dtobs.session.identity import Identity, launched_as
 from dtobs.session.monitor_process import MonitorProcess
 from dtobs.session.nodes import arrange
-from dtobs.session.run_info import hide_arguments
+from dtobs.session.run_info import describe_mesh, hide_arguments, without_secrets
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Session:
@@ -192,6 +194,26 @@ class LiveSession(Session):
     def explicit_steps(self) -> None:
         """From now on only `step` begins and ends steps."""
         self._probes.progress.explicit_steps = True
+
+    def adopt(
+        self,
+        mesh: DeviceMesh | None,
+        replicas: Any,
+        levels: dict[str, str],
+        hang_timeout: float | None,
+        config: Mapping[str, Any] | None,
+    ) -> None:
+        """Take over what a program says of itself, before anything is watched: somebody else began the session."""
+        context, run = self._context, self._recorder.run_dir
+        context.mesh = mesh if mesh is not None else context.mesh
+        context.replicas = context.replicas if isinstance(replicas, str) else replicas
+        context.levels.update(levels)
+        if hang_timeout is not None:
+            self._recorder.page.set(hang_timeout_ns=int(hang_timeout * 1e9))
+        if self._who.rank == 0 and (mesh is not None or config):
+            said = {"mesh": describe_mesh(context.mesh), "config": without_secrets(dict(config or {}))}
+            with suppress(RecordingDisabled, TargetError):  # a full or damaged disk: what is there stays
+                run.write_run(run.read_run() | said)
 
     def close(self) -> None:
         if not self.active:

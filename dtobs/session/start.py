@@ -64,12 +64,18 @@ def attach(
     `on_hang`: what the monitor does about one: "report", "abort" (end the ranks, so that torchrun restarts them) or
     "command:PROGRAM ARGUMENTS" (default: DTOBS_ON_HANG, else report).
     `config`: settings to keep with the run; secrets are left out. With a session attached already, that one
-    watches the new model and is returned.
+    watches the new model and is returned; where it has watched nothing yet, as below ``dtobs run``, it is told of the
+    mesh, the replicas, the probes' levels, the timeout and the settings as well.
     """
     global _current
     if os.environ.get("DTOBS_DISABLE") == "1":
         return Session(_shown(run_dir, name))
     if _current is not None and _current.active:
+        if not _current.watches:
+            try:
+                _current.adopt(mesh, replicas, _levels(probes), hang_timeout, config)
+            except ValueError as error:
+                sys.stderr.write(f"dtobs: {error}\n")
         if model is not None or optimizer is not None:
             _current.watch(model, optimizer)
         return _current

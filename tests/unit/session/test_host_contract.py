@@ -279,6 +279,21 @@ def test_attaching_twice_is_attaching_once(attach: Attach, tmp_path: Path):
     assert again is not session
 
 
+def test_a_session_that_watches_nothing_yet_takes_over_what_the_program_says(attach: Attach):
+    session = attach()  # as `dtobs run` does once there is a process group
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    said = {"probes": {"parameters": "off"}, "hang_timeout": 7.0, "config": {"lr": 0.1, "api_key": "x"}}
+    assert attach(model, optimizer, **said) is session
+    train(model, optimizer, 2)
+    assert attach(model, optimizer, hang_timeout=9.0) is session
+    session.close()
+    view = load_run(session.run_dir)
+    assert view.page(0)["hang_timeout_ns"] == 7 * 10**9, "it watches already: what it was told stays"
+    assert view.info["config"] == {"lr": 0.1, "api_key": "(hidden)"}
+    assert len(view.digests(0)) == 0
+
+
 def test_an_exception_is_written_down_once_and_raised_on(attach: Attach):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
