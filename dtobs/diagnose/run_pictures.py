@@ -26,6 +26,7 @@ from dtobs.diagnose.pictures import (
 )
 from dtobs.events import FIRST_CUSTOM_PHASE, Kind, Phase
 from dtobs.findings import Finding
+from dtobs.recording.rank import ENDED, State
 from dtobs.recording.view import RunView
 
 _STEPS_SHOWN = 6
@@ -73,8 +74,13 @@ def _waits(situation: Situation, statuses: dict[int, RankStatus]) -> dict[int, R
             call = calls.call(rank, at.group, at.seq)
             operation = str(calls.op(rank, int(call["op"]))) if call is not None else "communication"
             where = f" of {group}" if group is not None else ""
-        site = statuses[rank].site if rank in statuses else ""
-        found[rank] = RankWait(f"{operation}{where}", site, on=on_of[key], exact=f"{operation} #{at.seq}{where}")
+        status = statuses.get(rank)
+        site = status.site if status is not None else ""
+        exact = f"{operation} #{at.seq}{where}"
+        if status is not None and status.state in (State.SUSPENDED, *ENDED):  # it waits for nobody
+            found[rank] = RankWait(f"{status.state} in {exact}", site, waits=False)
+        else:
+            found[rank] = RankWait(f"{operation}{where}", site, on=on_of[key], exact=exact)
     for rank in sorted({r for wait in found.values() for r in wait.on} - found.keys()):
         status = statuses.get(rank)
         if status is None:

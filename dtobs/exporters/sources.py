@@ -208,6 +208,7 @@ def badput(look: MonitorSnapshot) -> Iterator[Sample]:
         "startup": [r.startup for r in ranks],
         "restart": [r.restart for r in ranks],
         "redone": [sum(r.redone.values()) for r in ranks],
+        "hang": [sum(r.hung.values()) for r in ranks],
         "data": [r.first_time("data") for r in ranks],
         "communication": [r.first_time("exposed") for r in ranks],
         "checkpoint": [r.first_time("checkpoint") for r in ranks],

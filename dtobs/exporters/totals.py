@@ -7,7 +7,7 @@ one after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,12 +16,15 @@ import numpy.typing as npt
 from dtobs.events import EXPOSED_ALONG, STEP_DTYPE, STEP_PARTS
 from dtobs.host.process import boot_id
 from dtobs.recording.attempts import Attempt, Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
+from dtobs.recording.journal import standing_share
 from dtobs.recording.summary import PRODUCTIVE
 from dtobs.recording.view import RunView
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper bounds of the histogram of step durations, in seconds."""
 _SPARE = 8
+_RECENT = 64
+"""Steps that say how long a usual one is."""
 _COLUMN = {name: STEP_DTYPE.fields[name][1] // 8 for name in STEP_DTYPE.names or ()}  # type: ignore[index]
 _PARTS = [_COLUMN[f"{part}_ns"] for part in STEP_PARTS]
 _ALONG = [_COLUMN[f"exposed_{along}_ns"] for along in EXPOSED_ALONG]
@@ -46,11 +49,12 @@ class RankTotals:
     span: float = 0.0  #: from the first step of each attempt to its last
     parts: dict[str, float] = field(default_factory=_no_time)
     redone: dict[str, float] = field(default_factory=_no_time)  #: of `parts`, spent on steps done before
+    hung: dict[str, float] = field(default_factory=_no_time)  #: of `parts`, spent in hangs, in steps not done before
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXPOSED_ALONG, 0.0))  #: by dimension
 
     def first_time(self, part: str) -> float:
-        """Seconds of one part in steps that had not been done before."""
-        return self.parts[part] - self.redone[part]
+        """Seconds of one part in steps that had not been done before, without hangs."""
+        return self.parts[part] - self.redone[part] - self.hung[part]
 
     @property
     def productive(self) -> float:
@@ -85,15 +89,15 @@ class StepTotals:
         """Steps taken into the histogram."""
         return sum(self.buckets)
 
-    def update(self, view: RunView, ranks: list[int]) -> None:
-        """Take what the given ranks have done since the last time."""
+    def update(self, view: RunView, ranks: list[int], hung: Sequence[int] = ()) -> None:
+        """Take what the given ranks have done since the last time; `hung` are moments within hangs."""
         if view.attempt != self._before:
             self._before, self._clock = view.attempt, _clock(view)
             self._earlier = tuple(earlier_attempts(view.root, view.attempt, self._clock))
         for rank in ranks:
-            self._take(view, rank)
+            self._take(view, rank, hung)
 
-    def _take(self, view: RunView, rank: int) -> None:
+    def _take(self, view: RunView, rank: int, hung: Sequence[int]) -> None:
         page = view.page(rank)
         totals = self.ranks.setdefault(rank, RankTotals())
         attempt, attach_ns = int(page["attempt"]), int(page["attach_ns"])
@@ -103,6 +107,12 @@ class StepTotals:
         fresh = _since(view, rank, totals.stamp, int(page["steps_done"]) - totals.done)
         totals.done = int(page["steps_done"])
         self._add(totals, fresh, self._earlier, attach_ns)
+        if hung and len(fresh):
+            recent = view.recent_steps(rank, _RECENT)
+            share = standing_share(fresh, hung, float(np.median(recent["end_ns"] - recent["begin_ns"])))
+            share[fresh["step"] <= highest_finished_step(self._earlier)] = 0.0
+            for part in STEP_PARTS:
+                totals.hung[part] += float((fresh[f"{part}_ns"] * share).sum()) / 1e9
 
     def _take_earlier(self, view: RunView, rank: int, totals: RankTotals) -> None:
         """Attempts that nobody watched, or that ended between two looks."""

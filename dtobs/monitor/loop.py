@@ -34,7 +34,7 @@ from dtobs.monitor.shared_files import SharedFiles
 from dtobs.monitor.uncounted_time import Excuses
 from dtobs.monitor.watchdog import Watchdog
 from dtobs.nodes.cluster import Cluster
-from dtobs.recording.journal import Entry
+from dtobs.recording.journal import Entry, hung_since
 from dtobs.recording.meta import read_meta
 from dtobs.recording.policy import Policy
 from dtobs.recording.rank import END_SIGNALS
@@ -380,7 +380,8 @@ class Monitor:
 
     def _count_steps(self, view: RunView) -> None:
         with self._lock:
-            self.totals.update(view, [int(r) for r in view.pages["rank"][view.pages["node"] == self.node]])
+            here = [int(r) for r in view.pages["rank"][view.pages["node"] == self.node]]
+            self.totals.update(view, here, hung_since(self.journal.findings))
 
     def finish(self) -> None:
         """The last words: a final pass, and everything that was not written yet."""

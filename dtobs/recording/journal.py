@@ -12,12 +12,16 @@ The monitor appends. A cut last line is left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from dtobs.codec import DecodeError, decode, parse
-from dtobs.findings import Finding
+from dtobs.findings import Finding, Trait
 
 MAX_BYTES = 32 << 20
 Event = Literal["found", "cleared", "standing"]
@@ -94,3 +98,28 @@ def standing_entries(entries: list[Entry], attempt: int | None = None) -> list[E
 def history(entries: list[Entry]) -> list[Entry]:
     """Every matter that was found and cleared, oldest first."""
     return [e for e in entries if e.event == "cleared"]
+
+
+def hung_since(findings: Iterable[Finding]) -> list[int]:
+    """The moments from which ranks waited for others in vain, monotonic nanoseconds."""
+    return sorted({f.since_ns for f in findings if f.traits & Trait.HANG and f.since_ns})
+
+
+def standing_share(
+    steps: npt.NDArray[np.void], hung: Sequence[int], usual_ns: float | None = None
+) -> npt.NDArray[np.float64]:
+    """float64[steps]: the share of each step that a hang took: its time beyond that of a usual step.
+
+    `hung` are moments within hangs (`hung_since`), `usual_ns` the length of a usual step; without it the median of
+    these. A rank that was stopped in its backward records a long backward, and one that waited for it a long wait:
+    neither says where time can be gained.
+    """
+    share = np.zeros(len(steps))
+    for since in hung:
+        place = int(np.searchsorted(steps["end_ns"], since))
+        if place == len(steps) or int(steps["begin_ns"][place]) > since:
+            continue
+        if usual_ns is None:
+            usual_ns = float(np.median(steps["end_ns"] - steps["begin_ns"]))
+        share[place] = max(0.0, 1 - usual_ns / int(steps["end_ns"][place] - steps["begin_ns"][place]))
+    return share

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from dtobs.recording.attempts import Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
+from dtobs.recording.journal import hung_since, read_journal, standing_share
+from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView
 from dtobs.words import count, duration_text
 
@@ -20,6 +23,7 @@ ADVICE = {
     "starting": "keep compiled code and tokenised data between runs",
     "restarts": "checkpoint more often, and look at what ended the attempts",
     "steps done again": "checkpoint more often",
+    "standing still": "`dtobs diagnose` says for whom the others waited",
     "data": "give the loader more workers, or prepare the data beforehand",
     "communication": "see where with `dtobs timeline`; reduce less often, in larger buckets or in BF16",
     "waiting for slower ranks": "`dtobs top` shows who works longest; balance the inputs by cost",
@@ -83,16 +87,17 @@ def summarise(view: RunView) -> Summary | None:
     clock = Clock(str(view.meta(first).process.get("boot_id")), int(view.page(first)["clock_offset_ns"]))
     earlier = earlier_attempts(view.root, view.attempt, clock)
     done = highest_finished_step(earlier)
+    hung = hung_since(e.finding for e in read_journal(RunDirectory(view.root).findings))
     each, walls, tokens = [], [], 0.0
     for rank, records in found.items():
         begin = int(records["begin_ns"][0])
         since = min([int(view.page(rank)["attach_ns"]), *(a.attach_ns for a in earlier)])
         whole = int(records["stamp"][0]) == 1
         before = [s for a in earlier if len(s := attempt_steps(view.root, rank, a.number, clock))]
-        parts = _losses(records, records["step"] <= done)
+        parts = _losses(records, records["step"] <= done, hung)
         for number, steps in enumerate(before):
             past = [other["step"].max() for other in before[:number]]
-            for name, seconds in _losses(steps, steps["step"] <= max(past, default=-1)).items():
+            for name, seconds in _losses(steps, steps["step"] <= max(past, default=-1), hung).items():
                 parts[name] += seconds
         if any(a.end_ns for a in earlier):
             started = min(int(steps["begin_ns"][0]) for steps in before) if before else begin
@@ -134,17 +139,20 @@ def _counted_once(view: RunView) -> float:
     return float(everybody[known][0]) / total if known.any() and total > 0 else 1.0
 
 
-def _losses(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """Seconds by reason; steps that are done `again` are lost as a whole."""
+def _losses(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_], hung: Sequence[int]) -> dict[str, float]:
+    """Seconds by reason; steps that are done `again` are lost as a whole. `hung`: moments within hangs."""
+    walls = records["end_ns"] - records["begin_ns"]
+    still = np.where(again, 0.0, standing_share(records, hung))
+    moving = np.where(again, 0.0, 1 - still)
 
     def spent(part: str) -> float:
-        return float(records[f"{part}_ns"][~again].sum()) / 1e9
+        return float((records[f"{part}_ns"] * moving).sum()) / 1e9
 
-    walls = records["end_ns"] - records["begin_ns"]
     span = int(records["end_ns"][-1] - records["begin_ns"][0])
     pipeline = spent("exposed_pipeline")
     return {
         "steps done again": float(walls[again].sum()) / 1e9,
+        "standing still": float((walls * still).sum()) / 1e9,
         "data": spent("data"),
         "communication": spent("exposed") - pipeline,
         "waiting in the pipeline": pipeline,

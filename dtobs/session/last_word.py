@@ -10,7 +10,7 @@ from dtobs.errors import DtobsError
 from dtobs.findings import CATALOGUE, Trait
 from dtobs.recording.journal import Entry, open_entries, read_journal
 from dtobs.recording.rundir import RunDirectory
-from dtobs.recording.summary import summarise
+from dtobs.recording.summary import Summary, summarise
 from dtobs.recording.view import RunView, load_run
 from dtobs.recording.watched import last_pass, monitor_gone, monitor_lives
 from dtobs.words import count, duration_text
@@ -56,15 +56,16 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool, seen: bool 
     came = [] if failed or view is None else [e for e in opened if _came(view, e)]
     found = list(dict.fromkeys(e.finding.code for e in opened if e not in came))
     over = [e for e in entries if e.event == "cleared" and CATALOGUE[e.finding.code].family == "hangs"]
+    summary = _summary(view)
     stood = sum(e.lost_seconds for e in over) + sum(_stood(view, e) for e in came if view is not None)
-    spent = _spent(view)
     if view is not None and len(view.pages):
         steps = max(steps, int(view.pages["steps_done"].max()))  # rank 0 may take none of its own
     parts = []
     if found:
         parts.append(f"found {', '.join(found)}")
     if over or came:
-        parts.append(f"stood still for {duration_text(stood)}")
+        lost = max(stood, summary.losses["standing still"] if summary is not None else 0.0)
+        parts.append(f"stood still for {duration_text(lost)}")
     if any(monitor_gone(run, node) for node in run.nodes()[:1]):
         parts.append("its monitor was killed, so that nobody looked for hangs and findings until the end")
     if _disk_is_full(root):
@@ -80,6 +81,7 @@ def last_word(root: Path, attempt: int, steps: int, *, failed: bool, seen: bool 
         said = f"nothing found in {count(steps, 'step')}"
     else:
         said = f"{', '.join(parts)}; more with: dtobs diagnose {root}"
+    spent = summary.lines() if summary is not None and summary.settled else []
     return "\ndtobs: ".join([*spent, said])
 
 
@@ -109,10 +111,9 @@ def _stood(view: RunView, entry: Entry) -> float:
     return max(0, came - entry.finding.since_ns) / 1e9
 
 
-def _spent(view: RunView | None) -> list[str]:
-    """What the run did with its time, where it was long enough to say."""
+def _summary(view: RunView | None) -> Summary | None:
+    """What the run did with its time."""
     try:
-        summary = summarise(view) if view is not None else None
+        return summarise(view) if view is not None else None
     except DtobsError:
-        return []
-    return summary.lines() if summary is not None and summary.settled else []
+        return None

@@ -113,6 +113,21 @@ def test_time_is_partitioned_into_goodput_and_badput(tmp_path: Path):
     assert found["dtobs_goodput_ratio", ()] == pytest.approx(20 * 0.094 / (elapsed + 1.0))
 
 
+def test_a_hang_is_no_backward(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", 2)
+    run.steps(20)
+    totals = StepTotals()
+    totals.update(run.view(), [0, 1])
+    since = run.rank(0).clock_ns + 40_000_000
+    run.rank(0).step(exposed=30.005)
+    run.rank(1).step(backward=30.03)
+    totals.update(run.view(), [0, 1], [since])
+    found = samples(exposition(replace(full_look(tmp_path / "other"), view=run.view(), totals=totals)))
+    assert found["dtobs_badput_seconds_total", (("reason", "hang"),)] == pytest.approx(30.0, abs=0.1)
+    assert found["dtobs_badput_seconds_total", (("reason", "communication"),)] == pytest.approx(21 * 0.005, abs=0.1)
+    assert totals.ranks[1].productive == pytest.approx(21 * 0.094, abs=0.1)
+
+
 def lopsided(root: Path, world: int, nodes: int = 1) -> FakeRun:
     """Rank 1 goes forward for 230 ms, the others for 30 and wait for it."""
     run = FakeRun(root, world, ranks_per_node=world // nodes)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.findings import Finding
+from dtobs.monitor.journal import Journal
 from dtobs.recording.summary import ADVICE, LEAST_SECONDS, Summary, summarise
 from dtobs.session.last_word import last_word
 from dtobs.testing.fake_run import FakeRun
@@ -79,6 +81,21 @@ def test_a_restart_and_steps_done_again(tmp_path: Path):
     assert found.losses["steps done again"] == pytest.approx(4.0)
     assert " on 2 ranks and 1 restart in " in found.lines()[0]
     assert found.lines()[1].startswith("the largest loss is restarts (20 s")
+
+
+def test_a_hang_is_no_communication_and_no_backward(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    run.steps(100)
+    since = run.rank(0).clock_ns + 40_000_000
+    run.rank(0).step(exposed=30.005)
+    run.rank(1).step(backward=30.03)
+    run.steps(100)
+    stopped = Finding("rank-stopped", "rank 1 is suspended", (1,), since_ns=since)
+    Journal(run.directory.findings).update([stopped], since + 20_000_000_000, may_clear=False)
+    found = of(run)
+    assert found.losses["standing still"] == pytest.approx(30.0, abs=0.01)
+    assert found.elapsed * found.goodput == pytest.approx(201 * 0.094, abs=0.1)  # but for one step
+    assert found.lines()[1].startswith("the largest loss is standing still (30 s")
 
 
 def test_a_run_without_a_step_has_no_summary(tmp_path: Path):

@@ -16,6 +16,7 @@ from dtobs.diagnose.dumps import diagnosis_of
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.pictures import Cell, RankWait, call_grid, wait_picture
 from dtobs.flight_recorder import dumps_from_objects
+from dtobs.host.process import ProcessState
 from dtobs.reports import html, json, text
 from dtobs.testing.fake_run import FakeRun
 from dtobs.testing.layout import JobLayout
@@ -169,6 +170,20 @@ def test_a_recorded_run(hung: Diagnosis):
     assert "ranks 0, 1 and 3 wait in all_reduce" in shown
     assert re.search(r"#1 .*not issued +waits", shown)
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_rank_suspended_in_a_collective_waits_for_nobody(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    run.steps(8)
+    for rank in run.ranks:
+        rank.phase("backward").collective("all_reduce", wait=rank.number == 1)
+    run.rank(0).collective("all_reduce", wait=True)
+    stopped = {1: ProcessState(4242, alive=True, state="T")}
+    waits = diagnose(Evidence("runs/x", run.view(later=300, processes=stopped))).pictures.waits
+    assert waits is not None
+    said = {node.ranks: (node.text, node.waits) for node in waits.nodes}
+    assert said[1,] == ("suspended in all_reduce(sum, float32[1024]) #1 of default", False)
+    assert said[0,] == ("all_reduce(sum, float32[1024]) #2 of default", True)
 
 
 def test_the_states_of_ranks_break_between_words_on_a_phone(hung: Diagnosis):
