@@ -307,10 +307,10 @@ def _ended_from_outside(view: RunView) -> str:
 
 
 def _past(entry: Entry) -> str:
-    """One matter that is over: what, when, how long. The monitor may have ended before it saw that it was."""
+    """One matter that is over: what, when, how long up to when the monitor last saw it."""
     finding, seen = entry.finding, entry.event == "cleared"
     lost = entry.lost_seconds if Trait.RECOVERABLE in finding.traits else 0.0
-    stood = f", stood still for {duration_text(lost)}{'' if seen else ' or more'}" if lost else ""
+    stood = f", stood still for {duration_text(lost)} or more" if lost else ""
     when = f"over since {entry.utc[11:19]} UTC" if seen else f"over, found at {entry.utc[11:19]} UTC"
     return f"{when}{stood}: {finding.code}: {finding.summary}"
 
