@@ -269,6 +269,8 @@ class Monitor:
         pause = min(self.timing.pass_max, max(self.timing.pass_min, cost / self.timing.budget))
         if self.ranks.any_gone():
             pause = min(pause, 1.0)  # what follows a death follows quickly
+        elif self.watchdog.stalled is None and hung_since(self.journal.findings):
+            pause = min(pause, max(self.timing.pass_min, 10 * cost))  # a hang that is over is soon told to be over
         self._next_pass = time.monotonic() + pause
 
     def _enter_pass(self, view: RunView) -> None:

@@ -116,6 +116,16 @@ def test_passes_keep_their_budget(run: FakeRun):
     assert monitor.stats.passes == 1  # 0.05 s of work at a thousandth of a core: the next is a minute away
 
 
+def test_while_a_hang_may_be_over_the_next_pass_comes_soon(run: FakeRun):
+    hung = Finding("rank-stopped", "rank 1 is suspended", (1,), since_ns=1)
+    timing = Timing(pass_min=0.0, pass_max=1000, budget=1e-9)
+    monitor = Monitor(run.directory, 0, detect=lambda _: [hung], timing=timing)
+    monitor.tick()
+    time.sleep(20 * monitor.stats.pass_seconds)
+    monitor.tick()
+    assert monitor.stats.passes == 2
+
+
 def test_the_last_pass_comes_at_once_when_the_ranks_close_and_says_what_it_has_seen(run: FakeRun):
     monitor = Monitor(run.directory, 0, detect=nothing, timing=Timing(pass_min=1000, pass_max=1000))
     monitor.tick()
