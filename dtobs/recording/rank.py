@@ -133,12 +133,12 @@ class Rank:
 
     @property
     def place(self) -> dict[str, int]:
-        """Its coordinates in the mesh, and its pipeline stage where it has one."""
+        """Its coordinates in the mesh; where it has a pipeline stage, that instead of the one along the pipeline."""
         layout = self.meta.layout
         found = {str(name): int(at) for name, at in layout.get("coordinates", {}).items() if isinstance(at, int)}
         stages = self.meta.pipeline.get("stages")
         if isinstance(stages, list) and stages and isinstance(stages[0], int):
-            found = {"stage": stages[0]} | found
+            found = {"stage": stages[0]} | {name: at for name, at in found.items() if name not in ("pipeline", "pp")}
         return found
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dtobs.tui import words
@@ -155,4 +155,6 @@ def fitting(frame: ScreenFrame, width: int) -> tuple[Column, ...]:
             continue
         room -= column.width + _GAP
         chosen.add(column.key)
-    return tuple(c for c in wanted if c.key in chosen)
+    # "waits in reduce_scatter" is 23 characters long
+    wide = {"state": 23} if room >= 4 else {}
+    return tuple(replace(c, width=wide.get(c.key, c.width)) for c in wanted if c.key in chosen)
