@@ -123,7 +123,7 @@ class Process:
         if self._output is not None or not expected:
             sys.excepthook(type(error), error, error.__traceback__)
             sys.stderr.flush()
-        if isinstance(error, UsageError):
+        if expected:
             return  # its one line says all; the launcher would print our own frames below it
         with suppress(OSError):  # the launcher's own file, on a disk that may be full
             get_error_handler().record_exception(error)

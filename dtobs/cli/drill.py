@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         return _endings(args)
     chosen = _choose(every, args.faults, args.wrapper, quick=args.quick)
     at_once = args.at_once or max(1, len(os.sched_getaffinity(0)) // _CORES_A_DRILL)
-    with tempfile.TemporaryDirectory(prefix="dtobs-drill-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="dtobs-drill-", ignore_cleanup_errors=True) as scratch:
         outcomes = _perform(chosen, args.keep or Path(scratch), at_once, quiet=args.json)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     skipped = [outcome for outcome in outcomes if outcome.skipped]
@@ -132,7 +132,7 @@ def _endings(args: argparse.Namespace) -> int:
         raise UsageError("no cell of the matrix is all of that")
     chosen = asked if args.all else endings.some(asked)
     tell = (lambda judged: None) if args.json else _tell_ending
-    with tempfile.TemporaryDirectory(prefix="dtobs-drill-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="dtobs-drill-", ignore_cleanup_errors=True) as scratch:
         folder = (args.keep or Path(scratch)).absolute()
         played = endings.play_all(chosen, folder, capture_ranks, at_once=args.at_once or _CORES_A_DRILL, told=tell)
     if args.json:
@@ -152,7 +152,7 @@ def _flips(args: argparse.Namespace) -> int:
     if args.wrapper not in (None, *flips.TARGETS):
         raise UsageError(f"bits are flipped under the layouts {', '.join(flips.TARGETS)}, not {args.wrapper!r}")
     layouts = (args.wrapper,) if args.wrapper else tuple(flips.TARGETS)
-    with tempfile.TemporaryDirectory(prefix="dtobs-drill-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="dtobs-drill-", ignore_cleanup_errors=True) as scratch:
         folder = (args.keep or Path(scratch)).absolute()
         trials = flips.play_all(flips.draw(args.flips, args.seed, layouts), folder)
     if args.json:

@@ -202,6 +202,7 @@ def play_all(
             return JudgedCell(cell, None, f"could not be played: {error}")
 
     played = []
+    context()  # only the main thread may start it
     with ThreadPoolExecutor(at_once, thread_name_prefix="endings") as pool:
         for judged in pool.map(one, chosen):
             told(judged)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import multiprocessing.forkserver
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +104,7 @@ def perform_all(
             return Outcome(drill, None, None, broken=str(error))
 
     outcomes = []
+    context()  # only the main thread may start it
     with ThreadPoolExecutor(at_once, thread_name_prefix="drill") as pool:
         for outcome in pool.map(one, drills):
             told(outcome)
@@ -138,9 +141,18 @@ class _Rank:
 
 @functools.cache
 def context() -> ForkServerContext:
-    """Ranks are forked from a process that has imported torch once: a drill begins in a moment."""
+    """Ranks are forked from a process that has imported torch once: a drill begins in a moment.
+
+    It inherits that Ctrl-C is not for it, and ends with this process: interrupted imports would print a traceback.
+    To be called in the main thread first.
+    """
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["dtobs.drills.worker", *_IMPORTED_LATE])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     return found
 
 

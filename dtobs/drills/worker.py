@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -33,6 +34,7 @@ def main(
     """
     leaving = threading.Thread(target=_leave_with, args=(stay,), name="drill-end", daemon=True)
     leaving.start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in any script; its forkserver ignores it
     os.environ.update(environment)
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
