@@ -16,6 +16,8 @@ from dtobs.tui.model import Curve, ScreenFrame
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _AROUND = 12
 """Lines that head, borders, keys and the title of the table take."""
+_USUAL, _ENOUGH = 0.97, 64
+"""The share of values that set the scale, and how many there have to be."""
 _MIN_HEIGHT, _MAX_HEIGHT, _MIN_WIDTH = 3, 20, 24
 _LABEL = Style(color=palette.GREY)
 _LINE = Style(color=palette.TEAL)
@@ -43,13 +45,24 @@ def _picture(curve: Curve, width: int, height: int) -> Text:
     text = Text(no_wrap=True)
     text.append(f"{curve.title}  ", Style(color=palette.BRIGHT, bold=True))
     room = width - len(curve.title) - 2
-    for part in (f"{words.number(low)} … {words.number(high)}  ", f"steps {curve.first_step:,}–{curve.last_step:,}"):
+    top = drawn_to(curve.values)
+    cut = f"drawn to {words.number(top)}  " if top < high else ""
+    steps = f"steps {curve.first_step:,}–{curve.last_step:,}"
+    for part in (f"{words.number(low)} … {words.number(high)}  ", cut, steps):
         if len(part.rstrip()) <= room:
             text.append(part, _LABEL)
         room -= len(part)
     for line in plot(curve.values, width, height):
         text.append(f"\n{line}", _LINE)
     return text
+
+
+def drawn_to(values: Sequence[float]) -> float:
+    """Where the drawing ends: the largest value, unless a few (the first steps, a spike) would flatten all others."""
+    ordered = sorted(value for value in values if math.isfinite(value))
+    low, usual = ordered[0], ordered[int(_USUAL * (len(ordered) - 1))]
+    few = len(ordered) >= _ENOUGH and ordered[-1] / 3 - low / 3 > usual - low > 0
+    return usual + (usual - low) / 3 if few else ordered[-1]
 
 
 def plot(values: Sequence[float], width: int, height: int) -> list[str]:
@@ -59,7 +72,7 @@ def plot(values: Sequence[float], width: int, height: int) -> list[str]:
     before: tuple[int, int] | None = None
     if finite:
         low = min(finite)
-        half = max(finite) / 2 - low / 2  # halves: the difference of two large numbers may be infinite
+        half = drawn_to(finite) / 2 - low / 2  # halves: the difference of two large numbers may be infinite
         columns, rows = 2 * width, 4 * height
         for place, value in enumerate(values):
             if not math.isfinite(value):

@@ -14,7 +14,7 @@ from dtobs.host.process import ProcessState
 from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.journal import Entry
 from dtobs.testing.fake_run import FakeRun
-from dtobs.tui.curves import plot
+from dtobs.tui.curves import drawn_to, plot
 from dtobs.tui.detail import rank_detail
 from dtobs.tui.model import ScreenFrame, build_frame
 from dtobs.tui.order import KEYS, Order, arrange
@@ -330,6 +330,17 @@ def test_a_curve_of_few_points_is_a_line() -> None:
     lines = plot((0.0, 1.0, 0.0), 10, 3)
     assert all(any(line[column] != "\u2800" for line in lines) for column in range(10))
     assert plot((0.0, float("nan"), 1.0), 10, 3) == ["⠀" * 9 + "⠈", "⠀" * 10, "⡀" + "⠀" * 9], "and none over a gap"
+
+
+def test_a_spike_does_not_flatten_a_curve():
+    wave = [1.0 + 0.5 * (n % 2) for n in range(200)]
+    assert drawn_to([*wave, 900.0]) == pytest.approx(1.5 + 0.5 / 3)
+    assert drawn_to(wave) == 1.5
+    assert drawn_to([1.0] * 200 + [900.0]) == 900.0, "a step that all else is flat beside"
+    assert drawn_to([1.0, 2.0, float("nan"), 900.0]) == 900.0
+    assert drawn_to([-1e308, *wave, 1e308]) == 1e308
+    lines = plot([*wave, 900.0], 101, 4)
+    assert any(cell != "⠀" for cell in lines[1][:50])
 
 
 def test_what_slowness_costs_is_a_figure_of_the_head(tmp_path: Path):
