@@ -75,7 +75,7 @@ def read_journal(path: Path) -> list[Entry]:
 
 
 def open_entries(entries: list[Entry], attempt: int | None = None) -> list[Entry]:
-    """The findings that were not cleared, each as last seen, oldest first; of one attempt, when it is given."""
+    """The findings that were not cleared or corrected, each as last seen, oldest first; of one attempt, if given."""
     still: dict[tuple[str, tuple[int, ...], str | None], Entry] = {}
     for entry in entries:
         if attempt is not None and entry.attempt != attempt:
@@ -84,7 +84,17 @@ def open_entries(entries: list[Entry], attempt: int | None = None) -> list[Entry
             still[entry.finding.key] = entry
         elif entry.event == "cleared":
             still.pop(entry.finding.key, None)
-    return list(still.values())
+    return [e for e in still.values() if not any(_corrects(later.finding, e.finding) for later in still.values())]
+
+
+def _corrects(later: Finding, earlier: Finding) -> bool:
+    """Whether who ended by itself is known better by now: at first, all that one knows may be that all are gone."""
+    return (
+        later.code == earlier.code
+        and Trait.ENDING in later.traits
+        and later.confidence.order > earlier.confidence.order
+        and set(later.ranks) < set(earlier.ranks)
+    )
 
 
 def standing_entries(entries: list[Entry], attempt: int | None = None) -> list[Entry]:

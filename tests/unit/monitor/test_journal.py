@@ -63,6 +63,15 @@ def test_written_again_when_it_is_surer_but_not_for_every_bit_of_evidence(path: 
     assert lines <= 8
 
 
+def test_who_ended_is_corrected_when_it_is_known_better(path: Path):
+    unknown = Finding("rank-dead", "every process is gone", (0, 1, 2), Confidence.POSSIBLE)
+    sure = replace(DEAD, confidence=Confidence.CERTAIN)
+    other = replace(sure, ranks=(7,))
+    for found in ([SLOW, unknown], [sure, other]):
+        Journal(path).update(found, 1, may_clear=False)
+    assert [e.finding.ranks for e in open_entries(read_journal(path))] == [(0,), (1,), (7,)]
+
+
 def test_the_next_monitor_continues(path: Path):
     Journal(path).update([DEAD, SLOW], 1, may_clear=True)
     taken_over = Journal(path)
