@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from dtobs.cli import Exit
-from dtobs.errors import TargetError
+from dtobs.errors import TargetError, exists
 from dtobs.mcp.server import server
 from dtobs.nodes.remote import is_address
 
@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until standard input ends."""
     for target in args.targets:
-        if not is_address(target) and not Path(target).exists():
+        if not is_address(target) and not exists(Path(target)):
             raise TargetError(f"there is no {target}: give a run directory, a folder of dumps, or logs")
     server(args.targets).run("stdio")
     return Exit.NOTHING_FOUND

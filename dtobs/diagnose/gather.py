@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtobs.detectors.hangs.stall import last_movement_ns, quiet_period
-from dtobs.errors import TargetError
+from dtobs.errors import TargetError, exists
 from dtobs.flight_recorder.names import NAMES
 from dtobs.host.process import cores_used, read_process
 from dtobs.recording.capture import Capture, RankCapture, load_capture
@@ -45,9 +45,9 @@ def gather(target: str | Path, take_capture: TakeCapture | None = None) -> Evide
     text, path = str(target), Path(target)
     if (path / "capture.json").is_file():
         return _from_capture(path)
-    if not path.exists():
+    if not exists(path):
         raise TargetError(f"there is no {path}: give a run directory (runs/<UTC time>-<name>) or a capture in it")
-    if path.exists() and not (path.is_dir() or path.is_file()):
+    if not (path.is_dir() or path.is_file()):
         raise TargetError(f"{path} is a pipe or a device: give its text as standard input, dtobs diagnose - < {path}")
     if not path.is_dir():
         raise TargetError(

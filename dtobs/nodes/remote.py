@@ -135,6 +135,7 @@ def _ask(url: str, question: Question) -> bytes:
         with opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
             return bytes(answer.read(MAX_BYTES + 1))
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code == HTTPStatus.UNAUTHORIZED:
             said = "refuses that token" if token else "wants the run's token"
             raise ServiceError(

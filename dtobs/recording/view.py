@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.codec import DecodeError, decode, parse
-from dtobs.errors import RecordingError, TargetError
+from dtobs.errors import RecordingError, TargetError, exists
 from dtobs.events import EVENT_DTYPE, PIPELINE_DTYPE, STEP_DTYPE, RankState
 from dtobs.host.process import ProcessState, boot_id, pid_namespace, read_process
 from dtobs.recording.capture import Capture, latest_capture
@@ -318,7 +318,7 @@ def load_run(
     directory; a damaged file in it is named in `damaged`.
     """
     run = RunDirectory(root)
-    if not root.is_dir():
+    if not (exists(root) and root.is_dir()):
         raise TargetError(f"there is no directory {root}. Give a run directory (runs/<UTC time>-<name>)")
     damaged = run.unreadable()
     parts: list[npt.NDArray[np.void]] = []

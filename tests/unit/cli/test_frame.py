@@ -17,7 +17,8 @@ from dtobs.findings import Finding, exit_code
 COMMAND = '''
 """Does a thing.
 
-    dtobs do-it --now
+example:
+  dtobs do-it --now
 """
 def configure(parser):
     parser.add_argument("--now", action="store_true")
@@ -51,7 +52,7 @@ def test_help_of_a_command_is_its_docstring(capsys):
     assert cli.main(["do-it", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "Does a thing." in shown
-    assert "    dtobs do-it --now\n" in shown
+    assert "example:\n  dtobs do-it --now\n" in shown
 
 
 def test_help_lists_the_commands(tmp_path, capsys):

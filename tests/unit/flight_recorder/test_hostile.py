@@ -205,10 +205,9 @@ def test_a_folder_of_bombs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_bomb_in_time_is_stopped(tmp_path: Path):
     (tmp_path / "rank0").write_bytes(_nested_tuples())
-    with (
-        DumpReader(cpu_seconds=1) as reader,
-        pytest.raises(DumpError, match="takes more CPU time than a dump can"),
-    ):
+    remembers = sys.version_info >= (3, 14)  # the hash of a tuple: there it is no bomb
+    said = "it holds no list of entries" if remembers else "takes more CPU time than a dump can"
+    with DumpReader(cpu_seconds=1) as reader, pytest.raises(DumpError, match=said):
         reader.read(tmp_path / "rank0")
 
 

@@ -61,7 +61,8 @@ def dump(*_):
         time.sleep(0.2)
 signal.signal(int(sys.argv[2]), dump)
 print('ready', flush=True)
-sys.stdin.read()
+while True:  # a read would miss a signal that comes just before it
+    time.sleep(0.05)
 """
 
 
