@@ -17,6 +17,7 @@ from dtobs.detectors.hangs.stall import WORKING_CORES, Stall, stall
 from dtobs.events import Phase
 from dtobs.findings import CATALOGUE, Finding, Trait
 from dtobs.host.stacks import ThreadStack
+from dtobs.recording.told import told_ns, until
 from dtobs.recording.view import RunView
 
 LEFT = (End.CLOSED, End.EXITED)
@@ -181,7 +182,31 @@ class Situation:
 
 
 def interpret(view: RunView) -> Situation:
-    """Work out the situation of a run."""
+    """Work out the situation of a run.
+
+    A rank that is told to end may communicate about that (Lightning does): what it calls then in the place of what
+    others had called before is not how the run came to stand.
+    """
+    situation = _interpret(view)
+    after = _of_the_end(situation)
+    return _interpret(until(view, after)) if after else situation
+
+
+def _of_the_end(situation: Situation) -> dict[int, int]:
+    """By rank that was told to end before others' call: the time of its first call that does not fit theirs."""
+    found: dict[int, int] = {}
+    for mismatch in situation.mismatches:
+        ranks = [rank for party in mismatch.parties.parties for rank in party]
+        calls = {r: situation.calls.call(r, mismatch.group, mismatch.seq) for r in ranks}
+        made = {rank: int(call["t_ns"]) for rank, call in calls.items() if call is not None}
+        told = {rank: told_ns(situation.view, rank) for rank in made}
+        late = [rank for rank, t_ns in made.items() if 0 < told[rank] < t_ns]
+        if late and len(late) < len(made):
+            found |= {rank: min(made[rank], found.get(rank, made[rank])) for rank in late}
+    return found
+
+
+def _interpret(view: RunView) -> Situation:
     stalled = stall(view)
     ended = endings(view)
     calls = Calls(view)

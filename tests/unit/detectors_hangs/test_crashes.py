@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dtobs.events import RankState
@@ -273,6 +275,21 @@ def interrupted(rank: FakeRank) -> None:
 def hears(run: FakeRun, rank: int, number: int) -> None:
     path = run.directory.signals(rank, 0)
     path.write_bytes(bytes([number]) + bytes(63))
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_what_a_rank_calls_because_it_was_told_to_end_is_not_what_stopped_the_run(training, after: bool):
+    """Lightning broadcasts from its handler of SIGTERM; without the signal it is a call that does not fit."""
+    run = training(2)
+    run.rank(0).phase("backward").collective("all_reduce", wait=True)
+    run.rank(1).phase("validation").advance(20)
+    hears(run, 1, 15)
+    offset_ns = int(run.view().page(1)["clock_offset_ns"])
+    told_ns = run.rank(1).clock_ns + offset_ns + (-1 if after else 1) * 10**9
+    os.utime(run.directory.signals(1, 0), ns=(told_ns, told_ns))
+    run.rank(1).collective("broadcast", wait=True)
+    (finding,) = found(run.view(later=400)).values()
+    assert (finding.code, finding.ranks) == (("rank-not-joined", (1,)) if after else ("collective-mismatch", (0, 1)))
 
 
 def test_one_interrupted_rank_is_named(training):
