@@ -79,6 +79,7 @@ class Settings(Probe):
         fields = _hyperparameters(stepping, number, groups)
         fields["optimizer shares"] = "" if _trained(context.model) <= context.trained_by() else "a part"
         if often:
+            fields[f"{_called(number)} state"] = "kept" if _has_state(stepping) else "empty"
             fields |= _model(context.model, self._modules) | _arithmetic()
             fields |= {"autocast": self._autocast} if self._autocast else {}
         if not self._looked:
@@ -114,8 +115,26 @@ def _trained(model: nn.Module | None) -> set[int]:
     return {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
 
 
+def _called(number: int) -> str:
+    return f"optimizer {number + 1}" if number else "optimizer"
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it goes on from steps of its own; one that counts them on the host may hold zeros before the first."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter)
+        steps = state.get("step") if isinstance(state, dict) else None
+        if isinstance(steps, torch.Tensor) and steps.device.type == "cpu" and steps.numel() == 1:
+            steps = steps.item()
+        if isinstance(steps, (int, float)):
+            return steps > 0
+        if isinstance(state, dict) and any(value is not None for value in state.values()):
+            return True
+    return False
+
+
 def _hyperparameters(optimizer: torch.optim.Optimizer, number: int, groups: tuple[Any, ...]) -> dict[str, str]:
-    name_of_it = f"optimizer {number + 1}" if number else "optimizer"
+    name_of_it = _called(number)
     of_it = f" of {name_of_it}" if number else ""
     fields = {name_of_it: type(optimizer).__name__}
     for place, group in enumerate(groups):

@@ -66,6 +66,11 @@ def settings_of(view: RunView, rank: int, step: int) -> dict[str, str]:
     return state
 
 
+def is_state(name: str) -> bool:
+    """Whether a setting says if an optimizer goes on from steps of its own: "kept", or "empty" before its first."""
+    return name.startswith("optimizer") and name.endswith(" state")
+
+
 def _common_step(view: RunView, group: list[int]) -> int | None:
     """The last step that every rank of `group` has finished; None before the first."""
     window = view.steps(WINDOW)
@@ -75,6 +80,7 @@ def _common_step(view: RunView, group: list[int]) -> int | None:
 
 def _comparable(states: Mapping[int, Mapping[str, str]]) -> list[str]:
     shared = set.intersection(*(set(state) for state in states.values())) - set(_MAY_DIFFER)
+    shared = {name for name in shared if not is_state(name)}  # a part of a model may have none
     if any(state.get("optimizer shares") for state in states.values()):
         shared = {name for name in shared if not name.startswith(_OF_AN_OPTIMIZER)}
     if len({state.get("program's main file") for state in states.values()}) > 1:

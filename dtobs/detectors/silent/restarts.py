@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.detectors.silent.config_mismatch import is_state
 from dtobs.recording.attempts import Clock, attempt_steps
 from dtobs.recording.meta import Meta, read_meta
 from dtobs.recording.rundir import RunDirectory
@@ -74,6 +75,16 @@ def before(view: RunView, rank: int) -> Earlier | None:
         if len(steps):
             return Earlier(read_meta(run.meta(rank, number)), steps, _world(run, number))
     return None
+
+
+def optimizer_states(meta: Meta) -> dict[str, list[str]]:
+    """By setting of an optimizer that ends in " state": what it was, "empty" or "kept", in order of the steps."""
+    found: dict[str, list[str]] = {}
+    for _, fields in meta.settings:
+        for name, value in fields.items():
+            if is_state(name):
+                found.setdefault(name, []).append(value)
+    return found
 
 
 def _world(run: RunDirectory, attempt: int) -> int:

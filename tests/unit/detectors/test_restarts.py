@@ -88,12 +88,28 @@ def test_steps_that_nobody_numbered_are_not_compared(tmp_path: Path) -> None:
     assert found(view) == []
 
 
-def counted_anew(tmp_path: Path, at: int, period: int = 1000, **odd: Callable[[int], float]) -> RunView:
-    """30 steps, then 20 whose data begins at step `at`; both count from 1 and do not know their first input."""
+def counted_anew(
+    tmp_path: Path,
+    at: int,
+    period: int = 1000,
+    optimizer: tuple[str, str, str] | None = None,
+    passes: tuple[int, ...] = (),
+    **odd: Callable[[int], float],
+) -> RunView:
+    """30 steps, then 20 whose data begins at step `at`; both count from 1 and do not know their first input.
+
+    `optimizer`: what it has before the first and the second step of the first attempt, and before the first of the
+    second; `passes`: steps at which one over the data begins in the first attempt.
+    """
     for attempt, (first, steps) in enumerate(((0, range(30)), (at, range(20)))):
         run = FakeRun(tmp_path, 2, attempt=attempt, start_ns=10**12 * (attempt + 1))
         for rank in run.ranks:
             rank.meta("process", steps_numbered=False)
+            states = (optimizer[2:] if attempt else optimizer[:2]) if optimizer else ()
+            for step, state in enumerate(states, 1):
+                rank.meta("settings", step=step, fields={"optimizer state": state})
+            for step in passes if not attempt else ():
+                rank.meta("pass", step=step, sampler=0, shuffles=True, seed=0, epoch=0, replicas=2, samples=640)
             for step in steps:
                 there = first + step
                 fields = {
@@ -124,6 +140,39 @@ def test_the_data_aligns_loops_that_count_anew(
 ) -> None:
     told = found(counted_anew(tmp_path, at, period, **odd))
     assert [(f.code, f.ranks, f.step) for f in told] == ([(code, (0, 1), 2)] if code else [])
+
+
+ADAM = ("empty", "kept", "kept")
+
+
+@pytest.mark.parametrize(
+    ("at", "optimizer", "passes", "odd", "code"),
+    [
+        (20, ADAM, (), {}, ""),
+        (20, ("empty", "kept", "empty"), (), {}, "resume-mismatch"),
+        (20, ("empty", "empty", "empty"), (), {}, ""),  # SGD keeps nothing
+        (0, ("empty", "kept", "empty"), (), {}, ""),  # the job begins anew
+        (0, ADAM, (1, 11, 21), {}, ""),  # a pass had just ended: in order, the next one reads the same
+        (0, ADAM, (1, 13, 25), {}, "data-not-resumed"),
+        (0, ADAM, (), {}, "data-not-resumed"),
+        (0, ("kept", "kept", "kept"), (1, 13, 25), {}, ""),  # nobody saw where the data begins
+        (20, ADAM, (), {"local_norm": lambda there: 3.0 + 0.1 * (there % 2)}, "resume-mismatch"),
+        (20, ADAM, (), {"local_norm": lambda there: 1.2 + 0.1 * (there % 2)}, ""),
+        (20, ADAM, (), {"local_norm": lambda there: 4.0 ** (there % 3 - 1)}, ""),
+    ],
+)
+def test_what_a_restart_did_not_load(
+    tmp_path: Path,
+    at: int,
+    optimizer: tuple[str, str, str],
+    passes: tuple[int, ...],
+    odd: dict[str, Callable[[int], float]],
+    code: str,
+) -> None:
+    told = found(counted_anew(tmp_path, at, optimizer=optimizer, passes=passes, **odd))
+    assert [(f.code, f.ranks) for f in told] == ([(code, (0, 1))] if code else [])
+    if code == "data-not-resumed":
+        assert told[0].severity == ("warning" if passes else "note")
 
 
 def test_another_number_of_ranks_is_not_compared(tmp_path: Path) -> None:
