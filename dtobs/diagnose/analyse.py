@@ -40,7 +40,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """The diagnosis of what was gathered."""
     view = evidence.view
     seen = [] if evidence.judged else run_detectors(view)
-    gone_on = [e for e in evidence.journal if _went_on(view, e)]
+    still = {finding.key for finding in seen}
+    gone_on = [e for e in evidence.journal if e.finding.key not in still and _went_on(view, e)]
     before = [e for e in evidence.journal if e not in gone_on]
     if not any(entry.finding.traits & Trait.HANG for entry in before):
         before += _stood_in(view)
@@ -121,9 +122,13 @@ def _stood_in(view: RunView) -> list[Entry]:
 def _went_on(view: RunView, entry: Entry) -> bool:
     """Whether the run trained on after a hang was found, so that the hang is over though nobody has said so yet.
 
-    What every rank does counts, and no single call: a handler of the interruption may issue one.
+    What every rank does counts, and no single call: a handler of the interruption may issue one. Where others went on
+    all the time, the ranks that are named have to do something as well.
     """
     passing = Trait.RECOVERABLE in entry.finding.traits or entry.finding.early
+    named = set(entry.finding.ranks) & set(view.ranks)
+    if named and last_movement_ns(view.without(set(view.ranks) - named)) <= entry.t_ns:
+        return False
     return passing and (moved_on(view, entry.t_ns) or finished(view, entry.finding.ranks, entry.t_ns))
 
 

@@ -29,6 +29,7 @@ from dtobs.detectors.hangs import (
     uncaught_exception,
     unused_parameters,
 )
+from dtobs.detectors.hangs.apart import standing_apart
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import Situation, Told, interpret
 from dtobs.findings import Confidence, Finding, Trait
@@ -81,13 +82,15 @@ def detect(view: RunView) -> list[Finding]:
     situation = interpret(seen)
     if missing and not situation.causes:
         return missing  # nothing else can have happened yet
-    if apart := groups.find(situation):
-        return apart  # who waits inside a construction has not reached what comes after it
+    if constructing := groups.find(situation):
+        return constructing  # who waits inside a construction has not reached what comes after it
     found = explain(situation) if len(seen.pages) else []
     if situation.early:
         found = [_early(finding) for finding in found if finding.code != "network-stalled"]
     if any(finding.confidence is not Confidence.POSSIBLE for finding in found):
         return found
+    if apart := standing_apart(situation):
+        return explain(interpret(apart))
     return lost_nodes.find(situation, lost, view) or found
 
 

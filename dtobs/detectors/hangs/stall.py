@@ -207,6 +207,15 @@ def last_movement_ns(view: RunView) -> int:
     return max(int(view.pages[name].max()) for name in _MOVEMENTS) if len(view.pages) else 0
 
 
+def silent_ranks(view: RunView) -> set[int]:
+    """Ranks that should move and have published nothing for longer than the floor."""
+    if not len(view.pages):
+        return set()
+    moved = np.max([view.pages[name] for name in _MOVEMENTS], axis=0)
+    silent = (view.now_ns - moved) / 1e9 > _floor(view.pages)[0]
+    return set(view.pages["rank"][silent & _should_move(view)].tolist())
+
+
 def _should_move(view: RunView) -> npt.NDArray[np.bool_]:
     """bool[R]: ranks that have neither ended nor died, or that were alive in a capture taken after all movement."""
     open_: npt.NDArray[np.bool_] = ~np.isin(view.pages["state"], (RankState.CLOSED, RankState.FAILED))
