@@ -57,7 +57,8 @@ def gradient_ledger(view: RunView) -> list[Finding]:
     for one in judged:
         if one.name not in ignored:
             _sort(one, matters)
-    fine = {one.name: one.step for one in judged if not one.mistakes}  # when it was last
+    # When it was last; of a tensor of few pieces nothing is known.
+    fine = {one.name: one.step for one in judged if not one.mistakes and np.isfinite(one.factors).any()}
     looked = {one.step for one in judged}
     kept = [m for m in matters.values() if not _now_and_then(m, looked) and not _searches(m)]
     averages = any(_local(matter) for matter in kept) and (declared or _meet_again(view))
