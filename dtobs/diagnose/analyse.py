@@ -272,8 +272,9 @@ def rank_causes(found: Iterable[Finding]) -> list[Finding]:
 def _parted(finding: Finding, divergence: Finding) -> bool:
     """Whether copies of a model that differ do so because of `finding`; a law that looks at a part may see it later."""
     of_updates = finding.code != "config-mismatch" or (finding.group or "").startswith(_OF_UPDATES)
+    began = finding.code == "seed-policy" and finding.group == "initial parameters"
     return (
-        Trait.PARTS in finding.traits
+        (Trait.PARTS in finding.traits or began)
         and of_updates
         and finding.confidence is not Confidence.POSSIBLE
         and bool(set(finding.ranks) & set(divergence.ranks))

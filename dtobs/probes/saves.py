@@ -2,15 +2,19 @@
 
 While the training thread saves to a file its phase is `checkpoint`, in loops that name no phases as well. A loop may
 catch the exception and go on, so that nobody hears of it until the checkpoint is needed. Saving through a name that was
-imported before the session began is not seen.
+imported before the session began is not seen. The first files that are saved whole are written down with their times:
+two ranks may have saved to one.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 import threading
 import time
+from pathlib import Path
+from stat import S_ISREG
 from typing import Any, TypeAlias
 
 import torch
@@ -21,8 +25,11 @@ from dtobs.probes.call_site import CallSites
 
 _MAX_MESSAGE = 300
 _SAFETENSORS = "safetensors.torch"
-_Began: TypeAlias = tuple[str, int, BaseException | None, int]
-"""The function, the line, what exception was handled then, and what `Progress.end` needs."""
+_TOGETHER = "torch.distributed.checkpoint"
+"""Who saves a part of its own on each rank, to one path."""
+_MOST_WRITTEN = 64
+_Began: TypeAlias = tuple[str, int, BaseException | None, int, str, int]
+"""The function, the line, what exception was handled then, what `Progress.end` needs, the file ("": none), the time."""
 
 
 class Saves(Probe):
@@ -36,6 +43,7 @@ class Saves(Probe):
         self._nested = threading.local()
         self._failures: dict[tuple[str, int], int] = {}
         """By function and line: how many saves have failed there since one did not."""
+        self._written = 0
 
     def install(self) -> None:
         self._sites = CallSites(self.context.recorder.meta)
@@ -57,12 +65,14 @@ class Saves(Probe):
             target = args[1] if len(args) > 1 else named.get("f")
             memory = isinstance(target, io.BytesIO)  # a copy of something, or a message
             phase = -1 if outer or memory else progress.begin(int(Phase.CHECKPOINT))
-            return said, self._sites.here(2), sys.exception(), phase
+            whole = not outer and not said.startswith(_TOGETHER)
+            file = os.fsdecode(target) if whole and isinstance(target, (str, os.PathLike)) else ""
+            return said, self._sites.here(2), sys.exception(), phase, file, time.monotonic_ns()
 
         self.around(owner, name, begin, self._end)
 
     def _end(self, began: _Began) -> None:
-        said, site, before, phase = began
+        said, site, before, phase, file, begin_ns = began
         self._nested.depth -= 1
         self.context.progress.end(phase)
         error = sys.exception()
@@ -70,6 +80,8 @@ class Saves(Probe):
             return  # one save that is made of others
         failures = self._failures.get((said, site), 0)
         if error is None or error is before:
+            if file and self._written < _MOST_WRITTEN:
+                self._note(file, begin_ns)
             if failures:
                 del self._failures[said, site]
                 self._say(said, site, 0)
@@ -77,6 +89,24 @@ class Saves(Probe):
             self._failures[said, site] = failures + 1
             if failures & (failures + 1) == 0:  # the first, the second, the fourth, …: a disk may stay full for days
                 self._say(said, site, failures + 1, error)
+
+    def _note(self, file: str, begin_ns: int) -> None:
+        try:
+            found = Path(file).stat()
+        except OSError:
+            return
+        if not S_ISREG(found.st_mode):
+            return  # os.devnull, say
+        self._written += 1
+        self.context.recorder.meta.add(
+            "written",
+            path=os.path.realpath(file),
+            device=found.st_dev,
+            inode=found.st_ino,
+            step=self.context.step,
+            begin_ns=begin_ns,
+            end_ns=time.monotonic_ns(),
+        )
 
     def _say(self, said: str, site: int, failures: int, error: BaseException | None = None) -> None:
         ranks = getattr(error, "failures", None)  # which ranks a distributed save could not do its part on, and why

@@ -2,7 +2,7 @@
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
 ``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``,
-``pass``, ``save``, ``unobserved``. A last line cut by a kill is left out.
+``pass``, ``save``, ``written``, ``unobserved``. A last line cut by a kill is left out.
 """
 
 from __future__ import annotations
@@ -152,6 +152,18 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Written:
+    """One file that a rank saved: `device` and `inode` tell which, `begin_ns` and `end_ns` when."""
+
+    path: str
+    device: int
+    inode: int
+    step: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
 class Corrupt:
     """A file that is not what was saved: `why`, and whether it was `loaded` all the same."""
 
@@ -183,6 +195,7 @@ class Meta:
     constructions: dict[int, Construction] = field(default_factory=dict)  #: by number
     passes: list[dict[str, int]] = field(default_factory=list)  #: over training data, in order: see `probes.loader`
     saves: dict[tuple[str, int], Save] = field(default_factory=dict)  #: by function and line, those that failed once
+    written: list[Written] = field(default_factory=list)  #: whole files, the first of an attempt in order
     corrupt: dict[str, Corrupt] = field(default_factory=dict)  #: by path
     kept: list[tuple[int, str]] = field(default_factory=list)  #: step and parameter of gradients that nobody zeroed
     nonfinite: dict[str, tuple[int, int]] = field(default_factory=dict)  #: by where a NaN was seen: first step, row
@@ -254,6 +267,8 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "save":
             save = decode(Save, e)
             meta.saves[save.function, save.site] = save
+        case "written":
+            meta.written.append(decode(Written, e))
         case "corrupt":
             corrupt = decode(Corrupt, e)
             meta.corrupt[corrupt.path] = corrupt

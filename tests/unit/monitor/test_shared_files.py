@@ -100,6 +100,23 @@ def test_files_of_their_own_and_locks_are_quiet(tmp_path: Path, run: FakeRun):
         assert look(tmp_path, ranks, run) == []
 
 
+@pytest.mark.parametrize(
+    ("second", "race"),
+    [
+        ({"begin_ns": 15, "end_ns": 25}, True),
+        ({"begin_ns": 21, "end_ns": 25}, False),  # one after the other
+        ({"begin_ns": 15, "end_ns": 25, "inode": 8}, False),
+        ({"begin_ns": 15, "end_ns": 25, "device": 2}, False),  # each container has its own
+    ],
+)
+def test_two_that_saved_to_one_file_at_one_time(run: FakeRun, second: dict[str, int], race: bool):
+    one = {"path": "/data/model", "device": 1, "inode": 7, "step": 3, "begin_ns": 10, "end_ns": 20}
+    run.rank(0).meta("written", **one)
+    run.rank(1).meta("written", **(one | second))
+    found = shared_files(run.view())
+    assert [(f.code, f.ranks, f.step) for f in found] == ([("checkpoint-race", (0, 1), 3)] if race else [])
+
+
 def test_what_the_launcher_holds_open_was_handed_down(tmp_path: Path, run: FakeRun):
     path = tmp_path / "all.log"
     with path.open("w") as held, writers(("write", path), ("write", path), parent=os.getpid()) as ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import math
 import pickle
 import random
@@ -205,10 +206,16 @@ def test_what_a_plain_loop_saves_to_a_file_is_the_checkpoint_of_its_step(tmp_pat
             torch.save(model.state_dict(), tmp_path / "model.pt")
         elif step == 2:
             torch.save(model.state_dict(), f=io.BytesIO())  # a copy, or a message: no checkpoint
+        elif step == 3:
+            torch.save(model.state_dict(), os.devnull)  # as a rank does that has nothing to save
         return loss
 
-    saved = train(model, tmp_path / "run", steps=4, spoil=save).field("checkpoint_ns")[0]
-    assert saved[1] > 0 and saved[[0, 2, 3]].tolist() == [0, 0, 0]
+    steps = train(model, tmp_path / "run", steps=4, spoil=save)
+    (written,) = load_run(tmp_path / "run").meta(0).written
+    assert (written.path, written.inode) == (str(tmp_path / "model.pt"), (tmp_path / "model.pt").stat().st_ino)
+    assert 0 < written.begin_ns < written.end_ns
+    saved = steps.field("checkpoint_ns")[0]
+    assert saved[1] > 0 and saved[[0, 2]].tolist() == [0, 0]
 
 
 def test_probes_are_fresh_each_time():
