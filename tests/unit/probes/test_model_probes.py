@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import math
+import os
 import pickle
 import random
 from pathlib import Path
