@@ -16,6 +16,7 @@ ALWAYS = {
     "local_sgd",
     "grad_scaler",
     "gan",
+    "population",
 }
 """These run every time; of the others a share by commit, see `tests/conftest.py`."""
 NOT_TWICE_THE_SAME = {"hogwild"}

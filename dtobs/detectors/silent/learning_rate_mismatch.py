@@ -11,6 +11,7 @@ Why it hurts: replicas part, or the shards of one model are trained at different
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from dtobs.detectors.peers import data_groups, outliers, rows_of, tensor_groups
 from dtobs.detectors.silent.config_mismatch import settings_of
@@ -36,12 +37,14 @@ def learning_rate_mismatch(view: RunView) -> list[Finding]:
 
 def sharers(view: RunView) -> list[list[int]]:
     """Ranks that train one model: those that read different samples, or where none are known those that split layers,
-    or whose copies turned out to be alike until they went apart.
+    or whose copies turned out to be alike until they went apart, once: a population meets and parts all the time.
     """
     groups = data_groups(view) or tensor_groups(view)
     known = [set(group) for group in groups]
     for copies in replica_sets(view):
-        if copies.learned and copies.differs[-1].any() and not any(set(copies.ranks) <= group for group in known):
+        apart: npt.NDArray[np.bool_] = np.any(copies.differs, axis=1)
+        once = bool(apart[-1]) and not apart[0] and not (apart[:-1] & ~apart[1:]).any()
+        if copies.learned and once and not any(set(copies.ranks) <= group for group in known):
             groups, known = [*groups, copies.ranks], [*known, set(copies.ranks)]
     return groups
 
