@@ -15,7 +15,9 @@ _MAX_GROUPS = 1 << 20
 
 @dataclass(frozen=True)
 class Frontier:
-    """One group. Arrays are per member rank of which something was heard, in the order of `rows`.
+    """How far each rank has come in one process group.
+
+    Arrays are per member rank of which something was heard, in the order of `rows`.
 
     `rows`, `last_entry` and `pending_entry` are the source's own numbers: of ranks, of the last call and of the first
     that is not completed (−1 for none); a rank's later call has the larger one. `issued`: last sequence number, 0 when

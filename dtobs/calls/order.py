@@ -55,9 +55,10 @@ def odd_ranks(waits: Mapping[int, History]) -> tuple[int, ...]:
 
 
 def smaller_side(sides: Sequence[tuple[Collection[int], Collection[int]]]) -> tuple[int, ...]:
-    """Of two calls whose ranks wait for each other, each as who waits in it and who keeps it from completing: the ranks
-    of the smaller side, where each side keeps the other from its call, as in two groups of the same ranks. Where a part
-    of them has a group of its own, the smaller side may be right.
+    """The ranks of the smaller side of two calls whose ranks wait for each other; () where that tells nothing.
+
+    A side is who waits in its call and who keeps it from completing. Each side has to keep the other from its call, as
+    in two groups of the same ranks: where a part of them has a group of its own, the smaller side may be right.
     """
     if len(sides) != 2:
         return ()

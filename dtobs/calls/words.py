@@ -73,8 +73,10 @@ def all_issued_text(ranks: Sequence[int], call: str, site: str = "", left: int |
 def circle_text(
     waits: Iterable[tuple[Sequence[int], str, Sequence[int]]], odd: Sequence[int] = (), alone: Sequence[int] = ()
 ) -> str:
-    """Who waits, in which call, for whom; `odd`: who came there by another order than before; `alone`: who, against
-    most of the others, left out or put off the call that they wait in.
+    """The sentence about ranks that wait in a circle: who waits, in which call, for whom.
+
+    `odd` came there by another order of calls than before; `alone`, unlike most of the others, left out or put off the
+    call that those wait in.
     """
     parts = list(waits)
     chain = "; ".join(f"{named(ranks)} in {call} for {named(awaited)}" for ranks, call, awaited in parts[:_MAX_SIDES])

@@ -1,5 +1,6 @@
-"""What a run did, told independently of how many ranks did it, so that a run of one rank can be held against one of
-eight: a value a step for the whole job, its settings, what its parameters began with, and sketches of gradients.
+"""What a run did, whatever the number of its ranks, so that one rank can be compared with eight.
+
+That is one value a step for the whole job, its settings, the first values of its parameters, and sketches of gradients.
 """
 
 from __future__ import annotations

@@ -19,7 +19,10 @@ from dtobs.timeline.whatif import WhatIf, recent
 
 @dataclass(frozen=True)
 class MonitorSnapshot:
-    """One look. Per-rank values cover only the ranks of `node`; values of the run come from the node that `leads`."""
+    """One look of a monitor at its run.
+
+    Values of ranks cover only those of `node`; values of the run come from the node that `leads`.
+    """
 
     view: RunView
     node: int = 0

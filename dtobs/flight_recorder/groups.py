@@ -58,7 +58,7 @@ class DumpGroups:
     def resolve(
         self, issued: list[npt.NDArray[np.int32]], sizes: list[int], everyone: set[int]
     ) -> tuple[DumpGroup, ...]:
-        """The groups.
+        """Find the members of every group of the dumps.
 
         `issued[g]`: ranks seen to issue in group g; `sizes[g]`: its size as its operations betray it, 0 when they do
         not; `everyone`: all ranks known to exist.

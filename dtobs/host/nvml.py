@@ -74,8 +74,8 @@ class Nvml:
             return None
 
     def _others(self, uuid: str, device: Any, own: Collection[int]) -> tuple[int, ...]:
-        """Who else computes. Nobody where `own` is not seen either: then the driver counts processes otherwise than we
-        do, as it does for containers with process ids of their own.
+        """The other processes that compute on the device. None are told where `own` is not seen either: the driver
+        then numbers processes differently, as it does for containers with process ids of their own.
         """
         try:
             samples = self._library.nvmlDeviceGetProcessUtilization(device, self._seen.get(uuid, 0))

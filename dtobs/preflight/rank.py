@@ -57,7 +57,10 @@ class RankPlace:
 
     @classmethod
     def of(cls, values: Mapping[str, str]) -> RankPlace:
-        """Read it. Raises KeyError or ValueError where a variable is missing or is no number."""
+        """Read the place from a launcher's variables.
+
+        Raises KeyError or ValueError where one is missing or is no number.
+        """
         rank, world = int(values["RANK"]), int(values["WORLD_SIZE"])
         local_world = int(values.get("LOCAL_WORLD_SIZE", world))
         return cls(

@@ -190,7 +190,7 @@ class Probe:
         """``torch.autograd.backward`` is called with `tensors`; not for calls inside one."""
 
     def backward_end(self) -> None:
-        """It returned, or raised."""
+        """``torch.autograd.backward`` returned, or raised."""
 
     def before_optimizer(self) -> None:
         """The optimizer is about to step: gradients are reduced (and clipped, where the loop clips)."""

@@ -389,8 +389,9 @@ def _to_one_clock(view: RunView, here: str) -> None:
 
 
 def _reuse(view: RunView, previous: RunView | None) -> None:
-    """Take over what was read of ranks that are still the same: meta entries of files as long as they were (entries
-    are only ever appended), and the rings, to go on reading where the earlier look ended.
+    """Take over what `previous` has read of ranks that are still the same, so that only what is new is read.
+
+    Meta entries are kept of files that have not grown, since entries are only appended; rings are read on.
     """
     if previous is None or previous.root != view.root:
         return

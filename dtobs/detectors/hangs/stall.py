@@ -208,7 +208,7 @@ def last_movement_ns(view: RunView) -> int:
 
 
 def silent_ranks(view: RunView) -> set[int]:
-    """Ranks that should move and have published nothing for longer than the floor."""
+    """Ranks that have not ended and have published nothing for longer than the hang timeout."""
     if not len(view.pages):
         return set()
     moved = np.max([view.pages[name] for name in _MOVEMENTS], axis=0)

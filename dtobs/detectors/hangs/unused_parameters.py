@@ -75,7 +75,7 @@ def _at(one: Unused) -> str:
 
 
 def unused(situation: Situation) -> dict[int, Unused]:
-    """By rank. Only ranks that DDP refused, and those that their peers still wait for in that very step."""
+    """What DDP said of each rank that it refused, and of those that their peers still wait for in that very step."""
     found: dict[int, Unused] = {}
     for ending in situation.causes:
         text = str((ending.exception or {}).get("message", ""))

@@ -149,7 +149,7 @@ def _bad_steps(view: RunView) -> dict[int, dict[int, tuple[int, int, int]]]:
 
 
 def _in_long_rows(wrong: npt.NDArray[np.bool_], least: int) -> npt.NDArray[np.bool_]:
-    """Those of the True that stand in a row of at least `least`."""
+    """The elements of `wrong` that are True and belong to a run of at least `least` of them."""
     kept = np.zeros_like(wrong)
     begin = None
     for place, value in enumerate([*wrong.tolist(), False]):

@@ -36,8 +36,10 @@ def learning_rate_mismatch(view: RunView) -> list[Finding]:
 
 
 def sharers(view: RunView) -> list[list[int]]:
-    """Ranks that train one model: those that read different samples, or where none are known those that split layers,
-    or whose copies turned out to be alike until they went apart, once: a population meets and parts all the time.
+    """Groups of ranks that train one model: data ranks, or tensor ranks where no data ranks are known.
+
+    Ranks whose copies were alike until they parted for good are such a group, too. Copies that meet again and again
+    are those of a population, whose members may learn at rates of their own.
     """
     groups = data_groups(view) or tensor_groups(view)
     known = [set(group) for group in groups]
