@@ -57,12 +57,12 @@ def gradient_ledger(view: RunView) -> list[Finding]:
     for one in judged:
         if one.name not in ignored:
             _sort(one, matters)
-    # When it was last; of a tensor of few pieces nothing is known.
-    fine = {one.name: one.step for one in judged if not one.mistakes and np.isfinite(one.factors).any()}
+    fine = {one.name: one.step for one in judged if not one.mistakes}  # when it was last
+    known = {one.name for one in judged if np.isfinite(one.factors).any()}  # of a tensor of few pieces nothing is
     looked = {one.step for one in judged}
     kept = [m for m in matters.values() if not _now_and_then(m, looked) and not _searches(m)]
     averages = any(_local(matter) for matter in kept) and (declared or _meet_again(view))
-    found = [_describe(matter, fine) for matter in kept if not (averages and _local(matter))]
+    found = [_describe(matter, fine, known) for matter in kept if not (averages and _local(matter))]
     return [*found, *_factors(judged)]
 
 
@@ -128,7 +128,7 @@ def _local(matter: _Matter) -> bool:
     return matter.kind in ("own", "group", "own-micro")
 
 
-def _describe(matter: _Matter, fine: Mapping[str, int]) -> Finding:
+def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str]) -> Finding:
     code = "accumulation-not-normalized" if "micro" in matter.kind else "gradients-not-synchronized"
     text, ranks = _words(matter)
     word, fault = None if "micro" in matter.kind else "own-models" if _local(matter) else "", True
@@ -146,7 +146,7 @@ def _describe(matter: _Matter, fine: Mapping[str, int]) -> Finding:
         confidence = Confidence.LIKELY if fault else Confidence.POSSIBLE
     return Finding(
         code,
-        f"{text}, in {_which(list(matter.names), others)} since step {min(matter.steps)}",
+        f"{text}, in {_which(list(matter.names), others & known)} since step {min(matter.steps)}",
         ranks,
         confidence,
         step=min(matter.steps),
@@ -159,7 +159,7 @@ def _describe(matter: _Matter, fine: Mapping[str, int]) -> Finding:
                 "mistake": matter.kind,
                 "ranks": list(matter.ranks[:64]),
                 "parameters": list(matter.names)[:16],
-                "parameters_without_it": len(others),
+                "parameters_without_it": len(others & known),
                 "looks": len(matter.steps),
                 "about": {str(r): list(m.which) for r, m in list(matter.by_rank.items())[:16]},
                 "unexplained": max(m.residual for m in matter.by_rank.values()),
