@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -89,33 +91,37 @@ def summarise(view: RunView) -> Summary | None:
     done = highest_finished_step(earlier)
     hung = hung_since(e.finding for e in read_journal(RunDirectory(view.root).findings))
     each, walls, tokens = [], [], 0.0
+    waited: dict[int, list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]] = {}  # by attempt, of each rank
     for rank, records in found.items():
         begin = int(records["begin_ns"][0])
         since = min([int(view.page(rank)["attach_ns"]), *(a.attach_ns for a in earlier)])
         whole = int(records["stamp"][0]) == 1
-        before = [s for a in earlier if len(s := attempt_steps(view.root, rank, a.number, clock))]
-        parts = _losses(records, records["step"] <= done, hung)
-        for number, steps in enumerate(before):
-            past = [other["step"].max() for other in before[:number]]
-            for name, seconds in _losses(steps, steps["step"] <= max(past, default=-1), hung).items():
+        every = [(a.number, s) for a in earlier if len(s := attempt_steps(view.root, rank, a.number, clock))]
+        before = [steps for _, steps in every]
+        every.append((view.attempt, records))
+        parts, past = defaultdict[str, float](float), -1
+        for number, steps in every:
+            again = steps["step"] <= (done if number == view.attempt else past)
+            past = max(past, int(steps["step"].max()))
+            for name, seconds in _losses(steps, again, hung).items():
                 parts[name] += seconds
+            waited.setdefault(number, []).append((steps["step"], _waits(steps, again, hung)))
         if any(a.end_ns for a in earlier):
             started = min(int(steps["begin_ns"][0]) for steps in before) if before else begin
             parts["starting"] = (started - since) / 1e9
             parts["restarts"] = max(0, begin - last_end_ns(earlier)) / 1e9
         elif whole:
             parts["starting"] = (begin - since) / 1e9
-        every = [*before, records]
-        elapsed = sum(int(s["end_ns"][-1] - s["begin_ns"][0]) for s in every) / 1e9
+        elapsed = sum(int(s["end_ns"][-1] - s["begin_ns"][0]) for _, s in every) / 1e9
         each.append((elapsed + parts.get("starting", 0.0) + parts.get("restarts", 0.0), parts))
-        walls.append(np.concatenate([s["end_ns"] - s["begin_ns"] for s in every]) / 1e9)
-        tokens += float(np.nansum(np.concatenate([s["tokens"] for s in every])))
+        walls.append(np.concatenate([s["end_ns"] - s["begin_ns"] for _, s in every]) / 1e9)
+        tokens += float(np.nansum(np.concatenate([s["tokens"] for _, s in every])))
     names = dict.fromkeys(name for _, parts in each for name in parts)
     losses = {name: float(np.mean([parts.get(name, 0.0) for _, parts in each])) for name in names}
-    # Whoever waits least waits for the transfer; what the others wait longer they wait for slower ranks.
-    least = min(parts["communication"] for _, parts in each)
-    losses["waiting for slower ranks"] = losses["communication"] - least
-    losses["communication"] = least
+    # Whoever waits least in a step waits for the transfer; what the others wait longer they wait for that rank.
+    longer = sum(float(_beyond_least(of_ranks)) for of_ranks in waited.values())
+    losses["waiting for slower ranks"] = longer
+    losses["communication"] -= longer
     return Summary(
         ranks=view.world_size,
         attempts=view.attempt + 1,
@@ -137,6 +143,21 @@ def _counted_once(view: RunView) -> float:
     known = np.isfinite(everybody) & (everybody > 0)
     total = float(np.nansum(own))
     return float(everybody[known][0]) / total if known.any() and total > 0 else 1.0
+
+
+def _waits(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_], hung: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Seconds of communication that nothing hid in each step; 0 where the step is lost as a whole or stood still."""
+    moving = np.where(again, 0.0, 1 - standing_share(records, hung))
+    exposed, pipeline = (records[f"exposed{name}_ns"].astype(np.float64) / 1e9 for name in ("", "_pipeline"))
+    waits: npt.NDArray[np.float64] = (exposed - pipeline) * moving
+    return waits
+
+
+def _beyond_least(of_ranks: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]) -> float:
+    """What ranks wait, in the mean, longer than the one that waits least in the step: each their steps and waits."""
+    steps = reduce(np.intersect1d, [mine for mine, _ in of_ranks])
+    waits = np.array([of_rank[np.searchsorted(mine, steps)] for mine, of_rank in of_ranks])
+    return float((waits.mean(axis=0) - waits.min(axis=0)).sum()) if len(steps) else 0.0
 
 
 def _losses(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_], hung: Sequence[int]) -> dict[str, float]:

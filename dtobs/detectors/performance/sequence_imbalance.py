@@ -21,8 +21,8 @@ from dtobs.words import duration_text
 
 LOST, CORRELATED, UNEVEN = 0.15, 0.8, 0.05
 MOST_OFTEN = 0.8
-"""The share of steps in which one rank may be the slowest one of two; of more ranks, fewer."""
-LEAST_SECONDS = 0.01
+"""The share of the loss that one rank may cause by itself."""
+LEAST_SECONDS = 0.001
 
 
 def sequence_imbalance(view: RunView) -> list[Finding]:
@@ -38,10 +38,10 @@ def sequence_imbalance(view: RunView) -> list[Finding]:
             continue
         lost = work.max(axis=0) - work.mean(axis=0)
         share = float(lost.sum() / max(float(np.median(times.wall, axis=0).sum()), 1e-9))
-        often = float(np.bincount(work.argmax(axis=0)).max() / work.shape[1])
+        often = float(np.bincount(work.argmax(axis=0), lost).max() / max(float(lost.sum()), 1e-9))
         uneven = float((sizes / sizes.mean(axis=0)).std())
         together = _together(work, sizes)
-        if share < LOST or float(np.median(lost)) < LEAST_SECONDS or often > MOST_OFTEN:
+        if share < LOST or float(lost.mean()) < LEAST_SECONDS or often > MOST_OFTEN:
             continue
         if uneven < UNEVEN or together < CORRELATED:
             continue
@@ -49,7 +49,7 @@ def sequence_imbalance(view: RunView) -> list[Finding]:
             Finding(
                 "sequence-imbalance",
                 f"the rank with the largest inputs of a step, each time another one, makes the others wait"
-                f" {duration_text(float(np.median(lost)))} a step: {share:.0%} of the time is lost to it",
+                f" {duration_text(float(lost.mean()))} a step: {share:.0%} of the time is lost to it",
                 tuple(group),
                 Confidence.LIKELY,
                 step=int(times.steps[0]),

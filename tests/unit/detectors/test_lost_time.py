@@ -165,9 +165,11 @@ class TestPipelines:
         assert findings(pipeline(tmp_path, [0.3, 0.9], 1.0, steps=14)) == []
 
 
-def sequences(same: bool, world: int = 4, noise: float = 0.02) -> Change:
+def sequences(same: bool, world: int = 4, noise: float = 0.02, seldom: bool = False) -> Change:
     random = np.random.default_rng(5)
     sizes = random.integers(100, 900, (400, world)).astype(float)
+    if seldom:
+        sizes = np.where(random.random((400, world)) < 0.2, 900.0, 100.0)
 
     def change(rank: int, step: int) -> dict[str, float]:
         size = sizes[step, 0] if same else sizes[step, rank]
@@ -188,6 +190,10 @@ class TestSequenceImbalance:
     def test_fires(self, tmp_path: Path, world: int):
         found = only(noisy_run(tmp_path, world, 60, sequences(same=False, world=world)))
         assert (found.code, found.ranks) == ("sequence-imbalance", tuple(range(world)))
+
+    def test_fires_where_most_steps_are_even(self, tmp_path: Path):
+        found = only(noisy_run(tmp_path, 2, 150, sequences(same=False, world=2, seldom=True)))
+        assert (found.code, found.ranks) == ("sequence-imbalance", (0, 1))
 
     def test_the_same_lengths_on_all_ranks(self, tmp_path: Path):
         assert findings(noisy_run(tmp_path, 4, 60, sequences(same=True))) == []

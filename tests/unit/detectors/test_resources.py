@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,28 @@ HOST_LEVELS = {
 @pytest.mark.parametrize("level", HOST_LEVELS.values(), ids=HOST_LEVELS)
 def test_memory_of_the_host_that_does_not_leak(tmp_path: Path, level):
     assert findings(noisy_run(tmp_path, 2, 240, held_by_host(level))) == []
+
+
+@pytest.mark.parametrize(
+    ("passes", "level", "leaks"),
+    [
+        ((0, 100), lambda step: GIB * (1 + step / 128), True),
+        ((0, 100, 200), lambda step: GIB * (1 + step / 128), True),
+        ((0, 220), lambda step: GIB * (1 + step / 128), False),  # too little of the second pass
+        ((0,), lambda step: GIB * (1 + step / 128), False),
+        ((0, 100), lambda step: GIB * (1 + min(step, 100) / 64), False),  # a cache of the data that is full
+        ((0, 100), lambda step: GIB * (1 + min(step, 100) / 64 + step / 4096), False),  # and what the heap adds
+    ],
+)
+def test_memory_of_the_host_that_grows_on_all_ranks_leaks_where_all_data_was_read(
+    tmp_path: Path, passes: tuple[int, ...], level: Callable[[int], float], leaks: bool
+):
+    run = noisy_run(tmp_path, 2, 240, held_by_host(lambda rank, step: level(step)))
+    for rank in run.ranks:
+        for step in passes:
+            rank.meta("pass", step=step, sampler=0, shuffles=True, seed=0, epoch=0, replicas=2, samples=640)
+    told = [(f.ranks, f.confidence) for f in findings(run)]
+    assert told == ([((0, 1), Confidence.LIKELY)] if leaks else [])
 
 
 def test_of_a_rank_without_peers_the_host_says_nothing(tmp_path: Path):

@@ -47,6 +47,17 @@ def test_the_largest_loss_is_named_with_what_to_try(tmp_path: Path, fields: dict
     )
 
 
+def test_ranks_that_take_turns_in_being_late_are_waited_for(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        for step in range(100):
+            late = step % 2 == rank.number
+            rank.step(forward=0.2 if late else 0.1, exposed=0.01 if late else 0.11)
+    losses = of(run).losses
+    assert losses["waiting for slower ranks"] == pytest.approx(100 * 0.05)
+    assert losses["communication"] == pytest.approx(100 * 0.01)
+
+
 def test_tokens_that_two_stages_of_a_pipeline_work_on_count_once(tmp_path: Path):
     run = FakeRun(tmp_path, 2)
     for rank in run.ranks:
