@@ -3,9 +3,9 @@
 What it does: takes the device's allocated bytes after each step, past the warm-up, in `WINDOWS` windows. A leak grows
 from each window to the next, by `GROWTH` and `LEAST_BYTES` in all, and in the second half still by most of what it grew
 in the first: caches, longer sequences and a first validation level off. Where ranks train on the host, the same is
-asked of the resident memory that is theirs alone, without mapped files and shared memory. A cache of the data also grows
-for a whole pass there. So of the ranks that grow by `HOST_BYTES` those are named that go on growing in later passes, for
-at least `LEAST_LATER` steps, and one that grows `ALONE` times as fast as the ranks that do the same work.
+asked of the resident memory that is theirs alone, without mapped files and shared memory. A cache of the data grows for
+a whole pass there too. So of the ranks that grow by `HOST_BYTES` those are named that go on growing in later passes,
+for at least `LEAST_LATER` steps, and one that grows `ALONE` times as fast as the ranks that do the same work.
 
 Why it hurts: the run ends with an out-of-memory error, hours later.
 """

@@ -12,7 +12,7 @@ from dtobs.events import Kind, Phase, identify
 from dtobs.recording.meta import Op
 from dtobs.recording.plan import Plan
 from dtobs.testing.fake_run import FakeRun
-from tests.unit.detectors.runs import Change, findings, noisy_run, only
+from tests.unit.detectors.runs import Change, findings, hand_on, noisy_run, only
 
 
 def slow(seconds: float, **more: float) -> Change:
@@ -140,6 +140,29 @@ class TestPipelines:
     def test_a_long_stage_of_every_copy(self, tmp_path: Path):
         found = findings(pipeline(tmp_path, [0.3, 0.6], 0.7, copies=2))
         assert {(f.code, f.ranks, str(f.confidence)) for f in found} == {("stage-imbalance", (1, 3), "likely")}
+
+    @pytest.mark.parametrize(
+        ("compute", "order", "found"),
+        [
+            ([0.3, 0.3, 0.6, 0.3], [0, 1, 2, 3], [((2,), "rank 2 (stage 2) computes 1.9")]),
+            ([0.3, 0.6, 0.3], [2, 1, 0], [((1,), "rank 1 (stage 1) computes 1.9")]),
+            ([0.3, 0.6], [1, 0], [((1,), "rank 1 (stage 0) computes 1.9")]),
+            ([0.5, 0.6], [0, 1], []),
+            ([0.3, 0.3, 0.6], [], []),  # nobody hands anything on
+        ],
+    )
+    def test_a_long_stage_of_a_pipeline_by_hand(
+        self, tmp_path: Path, compute: list[float], order: list[int], found: list[tuple[tuple[int, ...], str]]
+    ):
+        run = FakeRun(tmp_path, len(compute), layout=None)
+        hand_on(run, [order], 40)
+        for rank, own in zip(run.ranks, compute, strict=True):
+            for _ in range(40):
+                waits = {"exposed": 0.7 - own, "exposed_data_ns": 0.0, "exposed_pipeline_ns": (0.7 - own) * 1e9}
+                rank.step(None, forward=own / 3, backward=own * 2 / 3, **waits)
+        told = findings(run)
+        assert [(f.code, f.ranks) for f in told] == [("stage-imbalance", ranks) for ranks, _ in found]
+        assert all(f.summary.startswith(words) for f, (_, words) in zip(told, found, strict=True))
 
     def test_idle_time_that_nothing_explains(self, tmp_path: Path):
         found = only(pipeline(tmp_path, [0.3, 0.3], 0.6))
