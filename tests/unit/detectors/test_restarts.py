@@ -24,7 +24,11 @@ def restarted(tmp_path: Path, **odd: Callable[[int], float]) -> RunView:
         for step in steps:
             for rank in run.ranks:
                 fields = {name: value(step) for name, value in odd.items()} if attempt else {}
-                healthy = {"loss": 4.0 / (1 + step) + 0.01 * (step % 3), "learning_rate": 1e-4 * (step + 1)}
+                healthy = {
+                    "loss": 4.0 / (1 + step) + 0.01 * (step % 3),
+                    "learning_rate": 1e-4 * (step + 1),
+                    "loss_scale": 1024.0,
+                }
                 rank.step(step, **(healthy | fields))
     return run.view()
 
@@ -74,7 +78,11 @@ def test_generators_that_do_not_move_prove_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("learning_rate", lambda step: 1e-4 * (step - 9), "learning rate"), ("loss", lambda step: 4.0, "a higher loss")],
+    [
+        ("learning_rate", lambda step: 1e-4 * (step - 9), "learning rate"),
+        ("loss_scale", lambda step: 65536.0, "loss scale"),
+        ("loss", lambda step: 4.0, "loss"),
+    ],
 )
 def test_another_rate_or_other_weights(tmp_path: Path, field: str, value: Callable[[int], float], words: str) -> None:
     (finding,) = found(restarted(tmp_path, **{field: value}))
@@ -112,8 +120,9 @@ def counted_anew(
                 rank.meta("pass", step=step, sampler=0, shuffles=True, seed=0, epoch=0, replicas=2, samples=640)
             for step in steps:
                 there = first + step
+                learned = step + 30 * attempt if states[-1:] == ("kept",) and not at else there
                 fields = {
-                    "loss": 4.0 / (1 + there) + 0.01 * (there % 3),
+                    "loss": 4.0 / (1 + learned) + 0.01 * (there % 3),
                     "learning_rate": 1e-4 * (there + 1),
                     "rng_torch": identify(f"drawn {there}"),
                     "input_digest": identify(f"{rank.number} {there % period}") if step else 0,
@@ -156,6 +165,11 @@ ADAM = ("empty", "kept", "kept")
         (0, ADAM, (1, 13, 25), {}, "data-not-resumed"),
         (0, ADAM, (), {}, "data-not-resumed"),
         (0, ("kept", "kept", "kept"), (1, 13, 25), {}, ""),  # nobody saw where the data begins
+        (500, ADAM, (), {"loss": lambda there: 4.0 / (there - 499)}, "resume-mismatch"),  # other data, the old loss
+        (500, ADAM, (), {"loss": lambda there: 0.9}, ""),
+        (500, ADAM, (), {"loss": lambda there: 0.1}, ""),
+        (500, ("empty", "kept", "empty"), (), {"loss": lambda there: 4.0 / (there - 499)}, ""),  # it begins anew
+        (500, ("kept", "kept", "kept"), (), {"loss": lambda there: 4.0 / (there - 499)}, ""),
         (20, ADAM, (), {"local_norm": lambda there: 3.0 + 0.1 * (there % 2)}, "resume-mismatch"),
         (20, ADAM, (), {"local_norm": lambda there: 1.2 + 0.1 * (there % 2)}, ""),
         (20, ADAM, (), {"local_norm": lambda there: 4.0 ** (there % 3 - 1)}, ""),
