@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_STREAMS = ("0", "1", "2")
 MOST = 1024
 """Open files of one process that are looked at."""
 MOST_HANDED_DOWN = 1 << 16
@@ -24,40 +25,46 @@ class OpenFile:
 
 
 def overwritten_files(pid: int, proc: Path = Path("/proc")) -> Iterator[OpenFile]:
-    """Files of process `pid` beyond its standard streams that it writes without appending and has written to.
+    """Files of process `pid` beyond its standard streams, and copies of them, that it writes without appending and has
+    written to.
 
     Files that are open for reading as well are databases, shared memory and locks: several processes share those.
     """
     folder = proc / str(pid)
+    streams = {found for name in _STREAMS if (found := _identity(folder / "fd" / name)) is not None}
     for name in _names(folder / "fd")[:MOST]:
         try:
             flags, position = _info(folder / "fdinfo" / name)
             if flags & os.O_ACCMODE != os.O_WRONLY or flags & os.O_APPEND or not position:
                 continue
             place = folder / "fd" / name
-            path, found = str(place.readlink()), place.stat()
+            path, status = str(place.readlink()), place.stat()
         except (OSError, ValueError):
             continue  # closed in the meantime
-        if stat.S_ISREG(found.st_mode):
-            yield OpenFile(path.removesuffix(" (deleted)"), (found.st_dev, found.st_ino), position)
+        if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) not in streams:
+            yield OpenFile(path.removesuffix(" (deleted)"), (status.st_dev, status.st_ino), position)
 
 
 def held_files(pid: int, proc: Path = Path("/proc")) -> set[tuple[int, int]]:
     """Device and inode of every file that `pid` has open: what its children may have inherited."""
-    found = set()
-    for name in _names(proc / str(pid) / "fd")[:MOST_HANDED_DOWN]:
-        try:
-            status = (proc / str(pid) / "fd" / name).stat()
-        except OSError:
-            continue
-        found.add((status.st_dev, status.st_ino))
-    return found
+    folder = proc / str(pid) / "fd"
+    files = (_identity(folder / name) for name in (*_STREAMS, *_names(folder)[:MOST_HANDED_DOWN]))
+    return {found for found in files if found is not None}
+
+
+def _identity(open_file: Path) -> tuple[int, int] | None:
+    try:
+        status = open_file.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _names(folder: Path) -> list[str]:
+    """What is open beyond the standard streams."""
     try:
-        names = (place.name for place in folder.iterdir())
-        return sorted((name for name in names if name.isdigit() and int(name) > 2), key=int)
+        names = (place.name for place in folder.iterdir() if place.name not in _STREAMS)
+        return sorted((name for name in names if name.isdigit()), key=int)
     except OSError:
         return []
 

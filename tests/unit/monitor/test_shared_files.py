@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from dtobs.testing.fake_run import FakeRun
 OPEN = """
 import os, sys
 flags = {"write": os.O_WRONLY, "append": os.O_WRONLY | os.O_APPEND, "update": os.O_RDWR}
-fd = os.open(sys.argv[2], os.O_CREAT | flags[sys.argv[1]], 0o600)
+fd = os.dup(2) if sys.argv[1] == "copy" else os.open(sys.argv[2], os.O_CREAT | flags[sys.argv[1]], 0o600)
 if sys.argv[3] == "some":
     os.write(fd, b"x" * 100)
 print("open", flush=True)
@@ -37,12 +37,11 @@ sys.stdin.read()
 @contextmanager
 def writers(*opened: tuple[str, Path], some: str = "some", parent: int = 0) -> Iterator[Any]:
     """One rank for each (mode, path), as the monitor follows them."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", OPEN, mode, str(path), some], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for mode, path in opened
-    ]
+    processes = []
+    for mode, path in opened:
+        command = [sys.executable, "-c", OPEN, mode, str(path), some]
+        with path.open("w") if mode == "copy" else nullcontext() as errors:
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors))
     try:
         for process in processes:
             assert process.stdout is not None
@@ -86,8 +85,8 @@ def test_a_log_and_what_is_written_in_a_checkpoint(tmp_path: Path, run: FakeRun)
     assert [f.code for f in found] == ["checkpoint-race", "logging-from-all-ranks"]  # the first is still on record
 
 
-@pytest.mark.parametrize("mode", ["append", "update"])
-def test_appending_and_databases_are_quiet(tmp_path: Path, run: FakeRun, mode: str):
+@pytest.mark.parametrize("mode", ["append", "update", "copy"])
+def test_appending_copies_of_standard_streams_and_databases_are_quiet(tmp_path: Path, run: FakeRun, mode: str):
     path = tmp_path / "shared"
     with writers((mode, path), (mode, path)) as ranks:
         assert look(tmp_path, ranks, run) == []

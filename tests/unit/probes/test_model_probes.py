@@ -183,6 +183,24 @@ def test_sparse_and_unused_and_frozen_parameters(tmp_path: Path):
     assert (window.field("local_norm") > 0).all()
 
 
+def test_parameters_that_lie_elsewhere_between_their_uses_are_not_taken_for_resting(tmp_path: Path):
+    """As ZeRO-3 of DeepSpeed: the optimizer has the values, and the model's tensors are empty but in a pass."""
+    model = nn.Linear(3, 2)
+    kept = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(kept, lr=0.1)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for _ in range(20):
+            for parameter, value in zip(model.parameters(), kept, strict=True):
+                parameter.data = value.detach().clone()
+            model(torch.randn(4, 3)).square().mean().backward()
+            for parameter, value in zip(model.parameters(), kept, strict=True):
+                value.grad, parameter.grad, parameter.data = parameter.grad, None, torch.empty(0)
+            optimizer.step()
+    view = load_run(tmp_path)
+    assert int(view.page(0)["probe_failures"]) == 0
+    assert run_detectors(view, ("silent",)) == []
+
+
 def test_the_model_can_be_copied_and_saved_while_observed_and_is_as_it_was_after(tmp_path: Path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     call = nn.Sequential.__call__
