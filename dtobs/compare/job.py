@@ -14,7 +14,7 @@ from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.detectors.silent import DETECTORS
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.errors import TargetError
-from dtobs.findings import Confidence, Finding
+from dtobs.findings import Finding
 from dtobs.recording.laws import LEDGER, LOSS_WEIGHTS, Side
 from dtobs.recording.meta import Parameter
 from dtobs.recording.ring import STEP_CAPACITY
@@ -52,7 +52,7 @@ class ComparedJob:
     began: dict[str, tuple[Held, int]]  #: by parameter: digest of what it began with
     digests: dict[int, dict[str, tuple[Held, int]]]  #: by step: digest of each parameter after it
     gradients: dict[int, dict[str, Sketch]] = field(default_factory=dict)  #: by step and parameter
-    faults: list[Finding] = field(default_factory=list)  #: silent errors that this run has by itself
+    faults: list[Finding] = field(default_factory=list)  #: what is found of silent errors in this run by itself
 
     def settings_at(self, step: int) -> dict[str, str]:
         """The settings in `step`."""
@@ -98,7 +98,7 @@ def read_job(view: RunView, name: str) -> ComparedJob:
         began,
         digests,
         _gradients(view),
-        [f for detect in DETECTORS for f in detect(view) if f.confidence is not Confidence.POSSIBLE],
+        [finding for detect in DETECTORS for finding in detect(view)],
     )
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from dtobs.compare.job import ComparedJob, Floats, Sketch
 from dtobs.errors import TargetError
+from dtobs.findings import Confidence
 from dtobs.words import count
 
 JUMP = 8.0
@@ -44,6 +45,7 @@ class Difference:
     b: str
     summary: str
     possible: bool = False  #: it may be without effect
+    effect: bool = False  #: it is what comes of a difference
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON."""
@@ -125,7 +127,8 @@ def compare(a: ComparedJob, b: ComparedJob) -> Comparison:
     ]
     causes.sort(key=lambda cause: (cause.possible, cause.step))
     effects = [_effect(by_name[name], numbers) for name in _EFFECTS if name in by_name]
-    apart = sorted((e for e in effects if e is not None), key=lambda e: e.step)
+    apart = [cause for cause in causes if cause.effect] + [e for e in effects if e is not None]
+    apart.sort(key=lambda e: e.step)
     return _verdict(a, b, numbers, quantities, causes, apart)
 
 
@@ -137,18 +140,18 @@ def _verdict(
     causes: list[Difference],
     effects: list[Difference],
 ) -> Comparison:
-    sure = [cause for cause in causes if not cause.possible]
+    sure = [cause for cause in causes if not (cause.possible or cause.effect)]
     notes = _notes(a, b, steps)
     seen = [quantity for quantity in quantities if quantity.name in _EFFECTS and quantity.steps]
     if sure or effects:
         first = min([*sure, *effects[:1]], key=lambda d: d.step)
         where = f"the runs part in step {first.step}: {first.summary}"
         if not sure:
-            where += ", and nothing that was recorded explains it"
             may = [cause for cause in causes if cause.possible and cause.step <= first.step]
-            where += f" (possibly: {may[0].summary})" if may else ""
+            where += f"; possibly because {may[0].summary}" if may else ", and nothing that was recorded explains it"
         elif effects and effects[0] is not first:
-            where += f"; {effects[0].summary} from step {effects[0].step} on"
+            seen_in = next((effect for effect in effects if not effect.effect), effects[0])
+            where += f"; {seen_in.summary} from step {seen_in.step} on"
         return Comparison(a, b, steps, quantities, causes, "parts", first, where, notes)
     equal = _bitwise(a, b, steps)
     if equal:
@@ -290,6 +293,7 @@ def _began(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference]
 def _settings(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference]:
     """Fields that part, each at the first step in which it does."""
     found: dict[str, Difference] = {}
+    known: set[str] = set()  # to have been alike; before it is, it may have parted from the beginning
     changes = {at for job in (a, b) for at, _ in job.settings}
     looked = sorted({steps[0], *(s for s in changes if steps[0] < s <= steps[-1])})
     for step in looked:
@@ -298,7 +302,9 @@ def _settings(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Differen
             strong = name in (*_PRECISION, *_MODES) or name.startswith("optimizer")
             if left[name] != right[name] and name != "optimizer shares":
                 said = f"{name}: {right[name] or 'none'} in B and {left[name] or 'none'} in A"
-                found[name] = Difference(name, step, left[name], right[name], said, possible=not strong)
+                since = step if name in known else steps[0]
+                found[name] = Difference(name, since, left[name], right[name], said, possible=not strong)
+        known |= left.keys() & right.keys()
     return list(found.values())
 
 
@@ -310,7 +316,8 @@ def _faults(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference
             if fault.code not in {one.code for one in other.faults}:
                 sides = ("", fault.code) if name == "B" else (fault.code, "")
                 at = min(max(fault.step or 0, steps[0]), steps[-1])
-                found.append(Difference(fault.code, at, *sides, f"in {name} {fault.summary} ({fault.code})"))
+                said = f"in {name} {fault.summary} ({fault.code})"
+                found.append(Difference(fault.code, at, *sides, said, possible=fault.confidence is Confidence.POSSIBLE))
     return sorted(found, key=lambda one: one.what == "replica-divergence")  # what made copies part comes first
 
 
@@ -318,15 +325,18 @@ def _inputs(a: ComparedJob, b: ComparedJob, steps: list[int]) -> list[Difference
     """The first step with other samples. Ranks that share a sample (tensor, context) must be as many in both."""
     if a.world * b.data_ranks != b.world * a.data_ranks:
         return []
+    since = steps[0]  # before both are known, they may have parted from the beginning
     for step in steps:
         left, right = a.samples.get(step), b.samples.get(step)
         unit = "sample"
         if (not left or not right) and a.data_ranks == b.data_ranks:
             left, right, unit = a.batches.get(step), b.batches.get(step), "batch"
-        if left and right and left != right:
+        if left and right and left == right:
+            since = step + 1
+        elif left and right:
             alike = sum((Counter(left) & Counter(right)).values())
             of = f"{alike} of the {count(len(right), unit, 'batches' if unit == 'batch' else 'samples')} of B are in A"
-            return [Difference("samples", step, "", "", f"the step reads other samples ({of})")]
+            return [Difference("samples", since, "", "", f"the runs read other samples (in step {step}, {of})")]
     return []
 
 
@@ -349,12 +359,12 @@ def _gradients(a: ComparedJob, b: ComparedJob, steps: list[int], tolerance: floa
         apart = {name: d for name in left if name in right and (d := _distance(left[name], right[name])) is not None}
         odd = [name for name, distance in apart.items() if distance > max(tolerance, JUMP * worst)]
         if odd:
-            times = _times(left, right, list(apart))
+            what, times = f"gradient of {odd[0]}", _times(left, right, list(apart))
             said = f"the gradient of {odd[0]} is another one ({len(odd)} of {len(apart)} that both looked at)"
             if times is not None:
                 factor = _factor(times, a, b)
                 said = f"gradients are {figure(times)} times as large in B{factor}, first seen in {odd[0]}"
-            return [Difference(f"gradient of {odd[0]}", step, "", "", said)]
+            return [Difference(what, step, "", "", said, effect=times is None)]
         worst = max([worst, *apart.values()])
     return []
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dtobs.compare.job import ComparedJob, read_job
+from dtobs.compare.job import ComparedJob, Sketch, read_job
 from dtobs.compare.judge import Comparison, compare
 from dtobs.compare.picture import svg, text
 from dtobs.errors import TargetError
@@ -156,3 +158,24 @@ def test_an_error_of_one_run_alone_is_the_reason(tmp_path: Path):
     assert found.first is not None
     assert (found.first.what, found.first.step, found.first.b) == ("learning-rate-mismatch", 19, found.first.what)
     assert found.summary.startswith("the runs part in step 19: in B ranks 0 and 1 train with different learning rates")
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "summary"),
+    [
+        ({2: "bfloat16"}, {}, "the runs part in step 1: autocast: bfloat16 in B and off in A"),
+        ({2: "off", 9: "bfloat16"}, {}, "the runs part in step 1: the gradient of w is another one"),
+        ({}, {2: (7, 8)}, "the runs part in step 1: the runs read other samples (in step 2, 1 of the 2 samples"),
+    ],
+)
+def test_what_was_first_known_to_differ_later_may_have_differed_from_the_beginning(
+    tmp_path: Path, settings: dict[int, str], samples: dict[int, tuple[int, ...]], summary: str
+):
+    looked = [{1: {"w": Sketch(((0, 2),), value, 1.0)}} for value in np.eye(2)]
+    a, b = (
+        replace(job(tmp_path / name, curve()), gradients=g, batches={}) for name, g in zip("ab", looked, strict=True)
+    )
+    a = replace(a, settings=[(2, {"autocast": "off"})], samples={2: (7, 9)})
+    b = replace(b, settings=[(step, {"autocast": value}) for step, value in settings.items()], samples=samples)
+    found = compare(a, b)
+    assert found.summary.startswith(summary)
