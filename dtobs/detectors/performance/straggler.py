@@ -14,11 +14,12 @@ Why it hurts: every rank of the job runs at the pace of the slowest one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dtobs.detectors.peers import data_groups, rows_of
-from dtobs.detectors.performance.cause import cause_of
+from dtobs.detectors.performance.cause import Cause, cause_of
 from dtobs.detectors.performance.devices import device_cause
 from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
@@ -35,19 +36,72 @@ LEAST_SECONDS = 0.01
 """Below that, the operating system's time slices decide who is late on a machine with fewer cores than ranks."""
 
 
+@dataclass(frozen=True)
+class _Slow:
+    """A rank that works longer than its peers, and by how many `seconds` a step in the `part` of it that grew most."""
+
+    rank: int
+    host: str
+    ratio: float
+    part: str
+    seconds: float
+    cause: Cause | None
+    step: int
+    since_ns: int
+    evidence: dict[str, object]
+
+    def is_like(self, other: _Slow) -> bool:
+        """Whether one thing may be the matter with both."""
+        names = [slow.cause.name if slow.cause else "" for slow in (self, other)]
+        return self.part == other.part and names[0] == names[1] and 2 * self.seconds >= other.seconds
+
+
 def straggler(view: RunView) -> list[Finding]:
-    """One finding a slow rank."""
-    found = []
+    """One finding for all ranks with which the same is the matter."""
+    slow = []
     for group in data_groups(view):
         times = step_times(view, rows_of(view, group), last=MOST_STEPS)
         if times is None or len(times.steps) < LEAST_STEPS:
             continue
         times = _newest(times)
-        for member in _slow(times):
-            finding = _judge(view, times, member, group)
-            if finding is not None:
-                found.append(finding)
-    return found
+        slow += [one for member in _slow(times) if (one := _judge(view, times, member, group)) is not None]
+    alike: list[list[_Slow]] = []
+    for one in sorted(slow, key=lambda one: -one.seconds):
+        for others in alike:
+            if one.is_like(others[0]):
+                others.append(one)
+                break
+        else:
+            alike.append([one])
+    return [_finding(together) for together in alike]
+
+
+def _finding(slow: list[_Slow]) -> Finding:
+    slowest, slow = slow[0], sorted(slow, key=lambda one: one.rank)
+    ranks = tuple(one.rank for one in slow)
+    hosts = {one.host for one in slow if one.host}
+    who = f"{ranks_text(ranks)} on {hosts.pop()}" if len(hosts) == 1 else ranks_text(ranks)
+    longer = f"({slowest.part} +{duration_text(slowest.seconds)} per step)"
+    why = f" because {slowest.cause.words}" if slowest.cause else ""
+    if len(slow) == 1:
+        text = f"{who} works {slowest.ratio:.2f} times as long as its peers {longer}{why}; they wait for it"
+    else:
+        each = f", each{why}" if why else ""
+        text = f"{who} work up to {slowest.ratio:.2f} times as long as their peers {longer}{each}; the others wait"
+    return Finding(
+        "straggler",
+        text,
+        ranks,
+        Confidence.LIKELY,
+        step=min(one.step for one in slow),
+        evidence=(
+            *(one.evidence for one in slow[:16]),
+            {"what": "longest part", "part": slowest.part, "seconds_longer": slowest.seconds},
+            *([{"what": "cause", "cause": c.name, "seconds": c.seconds}] if (c := slowest.cause) is not None else ()),
+        ),
+        next_step=slowest.cause.next_step if slowest.cause is not None else "",
+        since_ns=min(one.since_ns for one in slow),
+    )
 
 
 def _slow(times: Times) -> list[int]:
@@ -62,7 +116,7 @@ def _slow(times: Times) -> list[int]:
     return np.flatnonzero(found).tolist()
 
 
-def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> Finding | None:
+def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> _Slow | None:
     rank = group[member]
     busy = times.busy
     if np.median(_median_of_others(times.delayed / np.maximum(busy, 1e-9), member)) > OVERLOADED:
@@ -89,30 +143,24 @@ def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> Fi
         key=lambda item: item[1],
     )
     cause = cause_of(times, member, typical) or device_cause(view, times, group, member, typical)
-    why = f" because {cause.words}" if cause is not None else ""
-    host = view.meta(rank).process.get("host")
-    where = f" on {host}" if host else ""
-    return Finding(
-        "straggler",
-        f"{ranks_text([rank])}{where} works {float(np.median(ratio)):.2f} times as long as its peers"
-        f" ({part} +{duration_text(longer)} per step){why}; they wait for it",
-        (rank,),
-        Confidence.LIKELY,
-        step=int(times.steps[0]),
-        evidence=(
-            {
-                "what": "busy time",
-                "steps": len(times.steps),
-                "seconds": float(np.median(own)),
-                "peers_seconds": float(np.median(others)),
-                "share_of_steps": float(np.mean(ratio > PAIRED)),
-                "peers_wait_longer_seconds": float(np.median(waited)),
-            },
-            {"what": "longest part", "part": part, "seconds_longer": longer},
-            *([{"what": "cause", "cause": cause.name, "seconds": cause.seconds}] if cause is not None else ()),
-        ),
-        next_step=cause.next_step if cause is not None else "",
-        since_ns=int(times.end_ns[member, 0]),
+    return _Slow(
+        rank,
+        str(view.meta(rank).process.get("host") or ""),
+        float(np.median(ratio)),
+        part,
+        longer,
+        cause,
+        int(times.steps[0]),
+        int(times.end_ns[member, 0]),
+        {
+            "what": "busy time",
+            "rank": rank,
+            "steps": len(times.steps),
+            "seconds": float(np.median(own)),
+            "peers_seconds": float(np.median(others)),
+            "share_of_steps": float(np.mean(ratio > PAIRED)),
+            "peers_wait_longer_seconds": float(np.median(waited)),
+        },
     )
 
 

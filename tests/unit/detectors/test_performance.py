@@ -32,6 +32,29 @@ def test_a_slow_rank_is_found_with_the_part_that_is_longer(tmp_path: Path, world
 
 
 @pytest.mark.parametrize(
+    ("longer", "told"),
+    [
+        ({1: ("other", 0.25), 2: ("other", 0.25)}, [(1, 2)]),
+        ({1: ("other", 0.25), 2: ("forward", 0.25)}, [(1,), (2,)]),
+        ({1: ("other", 0.75), 2: ("other", 0.25)}, [(1,), (2,)]),
+    ],
+)
+def test_ranks_with_which_the_same_is_the_matter_are_one_finding(
+    tmp_path: Path, longer: dict[int, tuple[str, float]], told: list[tuple[int, ...]]
+):
+    most = max(seconds for _, seconds in longer.values())
+
+    def change(number: int, step: int) -> dict[str, float]:
+        part, seconds = longer.get(number, ("other", 0.001))
+        return {part: seconds, "exposed": most - seconds + 0.03}
+
+    found = [f for f in findings(noisy_run(tmp_path, 6, 40, change)) if f.code == "straggler"]
+    assert sorted(f.ranks for f in found) == told
+    if told == [(1, 2)]:
+        assert found[0].summary.startswith("ranks 1 and 2 on host0 work up to ")
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda rank, step: {"validation": 3.0} if rank == 0 and step % 5 == 0 else {},
