@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import is_
@@ -77,11 +77,15 @@ def _groups(ranks: Sequence[int], all_said: Sequence[object]) -> list[tuple[int,
     return [group for group in sorted(found) if len(group) > 1]
 
 
-def outliers(values: Mapping[int, T]) -> tuple[list[int], bool]:
-    """Who differs: the ranks outside the majority, True; or, where there is no majority, all ranks, False."""
-    ((common, count),) = Counter(values.values()).most_common(1)
-    if 2 * count > len(values):
-        return sorted(r for r, v in values.items() if v != common), True
+def outliers(values: Mapping[int, T], of_all: Iterable[T] = ()) -> tuple[list[int], bool]:
+    """Who differs: the ranks outside the majority, True; or, where there is no majority, all ranks, False.
+
+    Where the ranks of `values` are divided, most of `of_all`, the values of the whole job, decide.
+    """
+    for voters in (list(values.values()), list(of_all)):
+        ((common, count),) = Counter(voters).most_common(1) if voters else ((None, 0),)
+        if 2 * count > len(voters) and common in values.values():
+            return sorted(r for r, v in values.items() if v != common), True
     return sorted(values), False
 
 

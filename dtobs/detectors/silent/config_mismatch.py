@@ -29,7 +29,8 @@ _EACH = 8
 def config_mismatch(view: RunView) -> list[Finding]:
     """One finding for each set of ranks that has other settings than its peers."""
     found: list[Finding] = []
-    for group in data_groups(view) or tensor_groups(view):
+    groups = data_groups(view) or tensor_groups(view)
+    for group in groups:
         as_of = _common_step(view, group)
         states = {rank: settings_of(view, rank, as_of) for rank in group} if as_of is not None else {}
         if not states or not all(states.values()):
@@ -38,11 +39,18 @@ def config_mismatch(view: RunView) -> list[Finding]:
         for name in _comparable(states):
             values = {rank: state[name] for rank, state in states.items()}
             if len(set(values.values())) > 1:
-                odd, majority = outliers(values)
+                of_all = _of_all(view, name, as_of) if len(groups) > 1 else []
+                odd, majority = outliers(values, of_all)
                 by_ranks.setdefault((tuple(odd), majority), []).append(name)
         for (ranks, majority), names in by_ranks.items():
             found.append(_finding(ranks, majority, names, states, _since(view, names, list(states), as_of or 0)))
     return found
+
+
+def _of_all(view: RunView, name: str, as_of: int | None) -> list[str]:
+    """The setting `name` of all ranks that have it."""
+    states = [settings_of(view, rank, as_of or 0) for rank in view.ranks]
+    return [state[name] for state in states if name in state]
 
 
 def _since(view: RunView, names: list[str], ranks: list[int], as_of: int) -> int:

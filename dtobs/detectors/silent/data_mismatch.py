@@ -45,7 +45,8 @@ def data_mismatch(view: RunView) -> list[Finding]:
         if unequal.sum() < LEAST_STEPS or unequal.sum() < 0.5 * known.sum():
             continue
         reason = _reason(view, ranks, known & ~unequal)
-        if not reason:
+        apart = "" if reason else _apart(view, ranks)
+        if not reason and not apart:
             continue
         last = int(np.flatnonzero(unequal)[-1])
         odd, majority = outliers({r: int(d) for r, d in zip(ranks, digests[:, last], strict=True)})
@@ -56,9 +57,9 @@ def data_mismatch(view: RunView) -> list[Finding]:
         found.append(
             Finding(
                 "data-mismatch",
-                f"{whom} {whole}, in {int(unequal.sum())} of {int(known.sum())} steps: {reason}",
+                f"{whom} {whole}, in {int(unequal.sum())} of {int(known.sum())} steps: {reason or apart}",
                 tuple(odd),
-                Confidence.LIKELY,
+                Confidence.LIKELY if reason else Confidence.POSSIBLE,
                 step=step,
                 evidence=({"what": "input digests", "ranks": ranks[:64], "steps_unequal": int(unequal.sum())},),
             )
@@ -104,4 +105,18 @@ def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> st
         shared = np.isin(read[0], np.concatenate(read[1:])).mean()
         if shared >= LEAST_SHARED:
             return f"{shared:.0%} of the samples of rank {ranks[0]} are read by the others in other steps"
+    return ""
+
+
+def _apart(view: RunView, ranks: list[int]) -> str:
+    """That copies on `ranks` have parted since the first step, as other inputs make them; "" where they have not."""
+    for copies in replica_sets(view):
+        differs = copies.differs
+        whole = set(copies.ranks) <= set(ranks) and len(differs) > LEAST_STEPS
+        if whole and not differs[0].any() and differs[1:].any(axis=1).all():
+            name = copies.names[int(differs[-1].argmax())]
+            return (
+                f"their copies of {name} go apart from the first step on (where each has a part of every sequence, the"
+                " gradient of it is not summed over them)"
+            )
     return ""

@@ -63,7 +63,8 @@ def _judge(view: RunView, group: list[int]) -> Finding | None:
         return None
     rates = window.records["learning_rate"][rows, parted]
     values = {rank: f"{rate:.4g}" for rank, rate in zip(group, rates, strict=True)}
-    odd, majority = outliers({rank: float(rate) for rank, rate in zip(group, rates, strict=True)})
+    of_all = window.records["learning_rate"][:, parted][window.valid[:, parted]]
+    odd, majority = outliers({rank: float(rate) for rank, rate in zip(group, rates, strict=True)}, of_all.tolist())
     others = sorted(set(group) - set(odd))
     step = int(window.steps[parted])
     if majority:

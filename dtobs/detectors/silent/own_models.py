@@ -4,7 +4,8 @@ What it does: looks at ranks of which nothing says who holds copies. They hold t
 values, train with the same settings and call collectives in nearly every step; and since the first step all that moves
 differs between all of them, and in no step as much travelled between them as a gradient has. It is only possible that
 this is a mistake: models may be kept apart on purpose, and averaged later than after `FIRST_PERIOD` steps. Ranks that
-call nothing, send each other messages (a pipeline) or began differently (an ensemble) are left alone.
+call nothing, send each other messages (a pipeline) or began differently (an ensemble) are left alone. The same is asked
+of single tensors of a model whose others are sharded or averaged, where nothing is exchanged as experts do.
 
 Why it hurts: nobody averages the gradients, so each model learns from its own rank's samples only.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,67 +27,106 @@ from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
 
 MOST_RANKS = 256
+MOST_LEFT_OUT = 0.25
+"""The share of a model's elements that is likely to have been forgotten."""
+_EXCHANGES = ("all_to_all", "alltoall")
 
 
 def own_models(view: RunView) -> list[Finding]:
     """One finding for each set of ranks that began alike."""
-    alike: dict[object, list[int]] = defaultdict(list)
-    for rank in view.ranks if 1 < len(view.ranks) <= MOST_RANKS else ():
-        meta = view.meta(rank)
-        if not meta.params or meta.pipeline or any(p.replica for p in meta.params):
-            continue
-        history = view.digests(rank)
-        if len(history) > 1 and "digest" in (history.dtype.names or ()):
-            table = tuple((p.name, p.shape, p.dtype) for p in meta.params)
-            alike[table, history["digest"][0].tobytes(), int(history["step"][0])].append(rank)
-    sets = [ranks for ranks in alike.values() if len(ranks) > 1]
-    learned: dict[int, set[str]] = defaultdict(set)
-    for (rank, _), key in learned_keys(view).items() if sets else ():
-        learned[rank].add(key)
-    unmet = [ranks for ranks in sets if not set.intersection(*(learned[rank] for rank in ranks))]
-    return [found for ranks in unmet if (found := _judge(view, ranks)) is not None]
+    ranks = view.ranks if 1 < len(view.ranks) <= MOST_RANKS else []
+    learned = {place for place, key in learned_keys(view).items() if key} if ranks else set()
+    alike: dict[_Left, list[int]] = defaultdict(list)
+    for rank in ranks:
+        left = _left_out(view, rank, learned)
+        if left is not None:
+            alike[left].append(rank)
+    return [f for left, ranks in alike.items() if len(ranks) > 1 and (f := _judge(view, ranks, left)) is not None]
 
 
-def _judge(view: RunView, ranks: list[int]) -> Finding | None:
+@dataclass(frozen=True)
+class _Left:
+    """The tensors of a rank of which nothing tells copies, what they began with, and whether they are all it has."""
+
+    rows: tuple[int, ...]
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]  #: their names and shapes
+    began: bytes
+    step: int
+    everything: bool
+
+
+def _left_out(view: RunView, rank: int, learned: set[tuple[int, int]]) -> _Left | None:
+    meta, history = view.meta(rank), view.digests(rank)
+    rows = tuple(row for row, p in enumerate(meta.params) if not p.replica and (rank, row) not in learned)
+    if not rows or meta.pipeline or len(history) < 2 or "digest" not in (history.dtype.names or ()):
+        return None
+    if history["digest"].shape[1] <= rows[-1]:
+        return None  # the table was written anew since
+    sizes = [math.prod(p.shape) for p in meta.params]
+    everything = len(rows) == len(sizes)
+    if not everything and sum(sizes[row] for row in rows) > MOST_LEFT_OUT * sum(sizes):
+        return None  # each rank has experts, or layers, of its own
+    tensors = tuple((meta.params[row].name, tuple(meta.params[row].shape)) for row in rows)
+    began, step = history["digest"][0][list(rows)].tobytes(), int(history["step"][0])
+    return _Left(rows, tensors, began, step, everything)
+
+
+def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
     histories = [view.digests(rank) for rank in ranks]
     common = set.intersection(*(set(h["step"].tolist()) for h in histories))
-    looks = np.stack([h["digest"][np.isin(h["step"], list(common))] for h in histories])  # [ranks, looks, rows]
+    looks = np.stack(
+        [h["digest"][np.isin(h["step"], list(common))][:, left.rows] for h in histories]
+    )  # [ranks, looks, rows]
     if looks.shape[1] < 2 or max(common) - min(common) < FIRST_PERIOD:
         return None
     moves = (looks[:, 1:] != looks[:, :-1]).any(axis=(0, 1))
     some = np.sort(looks[:, 1:, moves], axis=0)
     settings = [settings_of(view, rank, 1 << 62) for rank in ranks]
     apart = moves.any() and (some[1:] != some[:-1]).all()
-    if not apart or settings != settings[:1] * len(ranks) or not all(_calls(view, rank, set(ranks)) for rank in ranks):
+    if not apart or settings != settings[:1] * len(ranks):
         return None
-    step = int(min(common)) + 1
+    if not all(_calls(view, rank, set(ranks), left.everything) for rank in ranks):
+        return None
+    step, moving = int(min(common)) + 1, int(moves.sum())
+    if left.everything:
+        text = (
+            f"{ranks_text(ranks)} began with the same parameters, and each trains a model of its own: all that moves"
+            f" ({count(moving, 'tensor')}) differs since step {step}, and no call between them was as large as a"
+            " gradient"
+        )
+    else:
+        first = left.tensors[int(moves.argmax())][0]
+        more = f" and {count(moving - 1, 'other tensor')}" if moving > 1 else ""
+        text = (
+            f"the copies of {first}{more} on {ranks_text(ranks)} began alike and each goes its own way since step"
+            f" {step}: nothing shards them or averages their gradients, as is done for the rest of the model"
+        )
     return Finding(
         "gradients-not-synchronized",
-        f"{ranks_text(ranks)} began with the same parameters, and each trains a model of its own: all that moves"
-        f" ({count(int(moves.sum()), 'tensor')}) differs since step {step}, and no call between them was as large as a"
-        " gradient",
+        text,
         tuple(ranks),
         Confidence.POSSIBLE,
         step=step,
         group="own models",
         fault=False,
-        evidence=({"what": "parameter digests", "looks": looks.shape[1], "tensors_that_differ": int(moves.sum())},),
+        evidence=({"what": "parameter digests", "looks": looks.shape[1], "tensors_that_differ": moving},),
     )
 
 
-def _calls(view: RunView, rank: int, ranks: set[int]) -> bool:
-    """Whether a rank calls collectives in most steps, none among `ranks` as large as a gradient, and sends nothing."""
-    steps, events, groups = view.rank_steps(rank), view.events(rank), view.meta(rank).groups
-    wanted = sum(math.prod(p.shape) for p in view.meta(rank).params)  # a fourth of it in FP32: it may be compressed
+def _calls(view: RunView, rank: int, ranks: set[int], everything: bool) -> bool:
+    """Whether a rank calls collectives in most steps, none as large as a gradient, and sends nothing.
+
+    Where that is not `everything` it would be part of a larger call; there, tokens must not be sent to experts.
+    """
+    meta, steps, events = view.meta(rank), view.rank_steps(rank), view.events(rank)
+    if not len(steps) or not np.median(steps["collectives"]) > 0 or (events["kind"] == Kind.P2P).any():
+        return False
+    if not everything:
+        return not any(op.op.startswith(_EXCHANGES) for op in meta.ops.values())
+    wanted = sum(math.prod(p.shape) for p in meta.params)  # a fourth of it in FP32: it may be compressed
     calls = events[events["kind"] == Kind.COLLECTIVE]
-    among = [number for number, group in groups.items() if ranks <= set(group.ranks)]
+    among = [number for number, group in meta.groups.items() if ranks <= set(group.ranks)]
     bytes_by_step: Counter[int] = Counter()
     for step, size in calls[np.isin(calls["group"], among)][["step", "value"]].tolist():
         bytes_by_step[step] += size
-    largest = max(bytes_by_step.values(), default=0)
-    return bool(
-        len(steps)
-        and np.median(steps["collectives"]) > 0
-        and largest < wanted
-        and not (events["kind"] == Kind.P2P).any()
-    )
+    return max(bytes_by_step.values(), default=0) < wanted

@@ -81,6 +81,34 @@ def test_ranks_that_began_alike_and_train_models_of_their_own(
     assert [(f.ranks, f.severity, f.step) for f in told] == [((0, 1), "note", 0)] * found
 
 
+@pytest.mark.parametrize(
+    ("other", "op", "size", "found"),
+    [
+        (0, "reduce_scatter", 8, True),
+        (0, "reduce_scatter", 4096, False),  # layers of its own, or experts
+        (0, "all_to_all", 8, False),
+        (1, "reduce_scatter", 8, False),  # began with values of its own
+    ],
+)
+def test_a_tensor_that_is_left_out_of_what_is_done_for_the_rest(
+    tmp_path: Path, other: int, op: str, size: int, found: bool
+):
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(
+            Parameter("w", (64, 64), "float32", f"mesh:1:{number}"), Parameter("own", (size,), "float32", "")
+        )
+        rank.step(0).digests(7 + number, 3 + other * number, step=-1)
+        for step in range(1, 30):
+            rank.collective(op)
+            rank.step(step, params_digest=1000 * number + step, collectives=1).digests(
+                100 * step + number, 10**6 + 100 * step + number
+            )
+    told = [f for f in findings(run) if f.code == "gradients-not-synchronized"]
+    assert [(f.ranks, f.severity) for f in told] == [((0, 1), "note")] * found
+    assert all(f.summary.startswith("the copies of own on ranks 0 and 1 began alike") for f in told)
+
+
 def test_copies_of_which_some_part_while_others_are_kept_alike(tmp_path: Path):
     """A gradient that is left out of the averaging: no local SGD, although few bytes travel between the ranks."""
     run = FakeRun(tmp_path, 2)

@@ -21,6 +21,7 @@ from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding, Severity
 from dtobs.probes.samples import device_rows, host_rows
 from dtobs.recording.laws import SAMPLES, SAMPLES_EACH
+from dtobs.recording.meta import Parameter
 from dtobs.recording.view import RunView, load_run
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.test_loss_weights import backwards
@@ -169,16 +170,27 @@ def test_batches_that_vary_are_quiet(tmp_path: Path):
 
 
 def replicas(
-    root: Path, digest: Callable[[int, int], int], names: tuple[str, str] = ("data", "tp"), dealt: int = 2
+    root: Path,
+    digest: Callable[[int, int], int],
+    names: tuple[str, str] = ("data", "tp"),
+    dealt: int = 2,
+    apart: int | None = None,
 ) -> list[Finding]:
-    """Two by two ranks: rank = 2 * data + tensor; a sampler deals to `dealt` ranks."""
+    """Two by two ranks: rank = 2 * data + tensor; a sampler deals to `dealt` ranks.
+
+    The copies of a norm on tensor ranks part in step `apart`; None: there is no such parameter.
+    """
     run = FakeRun(root, 4, layout=None)
     for rank in run.ranks:
         place = {name: at for name, at in zip(names, (rank.number // 2, rank.number % 2), strict=True) if name}
         rank.meta("layout", kind="dtensor", coordinates=place, data_ranks=[rank.number % 2, rank.number % 2 + 2])
         rank.meta("pass", step=0, sampler=0, shuffles=True, seed=0, epoch=0, replicas=dealt, samples=80)
+        if apart is not None:
+            rank.parameters(Parameter("norm", (8,), "float32", f"mesh:2:{rank.number // 2}")).digests(7, step=-1)
         for step in range(12):
             rank.step(None, input_digest=digest(rank.number, step))
+            if apart is not None:
+                rank.digests(100 + step + (1000 * rank.number if step >= apart else 0))
     return data_mismatch(run.view())
 
 
@@ -206,6 +218,15 @@ def test_tensor_parallel_ranks_that_read_apart_are_found(tmp_path: Path):
     two = replicas(tmp_path / "b", own, dealt=4)
     assert [f.ranks for f in two] == [(0, 1), (2, 3)]
     assert two[0].summary.endswith("the sampler deals to 4 ranks, and there are 2 replicas of the model")
+
+
+@pytest.mark.parametrize(("apart", "told"), [(0, [(0, 1), (2, 3)]), (6, []), (99, [])])
+def test_copies_that_part_at_once_are_a_reason_why_inputs_may_not_differ(
+    tmp_path: Path, apart: int, told: list[tuple[int, ...]]
+):
+    found = replicas(tmp_path, own, apart=apart)
+    assert [(f.ranks, f.confidence) for f in found] == [(ranks, Confidence.POSSIBLE) for ranks in told]
+    assert all("their copies of norm go apart from the first step on" in f.summary for f in found)
 
 
 def test_what_may_be_a_batch_split_by_hand_is_quiet(tmp_path: Path):

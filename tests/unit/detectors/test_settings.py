@@ -103,3 +103,19 @@ def test_a_rank_that_is_a_step_behind_is_quiet(tmp_path: Path) -> None:
             if step < 19 or rank.number:
                 rank.step(learning_rate=1e-3 * (step + 1))
     assert learning_rate_mismatch(run.view()) == []
+
+
+@pytest.mark.parametrize(("odd", "told"), [((3,), [(3,)]), ((1, 3), []), ((2, 3), [(0, 2), (1, 3)])])
+def test_of_two_replicas_that_differ_the_rest_of_the_job_tells_which_is_odd(
+    tmp_path: Path, odd: tuple[int, ...], told: list[tuple[int, ...]]
+) -> None:
+    """Pairs of data ranks, 0 and 2, 1 and 3: each pair is divided, the job may not be."""
+    run = FakeRun(tmp_path, 4)
+    for rank in run.ranks:
+        rank.meta("layout", kind="fsdp", data_ranks=[rank.number % 2, rank.number % 2 + 2])
+        rank.meta("settings", step=0, fields=ALIKE | {"dropout": "0.2" if rank.number in odd else "0.1"})
+        for _ in range(12):
+            rank.step(learning_rate=2e-3 if rank.number in odd else 1e-3)
+    view = run.view()
+    assert [f.ranks for f in learning_rate_mismatch(view)] == told
+    assert [f.ranks for f in config_mismatch(view)] == told
