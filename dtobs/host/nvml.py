@@ -34,7 +34,6 @@ class DeviceState:
 
     clock_mhz: float | None = None  #: of the streaming multiprocessors
     temperature_celsius: float | None = None
-    power_watts: float | None = None
     power_limit_watts: float | None = None
     held_by: tuple[str, ...] = ()
     others: tuple[int, ...] = ()
@@ -61,7 +60,6 @@ class Nvml:
         return DeviceState(
             clock_mhz=self._ask(library.nvmlDeviceGetClockInfo, device, library.NVML_CLOCK_SM),
             temperature_celsius=self._ask(library.nvmlDeviceGetTemperature, device, library.NVML_TEMPERATURE_GPU),
-            power_watts=_thousandth(self._ask(library.nvmlDeviceGetPowerUsage, device)),
             power_limit_watts=_thousandth(self._ask(library.nvmlDeviceGetEnforcedPowerLimit, device)),
             held_by=tuple(dict.fromkeys(reason for bit, reason in HELD_BY.items() if bits & bit)),
             others=self._others(uuid, device, own),

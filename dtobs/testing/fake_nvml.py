@@ -25,7 +25,6 @@ class FakeDevice:
 
     clock_mhz: int | None = 1980
     temperature: int | None = 60
-    power: int | None = 650_000
     power_limit: int | None = 700_000
     reasons: int | None = 0
     processes: list[FakeProcess] = field(default_factory=list)
@@ -53,9 +52,6 @@ class FakeNvml:
 
     def nvmlDeviceGetTemperature(self, device: FakeDevice, sensor: int) -> int:
         return self._said(device.temperature)
-
-    def nvmlDeviceGetPowerUsage(self, device: FakeDevice) -> int:
-        return self._said(device.power)
 
     def nvmlDeviceGetEnforcedPowerLimit(self, device: FakeDevice) -> int:
         return self._said(device.power_limit)

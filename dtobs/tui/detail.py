@@ -43,7 +43,6 @@ class StepLine:
     loss: float
     loss_said: bool
     local_norm: float
-    reduced_norm: float
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,6 @@ def _step(record: np.void) -> StepLine:
         float(record["loss"]),
         bool(record["losses"]) or bool(np.isfinite(record["loss"])),
         float(record["local_norm"]),
-        float(record["reduced_norm"]),
     )
 
 

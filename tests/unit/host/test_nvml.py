@@ -21,17 +21,17 @@ from dtobs.testing.fake_nvml import FakeDevice, FakeNvml, FakeProcess
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import noisy_run
 
-HOT = DeviceState(1005.0, 91.0, 400.0, 700.0, ("heat",))
-COOL = DeviceState(1980.0, 62.0, 690.0, 700.0, ("power-limit",))
-LIMITED = DeviceState(990.0, 60.0, 299.0, 300.0, ("power-limit",))
-WAITING = DeviceState(345.0, 35.0, 90.0, 700.0)
+HOT = DeviceState(1005.0, 91.0, 700.0, ("heat",))
+COOL = DeviceState(1980.0, 62.0, 700.0, ("power-limit",))
+LIMITED = DeviceState(990.0, 60.0, 300.0, ("power-limit",))
+WAITING = DeviceState(345.0, 35.0, 700.0)
 """A device that has little to do lowers its clock, and nothing holds it down."""
 
 
 def test_a_device_that_is_held_down_and_shared():
-    device = FakeDevice(1005, 91, 400_000, 700_000, 0x40 | 0x20, [FakeProcess(7, 60), FakeProcess(8, 30)])
+    device = FakeDevice(1005, 91, 700_000, 0x40 | 0x20, [FakeProcess(7, 60), FakeProcess(8, 30)])
     state = Nvml(FakeNvml({"GPU-a": device})).read("GPU-a", [7])
-    assert state == DeviceState(1005.0, 91.0, 400.0, 700.0, ("heat",), (8,))
+    assert state == DeviceState(1005.0, 91.0, 700.0, ("heat",), (8,))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_nobody_else_computes(processes: list[FakeProcess]):
 
 
 def test_what_the_driver_refuses_is_unknown():
-    library = Nvml(FakeNvml({"GPU-a": FakeDevice(None, None, None, None, None)}))
+    library = Nvml(FakeNvml({"GPU-a": FakeDevice(None, None, None, None)}))
     assert library.read("GPU-a", [7]) == DeviceState()
     assert library.read("GPU-b", [7]) is None
 
@@ -133,7 +133,7 @@ def record(run: FakeRun, states: dict[int, list[DeviceState]]) -> None:
     [
         (HOT, "device-heat", "runs at 1005 MHz where its peers' run at 1980: it is too hot (91 °C)"),
         (LIMITED, "device-power-limit", "its power is limited to 300 W"),
-        (DeviceState(1980.0, 60.0, 690.0, 700.0, (), (4242,)), "device-shared", "process 4242 computes on its device"),
+        (DeviceState(1980.0, 60.0, 700.0, (), (4242,)), "device-shared", "process 4242 computes on its device"),
     ],
 )
 def test_the_device_of_a_straggler_is_the_reason(tmp_path: Path, state: DeviceState, cause: str, words: str):
@@ -148,7 +148,7 @@ def test_the_device_of_a_straggler_is_the_reason(tmp_path: Path, state: DeviceSt
         (WAITING, COOL),  # slow for another reason: its device waits
         (COOL, COOL),  # all at their power limit, as usual
         (HOT, HOT),  # no hotter than the others
-        (DeviceState(1900.0, 91.0, None, None, ("heat",)), COOL),  # too little to matter
+        (DeviceState(1900.0, 91.0, None, ("heat",)), COOL),  # too little to matter
         (DeviceState(1980.0, others=(9,)), DeviceState(1980.0, others=(10,))),  # every device is shared
         (DeviceState(), DeviceState()),
     ],
