@@ -46,7 +46,7 @@ def sharers(view: RunView) -> list[list[int]]:
     for copies in replica_sets(view):
         apart: npt.NDArray[np.bool_] = np.any(copies.differs, axis=1)
         once = bool(apart[-1]) and not apart[0] and not (apart[:-1] & ~apart[1:]).any()
-        if copies.learned and once and not any(set(copies.ranks) <= group for group in known):
+        if once and not any(set(copies.ranks) <= group for group in known):
             groups, known = [*groups, copies.ranks], [*known, set(copies.ranks)]
     return groups
 

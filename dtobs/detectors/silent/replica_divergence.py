@@ -22,6 +22,7 @@ import numpy.typing as npt
 from dtobs.detectors.peers import outliers
 from dtobs.detectors.silent.replicas import ReplicaSet, from_the_beginning, replica_sets
 from dtobs.detectors.silent.steps_left_out import steps_left_out
+from dtobs.events import Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
@@ -153,23 +154,39 @@ def _gradients_travel(view: RunView, copies: ReplicaSet, steps: npt.NDArray[np.i
     """Whether as many bytes as a gradient has went between these ranks, in most of `steps`, or need not."""
     if _parts_of_one_model(view, copies):
         return True
-    params = view.meta(copies.ranks[0]).params
-    wanted = sum(
-        math.prod(p.shape) for p in params
-    )  # a fourth of it in FP32: it may be compressed, or be in part frozen
+    sizes = {p.name: math.prod(p.shape) for p in view.meta(copies.ranks[0]).params}
+    everyone = set(copies.ranks)
     for rank in copies.ranks:
         meta, history = view.meta(rank), view.rank_steps(rank)
         some = history[np.isin(history["step"], steps)]
         if not len(some):
             return True  # nothing is known
-        travels = some["collective_bytes"] >= wanted
+        # A fourth of a gradient in FP32: it may be compressed, or be in part frozen.
+        travels = some["collective_bytes"] >= sum(sizes.values())
         if meta.layout.get("kind") in ("ddp", "plain"):
-            known = {number: set(group.ranks) for number, group in meta.groups.items()}
-            everyone = set(copies.ranks)
-            travels &= [everyone <= known.get(int(g), everyone) for g in some["sync_group"]]
+            between = _bytes_between(view, rank, everyone, steps)
+            if len(between):
+                travels = between >= sum(sizes.get(name, 0) for name in copies.names)
+            else:
+                known = {number: set(group.ranks) for number, group in meta.groups.items()}
+                travels &= [everyone <= known.get(int(g), everyone) for g in some["sync_group"]]
         if travels.mean() <= 0.5:
             return False
     return True
+
+
+def _bytes_between(
+    view: RunView, rank: int, everyone: set[int], steps: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """What `rank` gave, in each of `steps` that is whole on record, to collectives in which `everyone` takes part."""
+    events = view.events(rank)
+    calls = events[events["kind"] == Kind.COLLECTIVE]
+    whole = steps[steps > int(calls["step"][0])] if len(calls) else steps[:0]
+    groups = [number for number, group in view.meta(rank).groups.items() if everyone <= set(group.ranks)]
+    mine = calls[np.isin(calls["group"], groups) & np.isin(calls["step"], whole)]
+    given: npt.NDArray[np.float64] = np.zeros(len(whole))
+    np.add.at(given, np.searchsorted(whole, mine["step"]), mine["value"])
+    return given
 
 
 def _between(copies: ReplicaSet, when: int, step: int) -> bool:

@@ -109,6 +109,26 @@ def test_a_tensor_that_is_left_out_of_what_is_done_for_the_rest(
     assert all(f.summary.startswith("the copies of own on ranks 0 and 1 began alike") for f in told)
 
 
+@pytest.mark.parametrize(("reduced", "found"), [(True, [(3,)]), (False, [])])
+def test_a_gradient_travels_although_tokens_are_exchanged_first(
+    tmp_path: Path, reduced: bool, found: list[tuple[int, ...]]
+):
+    """Experts' tokens go between pairs in the backward before gradients are averaged over all four ranks."""
+    run = FakeRun(tmp_path, 4, layout={"kind": "plain", "data_ranks": []})
+    pairs = [run.group(f"pair {n}", (2 * n, 2 * n + 1)) for n in range(2)]
+    for number, rank in enumerate(run.ranks):
+        pair = pairs[number // 2]
+        rank.parameters(Parameter("dense", (16, 16), "float32", "copies:4:all")).digests(7, step=0)
+        for step in range(1, 12):
+            rank.collective("all_to_all", pair)
+            if reduced:
+                rank.collective("all_reduce")
+            rank.step(step, params_digest=1000 + step + number, collective_bytes=8192.0, sync_group=pair)
+            rank.digests(100 * step + (number == 3))
+    told = [f.ranks for f in findings(run) if f.code == "replica-divergence"]
+    assert told == found
+
+
 def test_copies_of_which_some_part_while_others_are_kept_alike(tmp_path: Path):
     """A gradient that is left out of the averaging: no local SGD, although few bytes travel between the ranks."""
     run = FakeRun(tmp_path, 2)
