@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.peers import hands_on_to
+from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.events import Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -98,10 +99,15 @@ def _describe_unseen(view: RunView, unseen: Unseen) -> Finding:
 
 
 def _own_holders(view: RunView, unseen: Unseen) -> tuple[int, ...]:
-    """The ranks that hold the NaN, where no other computes gradients of what they hold: a stage, an expert; else ()."""
+    """The ranks that hold the NaN, where no other computes gradients of what they hold: a stage, an expert; else ().
+
+    And where other copies do not have it: an average would have brought it to all of them.
+    """
     holders = set(unseen.rows)
     if len(holders) == len(view.ranks):
         return ()
+    if not unseen.reduced and _copies_without(view, unseen):
+        return tuple(sorted(holders))
     piped = any(hands_on_to(view, rank) for rank in view.ranks)
     for rank in holders:
         layout = view.meta(rank).layout
@@ -110,6 +116,19 @@ def _own_holders(view: RunView, unseen: Unseen) -> tuple[int, ...]:
         if layout.get("kind") == "fsdp" or not holders.issuperset(peers):
             return ()
     return tuple(sorted(holders))
+
+
+def _copies_without(view: RunView, unseen: Unseen) -> bool:
+    """Whether there are copies of the parameter that differ from those of all ranks which hold the NaN."""
+    first = min(unseen.rows)
+    parameter = _name(view, first, unseen.rows[first])
+    for copies in replica_sets(view):
+        after = np.flatnonzero(copies.steps >= unseen.step)
+        if first in copies.ranks and parameter in copies.names and len(after):
+            digests = copies.digests[:, after[0], copies.names.index(parameter)]
+            alike = {r for r, d in zip(copies.ranks, digests, strict=True) if d == digests[copies.ranks.index(first)]}
+            return alike == set(unseen.rows) != set(copies.ranks)
+    return False
 
 
 def _has_scaler(view: RunView, rank: int) -> bool:

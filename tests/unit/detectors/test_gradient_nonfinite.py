@@ -89,6 +89,20 @@ def test_a_nan_in_the_parameters_of_one_stage_is_said_of_it(tmp_path: Path):
     assert "block.weight of rank 2 held one when step 31 began; no other rank has it" in found.summary
 
 
+@pytest.mark.parametrize(("alone", "ranks"), [(True, (1,)), (False, ())])
+def test_a_nan_that_no_other_copy_has_arose_after_the_average(tmp_path: Path, alone: bool, ranks: tuple[int, ...]):
+    run = noisy_run(tmp_path, 3, 13)
+    for rank in run.ranks:
+        held = 7777 if rank.number == 1 or not alone else 7776
+        rank.step(params_digest=held).digests(held, 33, 43)
+        if rank.number == 1:
+            rank.meta("nonfinite", seen="parameters", row=0, step=14)
+        rank.meta("layout", kind="plain", data_ranks=[], stage=0, coordinates={}, dropout=0)
+        rank.step(nonfinite=2, local_norm=NAN, nonfinite_param=0)
+    found = [f for f in findings(run) if f.code == "gradient-nonfinite"]
+    assert [(f.ranks, f.step) for f in found] == [(ranks, 13)]
+
+
 @pytest.mark.parametrize("layout", [{"kind": "fsdp", "data_ranks": [0, 1]}, {"kind": "plain", "data_ranks": []}])
 def test_a_nan_in_one_shard_may_be_of_any_rank(tmp_path: Path, layout):
     bad = {"local_norm": NAN, "nonfinite": 2, "nonfinite_param": 0}
