@@ -224,7 +224,8 @@ class RunView:
         if rank in self._steps or rank in self._kept_steps:
             return self.rank_steps(rank)[-last:]
         path = RunDirectory(self.root).steps(rank, self._attempt(rank))
-        return shift(self._ring(path, STEP_DTYPE, last), self._clock.get(rank, 0))
+        done = int(self.page(rank)["steps_done"])
+        return shift(self._ring(path, STEP_DTYPE, last, done), self._clock.get(rank, 0))
 
     def steps(self, last: int = 256) -> StepWindow:
         """The newest `last` steps of all ranks, aligned by step number."""
