@@ -79,7 +79,7 @@ def _chains(view: RunView, watched: set[int]) -> list[list[int]]:
     found = []
     for first in waiting - {rank for others in onward.values() for rank in others}:
         chain = [first]
-        while len(following := onward[chain[-1]]) == 1:
+        while len(following := onward[chain[-1]]) == 1 and following.isdisjoint(chain):
             chain.extend(following)
         if len(chain) > 1 and not following:
             found.append(chain)

@@ -27,8 +27,8 @@ DEVIATIONS = 6.0
 LEAST_RATIO = 1.5
 EDGE = 4
 """Losses at the beginning of an attempt that are compared, and twice as many at its end."""
-BACK = 0.75
-"""How much of what it had fallen by the loss must have risen again."""
+FALL, BACK = 0.2, 0.75
+"""The share by which the loss must have fallen, and how much of that it must have risen again."""
 _NOT_LOADED = "its weights were probably not loaded"
 
 
@@ -88,7 +88,7 @@ def _learned_again(view: RunView, compared: Collection[int]) -> list[Finding]:
             continue
         first, last, begun = (float(np.median(part)) for part in (past[:EDGE], past[-2 * EDGE :], again[:EDGE]))
         apart = min(past[:EDGE].min(), again[:EDGE].min()) > past[-2 * EDGE :].max()
-        if apart and begun >= last + BACK * (first - last):
+        if apart and first - last > FALL * abs(first) and begun >= last + BACK * (first - last):
             back[rank] = first, last, begun
     if not back:
         return []

@@ -166,7 +166,7 @@ ADAM = ("empty", "kept", "kept")
         (0, ADAM, (), {}, "data-not-resumed"),
         (0, ("kept", "kept", "kept"), (1, 13, 25), {}, ""),  # nobody saw where the data begins
         (500, ADAM, (), {"loss": lambda there: 4.0 / (there - 499)}, "resume-mismatch"),  # other data, the old loss
-        (500, ADAM, (), {"loss": lambda there: 0.9}, ""),
+        (500, ADAM, (), {"loss": lambda there: 0.8}, ""),
         (500, ADAM, (), {"loss": lambda there: 0.1}, ""),
         (500, ("empty", "kept", "empty"), (), {"loss": lambda there: 4.0 / (there - 499)}, ""),  # it begins anew
         (500, ("kept", "kept", "kept"), (), {"loss": lambda there: 4.0 / (there - 499)}, ""),
