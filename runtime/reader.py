@@ -7,6 +7,7 @@ classes; this reader refuses every other one. The tensors themselves torch loads
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,17 @@ _CLASSES = {
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # Python 3.11.0 to 3.11.3 pickles the member of an enumeration as an attribute of it
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no table of contents needs")
         return super().find_class(module, name)
+
+
+def _member(kind: object, name: object) -> Enum:
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[str(name)]
+    raise pickle.UnpicklingError(f"it asks for the attribute {name!r}, which no table of contents needs")
 
 
 class MetadataReader(FileSystemReader):
