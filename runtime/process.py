@@ -5,6 +5,7 @@ Nothing here knows what is trained; `runtime.train` is read without it.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from runtime.output import RankOutput
 from runtime.terminal import Terminal, viewer
 from runtime.world import RankPlace, World
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SECONDS_TO_SPEAK = 5.0  # how long a rank with nothing new to say waits for the one that says it
 _python_format = warnings.formatwarning
 
@@ -126,7 +128,7 @@ class Process:
         if expected:
             return  # its one line says all; the launcher would print our own frames below it
         with suppress(OSError):  # the launcher's own file, on a disk that may be full
-            get_error_handler().record_exception(error)
+            tell_launcher(error)
 
     def _print_once(self, text: str) -> None:
         """Write one line to standard error, from the first rank that has this very line to say.
@@ -146,6 +148,28 @@ class Process:
             print(text, file=sys.stderr, flush=True)
             with suppress(dist.DistError, RuntimeError):
                 self._world.store.set(f"said/{text}", "")
+
+
+def tell_launcher(error: BaseException) -> None:
+    """Write `error` into the file in which torchrun looks for it, whole or not at all.
+
+    torchrun ends all ranks once one has failed. A file that another rank has begun and not finished is one that
+    torchrun cannot read, and it then fails itself instead of restarting the ranks (torch 2.13, `ProcessFailure` in
+    torch/distributed/elastic/multiprocessing/errors/__init__.py).
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    asked = os.environ.get(ERROR_FILE)
+    if asked is None:
+        return
+    unfinished = f"{asked}.unfinished"
+    os.environ[ERROR_FILE] = unfinished
+    try:
+        get_error_handler().record_exception(error)
+    finally:
+        os.environ[ERROR_FILE] = asked
+    Path(unfinished).replace(asked)
 
 
 def say(text: str) -> None:
