@@ -6,7 +6,8 @@ optimizer holds other tensors than the model, or every update is lost to roundin
 left alone: what is frozen is frozen. A rank whose optimizer never steps, while those of ranks that do the same work
 do, is told as well, unless it is sent what the others have made of the model. So is an optimizer that has never stepped
 although the gradients of `probes.kept_gradients.UNUSED` batches were computed and zeroed again, and one that steps in
-a loop without any backward, where parameters rest.
+a loop without any backward, where parameters rest. Of ranks that hold no copies, so that `replica_divergence` has
+nothing to compare, each one that left out a single step is named.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
 """
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.peers import data_groups
+from dtobs.detectors.peers import data_groups, side_by_side
+from dtobs.detectors.silent.steps_left_out import NEXT_STEP, steps_at_rest, steps_left_out
 from dtobs.events import Kind, Phase
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.meta import Parameter
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
@@ -34,7 +37,8 @@ def optimizer_stale(view: RunView) -> list[Finding]:
     """One finding over all ranks whose parameters rest, and one of each set of ranks whose optimizer never steps."""
     never = [f for group in _peers(view) if (f := _never_stepped(view, group)) is not None]
     named = {rank for finding in never for rank in finding.ranks}
-    return [*_at_rest(view), *never, *_unused(view, named), *_no_backward(view)]
+    left_out = [f for group in _peers(view) if (f := _left_out(view, group)) is not None]
+    return [*_at_rest(view), *never, *_unused(view, named), *_no_backward(view), *left_out]
 
 
 def _unused(view: RunView, named: set[int]) -> list[Finding]:
@@ -131,6 +135,42 @@ def _never_stepped(view: RunView, group: list[int]) -> Finding | None:
             for rank, page in list(pages.items())[:16]
         ),
     )
+
+
+def _left_out(view: RunView, group: list[int]) -> Finding | None:
+    """Ranks that left out a step of the optimizer, where nobody has a copy of what they hold."""
+    if any(not _only_copy(parameter) for rank in group for parameter in view.meta(rank).params):
+        return None
+    left_out = steps_at_rest(view, group) | {
+        rank: at for rank, at in steps_left_out(view, group).items() if _calls_of_two(view, group, rank, at)
+    }
+    if not left_out:
+        return None
+    step, others = min(left_out.values()), [rank for rank in group if rank not in left_out]
+    return Finding(
+        "optimizer-stale",
+        f"{ranks_text(left_out)} left out an optimizer step in step {step}, which {ranks_text(others)} took: since then"
+        " the parts of the model are not of one step",
+        tuple(left_out),
+        Confidence.LIKELY,
+        step=step,
+        group="left out",
+        evidence=tuple(
+            {"what": "an optimizer step left out", "rank": rank, "step": at} for rank, at in list(left_out.items())[:16]
+        ),
+        next_step=NEXT_STEP,
+    )
+
+
+def _calls_of_two(view: RunView, group: list[int], rank: int, step: int) -> bool:
+    """Whether `rank` called as much in `step` as in two of its peers': it did not just go backward once more alone."""
+    steps, calls = side_by_side(view, group, "collectives")
+    most = calls[:, steps == step].max(axis=1)
+    return bool(most[group.index(rank)] >= 1.5 * most.min() > 0)
+
+
+def _only_copy(parameter: Parameter) -> bool:
+    return parameter.replica.split(":")[1:2] == ["1"]
 
 
 def _backwards(view: RunView, rank: int) -> int:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dtobs.detectors.peers import outliers
 from dtobs.detectors.silent.replicas import ReplicaSet, from_the_beginning, replica_sets
-from dtobs.detectors.silent.steps_left_out import steps_left_out
+from dtobs.detectors.silent.steps_left_out import NEXT_STEP, steps_at_rest, steps_left_out
 from dtobs.events import Kind
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -33,7 +33,6 @@ LEAST_TOGETHER = 4
 """Looks in which tensors moved alike while others were apart."""
 LEAST_EQUAL = 8
 """Looks in which all copies were equal, before one in which they were not is odd."""
-_LEFT_OUT = "Look for what skips optimizer.step() on this rank only: a condition on its own loss, gradients or data."
 
 
 def replica_divergence(view: RunView) -> list[Finding]:
@@ -214,7 +213,8 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         since = f"after step {step}, the oldest step that is kept"
     if confidence is Confidence.LIKELY:
         since += f" and again after step {int(copies.steps[when + 1])}"
-    left_out = {r: at for r, at in steps_left_out(view, copies.ranks).items() if _between(copies, when, at)}
+    left_out = steps_at_rest(view, copies.ranks) | steps_left_out(view, copies.ranks)
+    left_out = {r: at for r, at in left_out.items() if _between(copies, when, at)}
     if left_out:
         odd, at = sorted(left_out), min(left_out.values())
         summary = (
@@ -243,6 +243,6 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
                 "last_equal_step": int(copies.steps[when - 1]) if when else None,
             },
         ),
-        next_step=_LEFT_OUT if left_out else "",
+        next_step=NEXT_STEP if left_out else "",
         since_ns=int(copies.times_ns[:, when].max()),
     )

@@ -10,6 +10,7 @@ import pytest
 from dtobs.detectors.silent.optimizer_stale import STEPS, optimizer_stale
 from dtobs.events import Kind, Phase
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import PARAMETERS
 
@@ -77,3 +78,57 @@ def test_an_optimizer_that_never_steps(tmp_path: Path, mesh: bool):
 def test_a_rank_that_is_behind_or_is_sent_the_model(tmp_path: Path):
     assert stepping(tmp_path / "behind", backwards=3) == []
     assert stepping(tmp_path / "sent", sent=12) == []
+
+
+SHARDS = tuple(Parameter(n, (8, 8), "float32", "mesh:1:abc/0.S(0).0") for n in ("a", "b", "c"))
+
+
+def sharded(root: Path, *, rests: tuple[int, ...] = (1,), odd: int = 12, slow: int = 0, **fields: float) -> FakeRun:
+    """Three ranks with a shard each, of which those that rest leave out the step of the optimizer in step `odd`.
+
+    The first `slow` tensors move in every third step only.
+    """
+    run = FakeRun(root, 3, layout=None)
+    for number, rank in enumerate(run.ranks):
+        rank.meta("layout", kind="fsdp", coordinates={}, data_ranks=[0, 1, 2], stage=0)
+        rank.parameters(*SHARDS)
+        values = [0] * 3
+        rank.digests(*values, step=-1)
+        for step in range(24):
+            moves = step != odd or number not in rests
+            values = [v + (moves and (n >= slow or step % 3 == 0)) for n, v in enumerate(values)]
+            rank.step(params_digest=sum(values) + 1, **({"learning_rate": 1e-3, "micro_batches": 1} | fields))
+            rank.digests(*values)
+    return run
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_step_that_one_shard_leaves_out_is_found(tmp_path: Path, slow: int):
+    (one,) = optimizer_stale(sharded(tmp_path, slow=slow).view())
+    assert (one.code, one.ranks, one.step, one.confidence) == ("optimizer-stale", (1,), 12, Confidence.LIKELY)
+    assert one.summary.startswith("rank 1 left out an optimizer step in step 12, which ranks 0 and 2 took")
+
+
+def test_a_step_that_leaves_shards_alone_for_a_reason(tmp_path: Path):
+    runs = {
+        "all left it out": {"rests": (0, 1, 2)},
+        "no tensor moves in every step": {"slow": 3, "odd": 13},
+        "the learning rate is zero": {"learning_rate": 0.0},
+        "no backward": {"micro_batches": 0},
+        "too early to know what is usual": {"odd": 3},
+    }
+    for name, options in runs.items():
+        assert optimizer_stale(sharded(tmp_path / name, **options).view()) == [], name
+
+
+@pytest.mark.parametrize("calls", [16, 32])
+def test_a_step_with_the_micro_batches_and_the_calls_of_two_is_one_left_out(tmp_path: Path, calls: int):
+    run = FakeRun(tmp_path, 2, layout=None)
+    for number, rank in enumerate(run.ranks):
+        rank.meta("layout", kind="fsdp", coordinates={}, data_ranks=[0, 1], stage=0)
+        rank.parameters(*SHARDS)
+        for step in range(24):
+            odd = number == 1 and step == 12
+            rank.step(micro_batches=2 if odd else 1, collectives=calls if odd else 16)
+    found = optimizer_stale(run.view())
+    assert [(one.ranks, one.step) for one in found] == ([((1,), 12)] if calls == 32 else [])
