@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from dtobs.detectors.silent.averaged_in_parts import averaged_in_parts
 from dtobs.detectors.silent.config_mismatch import settings_of
-from dtobs.detectors.silent.learned_copies import learned_keys
+from dtobs.detectors.silent.learned_copies import LEARNED, learned_keys
 from dtobs.detectors.silent.replica_divergence import FIRST_PERIOD
 from dtobs.events import Kind
 from dtobs.findings import Confidence, Finding
@@ -33,15 +35,17 @@ _EXCHANGES = ("all_to_all", "alltoall")
 
 
 def own_models(view: RunView) -> list[Finding]:
-    """One finding for each set of ranks that began alike."""
+    """One finding for each set of ranks that began alike, with those of `averaged_in_parts`."""
     ranks = view.ranks if 1 < len(view.ranks) <= MOST_RANKS else []
-    learned = {place for place, key in learned_keys(view).items() if key} if ranks else set()
+    learned = learned_keys(view) if ranks else {}
     alike: dict[_Left, list[int]] = defaultdict(list)
     for rank in ranks:
         left = _left_out(view, rank, learned)
         if left is not None:
             alike[left].append(rank)
-    return [f for left, ranks in alike.items() if len(ranks) > 1 and (f := _judge(view, ranks, left)) is not None]
+    found = [f for left, ranks in alike.items() if len(ranks) > 1 and (f := _judge(view, ranks, left)) is not None]
+    told = {f.ranks for f in found}
+    return [*found, *(f for f in averaged_in_parts(view) if f.ranks not in told)]
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,17 @@ class _Left:
     everything: bool
 
 
-def _left_out(view: RunView, rank: int, learned: set[tuple[int, int]]) -> _Left | None:
+def _left_out(view: RunView, rank: int, learned: Mapping[tuple[int, int], str]) -> _Left | None:
     meta, history = view.meta(rank), view.digests(rank)
-    rows = tuple(row for row, p in enumerate(meta.params) if not p.replica and (rank, row) not in learned)
+    sharded = any(p.replica.partition("/")[2] for p in meta.params)
+    everywhere = f"{LEARNED}:{len(view.ranks)}:"
+
+    def is_left(row: int) -> bool:
+        key = learned.get((rank, row), "")
+        # Beside shards, one that is alike on some ranks only is what each of those made of the same samples.
+        return not meta.params[row].replica and (not key or (sharded and not key.startswith(everywhere)))
+
+    rows = tuple(filter(is_left, range(len(meta.params))))
     if not rows or meta.pipeline or len(history) < 2 or "digest" not in (history.dtype.names or ()):
         return None
     if history["digest"].shape[1] <= rows[-1]:
@@ -82,7 +94,7 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
     moves = (looks[:, 1:] != looks[:, :-1]).any(axis=(0, 1))
     some = np.sort(looks[:, 1:, moves], axis=0)
     settings = [settings_of(view, rank, 1 << 62) for rank in ranks]
-    apart = moves.any() and (some[1:] != some[:-1]).all()
+    apart = moves.any() and ((some[1:] != some[:-1]).all() if left.everything else (some[0] != some[-1]).all())
     if not apart or settings != settings[:1] * len(ranks):
         return None
     if not all(_calls(view, rank, set(ranks), left.everything) for rank in ranks):
@@ -98,7 +110,7 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
         first = left.tensors[int(moves.argmax())][0]
         more = f" and {count(moving - 1, 'other tensor')}" if moving > 1 else ""
         text = (
-            f"the copies of {first}{more} on {ranks_text(ranks)} began alike and each goes its own way since step"
+            f"the copies of {first}{more} on {ranks_text(ranks)} began alike and have gone apart since step"
             f" {step}: nothing shards them or averages their gradients, as is done for the rest of the model"
         )
     return Finding(

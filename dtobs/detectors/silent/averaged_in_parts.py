@@ -1,0 +1,193 @@
+"""gradients-not-synchronized: copies of one model whose gradients are averaged over a part of their ranks only.
+
+What it does: looks at ranks that began with the same parameters and have gone apart since. In two cases they should
+not have. They pass each other activations in the forward and gradients of them in the backward of most steps, on
+inputs of their own, as ranks do that hold a part of each sequence (context parallelism): then they train one model,
+and its gradients have to be averaged over all of them. Or the rest of what they hold stays alike, and other ranks
+began with other values for the same tensors, so these are copies of experts, and nobody averages them. Both are only
+possible: layers that are cut by hand may begin alike as well.
+
+Why it hurts: each set of ranks trains a model, or an expert, of its own on its share of the samples.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.detectors.peers import side_by_side
+from dtobs.detectors.silent.config_mismatch import settings_of
+from dtobs.detectors.silent.replica_divergence import FIRST_PERIOD
+from dtobs.events import Kind, Phase
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
+from dtobs.words import count, ranks_text
+
+MOST_RANKS = 256
+LOOKS = 64
+"""The first looks at the digests, in which ranks part or do not."""
+MOST_STEPS = 0.9
+"""The share of steps in which what is asked of every step has to be seen."""
+
+
+def averaged_in_parts(view: RunView) -> list[Finding]:
+    """One finding for each model that parted on ranks that began alike, and one for each part of a model."""
+    if not 1 < len(view.ranks) <= MOST_RANKS:
+        return []
+    parted = list(_parted(view))
+    return [*(f for one in parted if (f := _one_model(view, one)) is not None), *_tensors(parted)]
+
+
+@dataclass(frozen=True)
+class _Parted:
+    """Ranks that began alike, in `parts` of which each stayed alike. Rows of their table: those `apart`, and the rest.
+
+    `began` are the digests of all rows before the first step; `names` those of the table.
+    """
+
+    parts: list[list[int]]
+    names: tuple[str, ...]
+    apart: list[int]
+    alike: list[int]
+    began: tuple[int, ...]
+    step: int
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(rank for part in self.parts for rank in part)
+
+
+def _parted(view: RunView) -> Iterator[_Parted]:
+    together: dict[object, list[int]] = defaultdict(list)
+    for rank in view.ranks:
+        meta, history = view.meta(rank), view.digests(rank)
+        if len(history) < 2 or "digest" not in (history.dtype.names or ()) or meta.pipeline:
+            continue
+        table = tuple((p.name, tuple(p.shape)) for p in meta.params)
+        if len(table) <= history["digest"].shape[1]:
+            together[table, history["digest"][0].tobytes(), int(history["step"][0])].append(rank)
+    for ranks in together.values():
+        if len(ranks) > 1 and (parted := _parts(view, ranks)) is not None:
+            yield parted
+
+
+def _parts(view: RunView, ranks: list[int]) -> _Parted | None:
+    """How ranks that began alike parted; None where they did not, or did so for too short a time, or met again."""
+    histories = [view.digests(rank)[:LOOKS] for rank in ranks]
+    common = sorted(set.intersection(*(set(h["step"].tolist()) for h in histories)))
+    if len(common) < 2 or common[-1] - common[0] < FIRST_PERIOD:
+        return None
+    rows = [[h["step"].tolist().index(step) for step in common] for h in histories]
+    looks = np.stack([h["digest"][at] for h, at in zip(histories, rows, strict=True)])  # [ranks, looks, rows]
+    parts: dict[bytes, list[int]] = defaultdict(list)
+    for place in range(len(ranks)):
+        parts[looks[place].tobytes()].append(place)
+    if len(parts) < 2:
+        return None
+    first = looks[[places[0] for places in parts.values()]]  # one rank of each part
+    moves = (first[:, 1:] != first[:, :-1]).any(axis=(0, 1))
+    ordered = np.sort(first[:, 1:], axis=0)
+    differs = (ordered[1:] != ordered[:-1]).all(axis=0)  # [looks - 1, rows]
+    apart: npt.NDArray[np.intp] = np.flatnonzero(moves & differs.all(axis=0))
+    alike: npt.NDArray[np.intp] = np.flatnonzero(moves & (first == first[:1]).all(axis=(0, 1)))
+    if not len(apart) or len(apart) + len(alike) < moves.sum():
+        return None  # some of it parted later, or met again: averaged now and then
+    return _Parted(
+        [[ranks[place] for place in places] for places in parts.values()],
+        tuple(p.name for p in view.meta(ranks[0]).params),
+        apart.tolist(),
+        alike.tolist(),
+        tuple(looks[0, 0].tolist()),
+        int(common[0]) + 1,
+    )
+
+
+def _one_model(view: RunView, parted: _Parted) -> Finding | None:
+    """The finding where everything parted, and the parts exchange what they compute and its gradients."""
+    settings = [settings_of(view, rank, 1 << 62) for rank in parted.ranks]
+    if parted.alike or settings != settings[:1] * len(settings) or not _own_inputs(view, parted):
+        return None
+    if not all(_exchanges(view, rank, set(parted.ranks) - set(part)) for part in parted.parts for rank in part):
+        return None
+    sets = [part for part in parted.parts if len(part) > 1]
+    where = f"averaged on {_listed(sets)} only" if sets else "not averaged"
+    return _finding(
+        [parted],
+        f"{ranks_text(parted.ranks)} began alike and pass each other activations and gradients of them in each step,"
+        f" but the gradients of the model are {where}: {count(len(parted.apart), 'tensor')} differ since step"
+        f" {parted.step}. If each rank has a part of every sequence, gradients have to be averaged over all of them",
+    )
+
+
+def _tensors(parted: list[_Parted]) -> Iterator[Finding]:
+    """A finding for each part of the model that parted, on several sets of ranks that began differently, alone."""
+    together: dict[tuple[object, ...], list[_Parted]] = defaultdict(list)
+    for one in parted:
+        if one.alike:
+            together[one.names, tuple(one.apart)].append(one)
+    for sets in together.values():
+        began = [one.began for one in sets]
+        unequal = {row for row, values in enumerate(zip(*began, strict=True)) if len(set(values)) > 1}
+        first = sets[0]
+        more = f" and {count(len(first.apart) - 1, 'other tensor')}" if len(first.apart) > 1 else ""
+        what = f"the copies of {first.names[first.apart[0]]}{more}"
+        goes = f"began alike and have gone apart since step {first.step}"
+        if unequal == set(first.apart):
+            alike = _listed([one.ranks for one in sets])
+            text = (
+                f"{what} {goes} on {alike}, while the rest of the model is kept alike: if they are the same experts,"
+                " nobody averages their gradients"
+            )
+        elif unequal and not unequal & set(first.apart):
+            ranks = ranks_text(sorted(rank for one in sets for rank in one.ranks))
+            text = f"{what} on {ranks} {goes}: nothing averages their gradients, as is done for the rest of the model"
+        else:
+            continue
+        yield _finding(sets, text)
+
+
+def _listed(sets: list[list[int]]) -> str:
+    """The sets of ranks one after the other, the first four."""
+    return " and on ".join(ranks_text(ranks) for ranks in sets[:4]) + (", …" if len(sets) > 4 else "")
+
+
+def _finding(sets: list[_Parted], text: str) -> Finding:
+    first = sets[0]
+    parts = [part for one in sets for part in one.parts]
+    return Finding(
+        "gradients-not-synchronized",
+        text,
+        tuple(rank for part in parts for rank in part),
+        Confidence.POSSIBLE,
+        step=first.step,
+        group="averaged in parts",
+        fault=False,
+        evidence=({"what": "parameter digests", "parts": parts[:16], "tensors_that_differ": len(first.apart)},),
+    )
+
+
+def _own_inputs(view: RunView, parted: _Parted) -> bool:
+    """Whether the parts go through inputs of their own: those of tensor-parallel ranks are the same."""
+    _, inputs = side_by_side(view, [part[0] for part in parted.parts], "input_digest")
+    ordered = np.sort(inputs, axis=0)
+    own = (ordered[1:] != ordered[:-1]).all(axis=0) & (inputs != 0).all(axis=0)
+    return bool(inputs.shape[1]) and float(own.mean()) >= MOST_STEPS
+
+
+def _exchanges(view: RunView, rank: int, others: set[int]) -> bool:
+    """Whether `rank` calls collectives with some of `others` in the forward and in the backward, and sends nothing."""
+    events, groups = view.events(rank), view.meta(rank).groups
+    if (events["kind"] == Kind.P2P).any():
+        return False
+    calls = events[events["kind"] == Kind.COLLECTIVE]
+    with_them = [number for number, group in groups.items() if others & set(group.ranks)]
+    calls = calls[np.isin(calls["group"], with_them)]
+    steps = np.unique(events["step"][events["kind"] == Kind.STEP_BEGIN])
+    return bool(len(steps)) and all(
+        np.isin(steps, calls["step"][calls["phase"] == phase]).mean() >= MOST_STEPS
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )

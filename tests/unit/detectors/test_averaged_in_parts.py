@@ -1,0 +1,120 @@
+"""Ranks of one model, or of one expert, whose gradients are averaged over a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtobs.events import Kind, Phase
+from dtobs.findings import Finding
+from dtobs.recording.meta import Parameter
+from dtobs.testing.fake_run import FakeRun
+from tests.unit.detectors.runs import findings
+
+PARTS = {0: 0, 1: 1, 2: 0, 3: 1}
+"""Which copy of the model each of the four ranks trains."""
+Value = Callable[[int, int], int]
+
+
+def told(run: FakeRun) -> list[Finding]:
+    return [f for f in findings(run) if f.code == "gradients-not-synchronized"]
+
+
+def apart(rank: int, step: int) -> int:
+    return 10 if step < 0 else 1000 + 10 * step + PARTS[rank]
+
+
+def exchanging(
+    root: Path,
+    value: Value = apart,
+    *,
+    phases: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD),
+    inputs: Callable[[int], int] = lambda rank: rank,
+    kind: Kind = Kind.COLLECTIVE,
+) -> FakeRun:
+    """Four ranks: gradients are averaged over 0 and 2, and over 1 and 3; 0 and 1, and 2 and 3, pass activations."""
+    run = FakeRun(root, 4, layout=None)
+    groups = [run.group(f"sequence {n}", (2 * n, 2 * n + 1)) for n in range(2)]
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*(Parameter(name, (8,), "float32", f"copies:2:{PARTS[number]}") for name in ("a", "b")))
+        rank.digests(7, value(number, -1), step=-1)
+        rank.collective("all_gather", groups[number // 2])  # says which group it is
+        for step in range(24):
+            for phase in phases:
+                rank.event(kind, phase=phase, group=groups[number // 2], value=4096.0)
+            rank.step(input_digest=1 + 100 * step + inputs(number), params_digest=1 + value(number, step))
+            rank.digests(7, value(number, step))
+    return run
+
+
+@pytest.mark.parametrize("singly", [False, True])
+def test_ranks_that_exchange_activations_and_do_not_average_over_all(
+    tmp_path: Path, singly: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if singly:
+        monkeypatch.setattr(f"{__name__}.PARTS", {rank: rank for rank in range(4)})
+    (found,) = told(exchanging(tmp_path))
+    where = "not averaged" if singly else "averaged on ranks 0 and 2 and on ranks 1 and 3 only"
+    assert (found.ranks, found.severity, found.step) == ((0, 1, 2, 3), "note", 0)
+    assert found.summary.startswith("ranks 0-3 began alike and pass each other activations")
+    assert f"gradients of the model are {where}: 1 tensor differ" in found.summary
+
+
+QUIET = {
+    "alike to the end": {"value": lambda rank, step: 1000 + step},
+    "each began with values of its own, as an ensemble does": {
+        "value": lambda rank, step: 10 + PARTS[rank] if step < 0 else apart(rank, step)
+    },
+    "averaged now and then": {"value": lambda rank, step: 5000 if step == 8 else apart(rank, step)},
+    "one part moved by itself only for a while": {
+        "value": lambda rank, step: apart(rank, step) if step > 12 else 1000 + 10 * step
+    },
+    "metrics only": {"phases": (Phase.OPTIMIZER,)},
+    "features without a gradient": {"phases": (Phase.FORWARD,)},
+    "messages, as between stages": {"kind": Kind.P2P},
+    "the same inputs, as tensor-parallel ranks have": {"inputs": lambda rank: rank // 2},
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_ranks_that_part_for_a_reason(tmp_path: Path, name: str):
+    assert told(exchanging(tmp_path, **QUIET[name])) == []
+
+
+def experts(root: Path, began: Callable[[int, int], int], own: tuple[int, ...]) -> FakeRun:
+    """Four ranks with a dense tensor and an expert, which began with `began` (rank, row); rows of `own` part."""
+    run = FakeRun(root, 4, layout=None)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*(Parameter(name, (64,), "float32", "") for name in ("dense", "more", "expert")))
+        rank.digests(*(began(number, row) for row in range(3)), step=-1)
+        for step in range(24):
+            rank.collective("all_to_all")
+            made = [100 * step + 10**6 * row + (number if row in own else began(number, row)) for row in range(3)]
+            rank.step(params_digest=1 + step + number, collectives=2).digests(*made)
+    return run
+
+
+def of_two(rank: int, row: int) -> int:
+    """Two experts, each on two ranks."""
+    return 5 + row + (50 * (rank % 2) if row == 2 else 0)
+
+
+def test_experts_whose_gradients_nobody_averages(tmp_path: Path):
+    (found,) = told(experts(tmp_path, of_two, (2,)))
+    assert (found.ranks, found.severity) == ((0, 1, 2, 3), "note")
+    assert found.summary.startswith(
+        "the copies of expert began alike and have gone apart since step 0 on ranks 0 and 2"
+    )
+
+
+def test_a_dense_tensor_whose_gradient_nobody_averages_beside_experts(tmp_path: Path):
+    (found,) = told(experts(tmp_path, of_two, (1,)))
+    assert (found.ranks, found.severity) == ((0, 1, 2, 3), "note")
+    assert found.summary.startswith("the copies of more on ranks 0-3 began alike and have gone apart since step 0")
+
+
+def test_experts_that_are_averaged_or_began_alike_everywhere(tmp_path: Path):
+    assert told(experts(tmp_path / "averaged", of_two, ())) == []
+    assert told(experts(tmp_path / "upcycled", lambda rank, row: 5 + row, (2,))) == []
