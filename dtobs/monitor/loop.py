@@ -11,8 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from dtobs.detectors import run_detectors
+from dtobs.detectors.hangs.apart import standing_apart
+from dtobs.detectors.hangs.situation import interpret
 from dtobs.detectors.hangs.stall import finished, last_movement_ns, moved_on, stall
 from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.events import RankState
@@ -43,6 +46,8 @@ from dtobs.recording.uncounted_time import read_excused, write_excused
 from dtobs.recording.view import RunView, load_run
 from dtobs.recording.watched import LastPass
 from dtobs.timeline.whatif import RecentWhatIf
+
+T = TypeVar("T")
 
 log = logging.getLogger("dtobs.monitor")
 
@@ -225,7 +230,8 @@ class Monitor:
         try:
             view = self.look()
             if self.watchdog.stalled is None and self.ranks.any_at_work() and stall(view) is not None:
-                self._watch(view)  # it began before this monitor did, or since the watchdog was asked
+                # It began before this monitor did, or since the watchdog was asked.
+                self._watch(view, self.watchdog.look)
                 view = self.look()
         except DtobsError as error:
             self.fail("recording", str(error))
@@ -260,6 +266,7 @@ class Monitor:
             for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)
                 self._tell(entry)
+            self._look_apart(view, found)
             if self._acts_on(found):
                 self.journal.flush()  # what follows is worth knowing the reason of
         self._enter_pass(view)
@@ -304,7 +311,7 @@ class Monitor:
         states = self.ranks.processes()
         ranks = [(watched, states[watched.rank]) for watched in self.ranks.watched]
         dog = self.watchdog
-        hang = hang_of(dog.stalled, dog.capture, self.run_dir.captures, self.ranks.attempt, ranks)
+        hang = hang_of(dog.stalled or dog.apart, dog.capture, self.run_dir.captures, self.ranks.attempt, ranks)
         return self.on_hang.consider(found, hang)
 
     def look(self) -> RunView:
@@ -417,13 +424,21 @@ class Monitor:
         except DtobsError as error:
             self.fail("recording", str(error))
             return 0.0
-        return self._watch(view)
+        return self._watch(view, self.watchdog.look)
 
-    def _watch(self, view: RunView) -> float:
+    def _look_apart(self, view: RunView, found: list[Finding]) -> None:
+        """Let the watchdog look at ranks that were found to stand still while others go on."""
+        dog = self.watchdog
+        hung = dog.stalled is None and any(finding.traits & Trait.HANG for finding in found)
+        if hung or dog.apart is not None:
+            apart = standing_apart(interpret(view)) if hung else None
+            self._watch(apart, dog.look_apart)
+
+    def _watch(self, view: T, look: Callable[[T], float | None]) -> float:
         """Let the watchdog judge; returns how much of the threshold has passed."""
         before = self.watchdog.captures
         try:
-            share = self.watchdog.look(view)
+            share = look(view) or 0.0
         except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
             self.fail("watchdog", f"the watchdog failed: {type(error).__name__}: {error}")
             return 0.0

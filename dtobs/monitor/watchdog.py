@@ -12,7 +12,7 @@ from dtobs.errors import RecordingDisabled
 from dtobs.monitor.capture import capture_ranks, make_room
 from dtobs.recording.capture import Capture
 from dtobs.recording.view import RunView
-from dtobs.words import duration_text
+from dtobs.words import duration_text, ranks_text
 
 KEEP = 10
 _MAX_PER_STALL = 4
@@ -32,6 +32,7 @@ class Watchdog:
     take: Callable[..., Capture] = capture_ranks
     stalled: Stall | None = None
     standing: Stall | None = None  #: a standstill that is no alarm yet, looked at for who may ask, or end the job
+    apart: Stall | None = None  #: of a part of the ranks, while others go on
     capture: Capture | None = None  #: of the present stall
     captures: int = 0  #: taken by this monitor
     early: int = 0  #: of them, taken of a standstill before it was long enough for an alarm
@@ -50,7 +51,8 @@ class Watchdog:
             if quiet is None or quiet.seconds < 1.0:
                 if self.standing is not None:
                     self._patience *= 2.0  # it went on by itself: this run takes such pauses
-                self.capture = self.standing = None
+                self.standing = None
+                self.capture = self.capture if self.apart is not None else None
             elif self._stands(quiet):
                 self.standing = quiet
                 self._capture(view, quiet, _picture(view))
@@ -64,6 +66,15 @@ class Watchdog:
         if begins or (picture != self._picture and apart and self._in_stall < _MAX_PER_STALL):
             self._capture(view, quiet, picture)
         return quiet.seconds / max(quiet.threshold_seconds, 1e-9)
+
+    def look_apart(self, view: RunView | None) -> None:
+        """Capture, once, the ranks of `view`, which stand still while others go on; None where there are none."""
+        began = None if view is None else quiet_period(view)
+        before, self.apart = self.apart, began
+        if view is None or began is None:
+            self.capture = None if before is not None and self.stalled is None else self.capture
+        elif before is None or before.ranks != began.ranks or before.since_ns != began.since_ns:
+            self._capture(view, began, _picture(view), who=f"{ranks_text(began.ranks)}, while others go on: ")
 
     def _stands(self, quiet: Stall) -> bool:
         """Whether a standstill deserves its one early look; the looks of a run are few."""
@@ -80,9 +91,9 @@ class Watchdog:
         limited = quiet.threshold_seconds < float("inf")
         return shown and limited and time.monotonic() - self._taken_s >= _REFRESH_SECONDS
 
-    def _capture(self, view: RunView, stalled: Stall, picture: Picture) -> None:
+    def _capture(self, view: RunView, stalled: Stall, picture: Picture, who: str = "") -> None:
         reason = (
-            f"nothing has moved for {duration_text(stalled.seconds)}; "
+            f"{who}nothing has moved for {duration_text(stalled.seconds)}; "
             f"the limit is {duration_text(stalled.threshold_seconds)}: {stalled.why}"
         )
         capture = self.take(view, reason, previous=self.capture)

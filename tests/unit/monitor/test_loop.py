@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dtobs.detectors.comparisons import comparisons_off
@@ -16,6 +17,7 @@ from dtobs.findings import Confidence, Finding
 from dtobs.monitor.address import addresses, announce, withdraw
 from dtobs.monitor.lock import NodeLock
 from dtobs.monitor.loop import Monitor, Timing
+from dtobs.monitor.on_hang import Hang
 from dtobs.recording.capture import Capture
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory
@@ -78,6 +80,42 @@ def test_a_disagreement_that_was_found_stays_found_when_the_run_then_stands_stil
         monitor.detect()
     assert [e.event for e in read_journal(run.directory.findings)] == ["found"]
     assert [f.early for f in monitor.journal.findings] == [False]
+
+
+def test_ranks_that_stand_still_while_others_go_on_are_captured_once_and_acted_on(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", world=4)
+    run.steps(3)
+    pair = run.group("pair", (2, 3))
+    run.rank(2).phase("backward").collective(group=pair, wait=True)
+    run.rank(3).phase("forward")
+    monitor = Monitor(run.directory, 0)
+    takes: list[RunView] = []
+
+    def take(view: RunView, reason: str, previous: Capture | None) -> Capture:
+        takes.append(view)
+        return Capture(view.now_ns, "20261120T120000.000Z", reason)
+
+    still = [2, 3]
+    now = monitor.look
+
+    def look_back() -> RunView:
+        view = now()
+        for name in ("heartbeat_ns", "step_begin_ns", "attach_ns", "phase_begin_ns", "collective_ns", "wait_since_ns"):
+            view.pages[name][still] = np.maximum(view.pages[name][still] - 300 * 10**9, 0)
+        return view
+
+    considered: list[Hang | None] = []
+    monitor.look = look_back  # type: ignore[method-assign]
+    monitor.watchdog.take = take
+    monitor.on_hang.consider = lambda found, hang: considered.append(hang) is not None  # type: ignore[method-assign]
+    monitor.detect()
+    monitor.detect()
+    assert [(view.ranks, monitor.watchdog.stalled) for view in takes] == [([2, 3], None)]
+    assert [hang.stall.ranks if hang is not None else None for hang in considered] == [(2, 3), (2, 3)]
+    still.clear()
+    moved(run)
+    monitor.detect()
+    assert (monitor.watchdog.apart, monitor.watchdog.capture, considered[-1]) == (None, None, None)
 
 
 def test_a_detector_that_throws_is_counted_and_said_once(run: FakeRun, caplog: pytest.LogCaptureFixture):
