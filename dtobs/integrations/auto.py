@@ -94,7 +94,10 @@ class Finder:
             _note_unseen()
             return
         living = [other for seen in self._optimizers if (other := seen()) is not None and other is not optimizer]
-        _attach(self._outermost() if self._outermost is not None else None, [optimizer, *living])
+        outermost = self._outermost() if self._outermost is not None else None
+        if outermost is not None and any(p.is_meta for p in outermost.parameters()):
+            outermost = None  # a plan of a model, to which torch.func.functional_call gives parameters
+        _attach(outermost, [optimizer, *living])
 
 
 _finder: Finder | None = None

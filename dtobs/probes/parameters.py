@@ -113,7 +113,7 @@ class ParameterProbe(Probe):
 
     def _read(self, step: int, amend: int | None) -> None:
         context = self.context
-        if not any(named.tensor.numel() for named in self._tensors):
+        if not any(named.tensor.numel() for named in self._tensors) or any(t.tensor.is_meta for t in self._tensors):
             return  # they are elsewhere between their uses, as with ZeRO-3 of DeepSpeed: nothing lies here to be read
         values = np.zeros(len(self._tensors), np.uint64)
         late: list[int] = []

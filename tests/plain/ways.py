@@ -103,8 +103,9 @@ def by_command(name: str, run_dir: Path) -> list[list[float]]:
 
 
 def findings(run_dir: Path) -> list[str]:
-    """What `dtobs diagnose` finds in a run directory, a line each."""
+    """What `dtobs diagnose` finds in a run directory, a line each, and what of dtobs failed there."""
     with suppress(TargetError):
-        found = diagnose(gather(run_dir)).findings
-        return [f"{f.code} {f.severity.value} {f.confidence.value} {list(f.ranks)}: {f.summary}" for f in found]
+        seen = diagnose(gather(run_dir))
+        said = [f"{f.code} {f.severity.value} {f.confidence.value} {list(f.ranks)}: {f.summary}" for f in seen.findings]
+        return said + [note for note in seen.notes if " failed" in note]
     return ["nothing was recorded"]

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
@@ -342,5 +343,36 @@ def majority_of_signs(rank: int, world: int, watch: Watch) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert_replicas_equal(model.parameters())
+    assert_learned(losses)
+    return losses
+
+
+@program()
+def members_stacked_and_called_by_function(rank: int, world: int, watch: Watch) -> list[float]:
+    """An ensemble whose parameters are stacked: one plan on the meta device is called with each member's."""
+    members = [mlp(seed=number) for number in range(3)]
+    stacked, buffers = stack_module_state(members)
+    plan = copy.deepcopy(members[0]).to("meta")
+    parameters = {name: nn.Parameter(value.detach()) for name, value in stacked.items()}
+    optimizer = torch.optim.Adam(parameters.values(), 3e-3)
+    watch(plan, optimizer)
+    losses = []
+
+    def forward(own: dict[str, torch.Tensor], also: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = functional_call(plan, (own, also), (x,))
+        return result
+
+    for step in range(2 * STEPS):
+        x, y = batch(rank, step)
+        loss = mse(vmap(forward, (0, 0, None))(parameters, buffers, x), y.expand(3, *y.shape))
+        loss.backward()
+        for parameter in parameters.values():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_replicas_equal(list(parameters.values()))
     assert_learned(losses)
     return losses
