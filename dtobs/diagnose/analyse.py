@@ -95,6 +95,8 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
             continue
         if same is None or earlier.confidence.order > same.confidence.order or (same.early and not earlier.early):
             found[earlier.key] = earlier
+        elif earlier.confidence is same.confidence and _says_where(earlier) and not _says_where(same):
+            found[earlier.key] = earlier  # the process is gone, and no stack can be taken any more
         elif earlier.since_ns and (not same.since_ns or earlier.since_ns < same.since_ns):
             found[earlier.key] = replace(same, since_ns=earlier.since_ns)
     return list(found.values())
@@ -222,6 +224,10 @@ def _stood_until_the_end(view: RunView, ordered: list[Finding]) -> list[str]:
 def _it(finding: Finding) -> str:
     """ "it was" or "they were"."""
     return "it was" if len(finding.ranks) == 1 else "they were"
+
+
+def _says_where(finding: Finding) -> bool:
+    return any(record["what"] == "stack" for record in finding.evidence)
 
 
 def _outgrown(earlier: Finding, now: Iterable[Finding]) -> bool:

@@ -35,6 +35,14 @@ def test_an_alarm_is_no_less_of_one_when_the_run_then_stands_still():
     assert not kept.early
 
 
+def test_where_a_rank_stood_stays_known_when_its_process_is_gone():
+    stack = {"what": "stack", "rank": 1, "frames": ["train.py:12 in load"]}
+    seen = replace(HANG, summary="away at train.py:12 in load", evidence=(stack,))
+    assert merge([HANG], [entry(seen)]) == [seen]
+    elsewhere = replace(HANG, summary="away at train.py:30 in save", evidence=({**stack, "frames": ["save"]},))
+    assert merge([elsewhere], [entry(seen)]) == [elsewhere]
+
+
 def test_a_wait_that_ran_into_its_timeout_follows_from_the_standstill_before_the_alarm():
     still = replace(HANG, code="p2p-unmatched", ranks=(0, 1), early=True)
     gave_up = Finding("uncaught-exception", "rank 0 raised RuntimeError: timed out", (0,), Confidence.POSSIBLE)
