@@ -57,6 +57,7 @@ PROBES = (
     ProbeEntry("scaler", "scaler:Scaler"),
     ProbeEntry("kept gradients", "kept_gradients:KeptGradients"),
     ProbeEntry("loss weights", "loss_weights:LossWeightProbe"),
+    ProbeEntry("forward values", "forward_values:ForwardValues"),
     ProbeEntry("joins", "joins:Joins", needs=(DISTRIBUTED,)),
     ProbeEntry("following", "following:Following"),
     ProbeEntry("forward", "modules:Forward"),

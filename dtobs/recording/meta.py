@@ -199,6 +199,8 @@ class Meta:
     corrupt: dict[str, Corrupt] = field(default_factory=dict)  #: by path
     kept: list[tuple[int, str]] = field(default_factory=list)  #: step and parameter of gradients that nobody zeroed
     nonfinite: dict[str, tuple[int, int]] = field(default_factory=dict)  #: by where a NaN was seen: first step, row
+    forward: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """By step, of a forward pass that ended in a NaN: the last module with a finite input, and the next one without."""
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
     damaged: int = 0  #: lines that could not be understood
 
@@ -276,6 +278,10 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
             meta.kept.append((decode(int, e["step"]), decode(str, e["parameter"])))
         case "nonfinite":
             meta.nonfinite.setdefault(decode(str, e["seen"]), (decode(int, e["step"]), decode(int, e["row"])))
+        case "forward":
+            step, ends = decode(int, e["step"]), (decode(str, e["finite"]), decode(str, e["entered"]))
+            if not meta.forward.get(step, ("", ""))[0]:  # of several stages the one in which it arose
+                meta.forward[step] = ends
         case "unobserved":
             said = {name: decode(str, e[name]) for name in ("what", "why")}
             meta.unobserved.append({**said, "step": decode(int, e["step"])})

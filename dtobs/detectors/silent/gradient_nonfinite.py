@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +48,11 @@ def gradient_nonfinite(view: RunView) -> list[Finding]:
     previous: int | None = None
     unseen = _first_unseen(view)
     if unseen is not None and (not bad or unseen.step < min(bad)):
-        return [_describe_unseen(view, unseen)]
+        passes = {r: view.meta(r).forward for r in view.ranks}
+        step = min((s for seen in passes.values() for s in seen if s <= unseen.step), default=None)
+        if step is None:
+            return [_describe_unseen(view, unseen)]
+        return [_describe(view, step, {r: (-1, 0, 0) for r, seen in passes.items() if step in seen})]
     for step in sorted(bad):
         if previous is None or step > previous + 1:
             ranks = tuple(sorted(bad[step]))
@@ -181,13 +186,15 @@ def _in_long_rows(wrong: npt.NDArray[np.bool_], least: int) -> npt.NDArray[np.bo
 
 
 def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) -> Finding:
-    origin, spread = _origin(view, bad)
+    origin, spread = _origin(view, step, bad)
     rank = min(origin, key=lambda r: (bad[r][0] < 0, bad[r][0], r))
     row, count, _ = bad[rank]
     parameter = _name(view, rank, row)
     module = parameter.rpartition(".")[0] or "the root module"
     more = f" and {count - 1} more parameters" if count > 1 else ""
-    evidence = [
+    where, gradient = in_the_forward(view, rank, step), f"in the gradient of {parameter}{more}"
+    where = f": first {gradient}" if not where else f"{where}, then {gradient}" if row >= 0 else where
+    evidence: list[dict[str, Any]] = [
         {
             "what": "local gradient",
             "rank": r,
@@ -196,20 +203,35 @@ def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) ->
             "nonfinite": bad[r][1],
         }
         for r in sorted(bad)[:16]
+        if bad[r][1]
     ]
+    for r in sorted(bad)[:16]:
+        if (ends := view.meta(r).forward.get(step)) is not None:
+            evidence.append(
+                {"what": "forward pass", "rank": r, "finite_entered": ends[0], "nonfinite_entered": ends[1]}
+            )
+    if row >= 0:
+        evidence.append({"what": "first parameter", "rank": rank, "parameter": parameter, "module": module})
     return Finding(
         "gradient-nonfinite",
-        f"{ranks_do(origin, 'compute')} NaN or infinity in step {step}: first in the gradient of {parameter}{more}"
-        f"{spread}",
+        f"{ranks_do(origin, 'compute')} NaN or infinity in step {step}{where}{spread}",
         origin,
         Confidence.LIKELY if len(origin) < len(bad) else Confidence.POSSIBLE if spread else Confidence.CERTAIN,
         step=step,
-        evidence=(
-            *evidence,
-            {"what": "first parameter", "rank": rank, "parameter": parameter, "module": module},
-        ),
+        evidence=tuple(evidence),
         since_ns=min(t for _, _, t in bad.values()),
     )
+
+
+def in_the_forward(view: RunView, rank: int, step: int) -> str:
+    """Where the forward pass of `step` came to a NaN on `rank`, for the end of a sentence; "" where it did not."""
+    ends = view.meta(rank).forward.get(step)
+    if ends is None:
+        return ""
+    finite, entered = ends
+    told = [f"the input of {finite} was {'' if entered else 'still '}finite"] if finite else []
+    told += [f"the input of {entered} {'after it was not' if finite else 'was not finite already'}"] if entered else []
+    return ", in the forward pass" + (f" ({', '.join(told)})" if told else "")
 
 
 def _name(view: RunView, rank: int, row: int) -> str:
@@ -217,11 +239,12 @@ def _name(view: RunView, rank: int, row: int) -> str:
     return table[row].name if 0 <= row < len(table) else "an unknown parameter"
 
 
-def _origin(view: RunView, bad: Collection[int]) -> tuple[tuple[int, ...], str]:
+def _origin(view: RunView, step: int, bad: Collection[int]) -> tuple[tuple[int, ...], str]:
     """Of ranks with bad gradients those in which they arose, and the end of a sentence about the others; all, and "".
 
     Stages of a pipeline hand activations on and gradients back. So where the gradients that came back were finite, they
-    became bad in that stage; where even the last stage has bad ones, it was in the forward pass, of no known stage.
+    became bad in that stage; where even the last stage has bad ones, it was in the forward pass: of the stage that took
+    finite values and handed on others, or of the first one that did.
     """
     if len(bad) < 2:
         return tuple(bad), ""
@@ -229,6 +252,11 @@ def _origin(view: RunView, bad: Collection[int]) -> tuple[tuple[int, ...], str]:
     if not any(others & set(bad) for others in onward.values()):
         together = all(_parts_of_its_model(view, rank) & set(bad) for rank in bad)
         return tuple(sorted(bad)), "; they compute one model together, so some have it from another" if together else ""
+    passes = {rank: ends for rank in bad if (ends := view.meta(rank).forward.get(step)) is not None}
+    given = {other for rank in passes for other in onward[rank]}
+    first = [r for r, ends in passes.items() if ends[0]] or [r for r in passes if r not in given]
+    if first:
+        return tuple(sorted(first)), "; the other stages have it from there" if len(first) < len(bad) else ""
     last = tuple(sorted(rank for rank, others in onward.items() if others and not others & set(bad)))
     if last:
         return last, f"; {ranks_text(sorted(set(bad) - set(last)))} got it back through the pipeline"

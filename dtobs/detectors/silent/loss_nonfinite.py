@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
+from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite, in_the_forward
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do
@@ -32,10 +32,11 @@ def loss_nonfinite(view: RunView) -> list[Finding]:
     if any(finding.step is not None and finding.step < step for finding in gradient_nonfinite(view)):
         return []
     ranks = [r for r, (at, _, _) in first.items() if at == step]
+    where = in_the_forward(view, ranks[0], step)
     return [
         Finding(
             "loss-nonfinite",
-            f"{ranks_do(ranks, 'have')} a loss of {first[ranks[0]][1]} in step {step}",
+            f"{ranks_do(ranks, 'have')} a loss of {first[ranks[0]][1]} in step {step}{where}",
             tuple(ranks),
             Confidence.CERTAIN,
             step=step,

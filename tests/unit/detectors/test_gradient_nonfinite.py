@@ -81,6 +81,52 @@ def test_a_nan_of_all_stages_is_certain_of_none(tmp_path: Path):
     assert "it came to most of them from another" in found.summary
 
 
+@pytest.mark.parametrize(
+    ("passes", "ranks"),
+    [
+        ({1: ("a", "b"), 2: ("", "a"), 3: ("", "a")}, (1,)),  # rank 0's output was finite
+        ({0: ("", "a"), 1: ("", "a"), 2: ("", "a"), 3: ("", "a")}, (0,)),  # so was its batch
+        ({3: ("a", "")}, (3,)),
+        ({2: ("", "")}, (2,)),  # on a device nobody knows between which modules; rank 3 hands on nothing
+    ],
+)
+def test_a_nan_of_a_forward_pass_is_that_of_the_stage_that_took_finite_values(tmp_path: Path, passes, ranks):
+    run = pipeline(tmp_path, 4, 40, {30: {0, 1, 2, 3}})
+    for rank, (finite, entered) in passes.items():
+        run.rank(rank).meta("forward", step=30, finite=finite, entered=entered)
+    found = only(run)
+    assert (found.ranks, found.step, found.confidence) == (ranks, 30, "likely")
+    assert found.summary.endswith("; the other stages have it from there")
+
+
+def test_of_a_ranks_stages_the_one_in_which_it_arose_counts(tmp_path: Path):
+    run = pipeline(tmp_path, 4, 40, {30: {0, 1, 2, 3}})
+    for rank in run.ranks:
+        rank.meta("forward", step=30, finite="", entered="8.norm")
+        if rank.number == 2:
+            rank.meta("forward", step=30, finite="3.fc", entered="3.out")
+    found = only(run)
+    assert found.ranks == (2,)
+    assert (
+        "in the forward pass (the input of 3.fc was finite, the input of 3.out after it was not), then in the"
+        in found.summary
+    )
+
+
+@pytest.mark.parametrize("step", [12, 30])
+def test_a_forward_pass_tells_whose_nan_it_was_that_no_gradient_showed(tmp_path: Path, step: int):
+    run = noisy_run(tmp_path, 3)
+    for rank in run.ranks:
+        rank.meta("nonfinite", seen="parameters", row=0, step=21)
+    run.rank(1).meta("forward", step=step, finite="block", entered="")
+    found = only(run)
+    if step == 12:
+        assert (found.ranks, found.step) == ((1,), 12)
+        assert found.summary.endswith("in step 12, in the forward pass (the input of block was still finite)")
+    else:
+        assert (found.ranks, found.step) == ((), 20)
+
+
 def test_a_nan_in_the_parameters_of_one_stage_is_said_of_it(tmp_path: Path):
     run = pipeline(tmp_path, 4, 40, {31: {0, 1, 2, 3}})
     run.rank(2).meta("nonfinite", seen="parameters", row=1, step=31)

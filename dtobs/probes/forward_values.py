@@ -1,0 +1,155 @@
+"""Where in a forward pass a NaN or an infinity arose, read from the graph that backward is handed.
+
+What backward begins with is looked at each time: a loss, or what a pipeline's stage hands on. Where it is not finite,
+the graph still holds what entered each module with parameters, unless a checkpoint computes it again or a device holds
+it: of the last one that was entered by finite values and the first one that was not, the names are kept.
+
+Saved tensors are read without unpacking them (`_raw_saved_*` and ``SavedTensor.data``), since the hooks of a checkpoint
+would compute them. Both are private to torch, as is the order of the nodes (`_sequence_nr`). Tried with 2.13.0; where a
+version has none of them, it stays unknown where the NaN arose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from dtobs.probes.base import Probe
+from dtobs.probes.fsdp import fsdp_parameters
+from dtobs.probes.layout import local_tensor, model_tensors
+
+TRIED = ("2.13.0",)
+MOST_LOOKS, MOST_NODES = 16, 200_000
+_VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"})
+"""What stands between a parameter and the operator that uses it."""
+
+_NO_INPUTS = ("_raw_saved_result", "_raw_saved_running_")
+
+
+class ForwardValues(Probe):
+    """Writes the meta entry ``forward``, for the first bad forward passes of a run."""
+
+    name = "forward values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looks = 0
+
+    def backward_begin(self, tensors: Any) -> None:
+        """Look at what this backward begins with."""
+        if self._looks >= MOST_LOOKS:
+            return
+        roots = [t for t in (tensors if isinstance(tensors, Sequence) else (tensors,)) if isinstance(t, torch.Tensor)]
+        for root in roots:
+            value = local_tensor(root).detach()
+            if type(value) is not torch.Tensor or not value.is_floating_point():
+                continue
+            if value.is_cpu:
+                if not is_finite(value):
+                    self._note(self.context.step, roots)
+                    return
+            elif value.numel() > 1:  # what a stage hands on; the loss is read anyhow
+                self.late.put(value.sum(dtype=torch.float32).reshape(1), self._arrival(self.context.step))
+
+    def _arrival(self, step: int) -> Callable[[npt.NDArray[Any]], None]:
+        def arrived(total: npt.NDArray[Any]) -> None:
+            if not math.isfinite(total[0]) and self._looks < MOST_LOOKS:
+                self._note(step, ())
+
+        return arrived
+
+    def _note(self, step: int, roots: Sequence[torch.Tensor]) -> None:
+        self._looks += 1
+        model = self.context.model
+        known = names(model) if model is not None else {}
+        finite, entered = where_it_arose([root.grad_fn for root in roots], known)
+        self.context.recorder.meta.add("forward", step=step, finite=finite, entered=entered)
+
+
+def names(model: nn.Module) -> dict[int, str]:
+    """By id of each parameter that autograd sees: the module that has it, "the root module" for the outermost."""
+    gathered = fsdp_parameters(model)
+    seen = {id(t.tensor if (g := gathered.get(id(t.tensor))) is None else g): t.name for t in model_tensors(model)}
+    return {each: name.rpartition(".")[0] or "the root module" for each, name in seen.items()}
+
+
+def where_it_arose(roots: Sequence[Any], known: dict[int, str]) -> tuple[str, str]:
+    """Of the modules of `known` the last one that finite values entered, and the first one after it that others did.
+
+    "" where there is none. `roots` are nodes of autograd. Raises nothing: what cannot be read is left out.
+    """
+    used = [(node._sequence_nr(), node, found) for node in _nodes(roots) if (found := _parameters(node))]
+    finite = ""
+    for _, node, parameters in sorted(used, key=lambda one: one[0]):
+        name = next((known[id(p)] for p in parameters if id(p) in known), "")
+        if not name:
+            continue
+        entered = [is_finite(value) for value in _entered(node, parameters)]
+        if not all(entered):
+            return finite, name
+        if entered or _is_lookup(node):
+            finite = name
+    return finite, ""
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether no element of a tensor of the host is NaN or infinite."""
+    total = float(value.sum(dtype=torch.float32 if value.element_size() < 4 else None))
+    return math.isfinite(total) or bool(torch.isfinite(value).all())
+
+
+def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
+    waiting = [root for root in roots if root is not None]
+    seen = set(waiting)
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        yield node
+        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(following)
+        waiting += following
+
+
+def _parameters(node: Any) -> list[torch.Tensor]:
+    """The leaves that an operator uses as they are, or as a view of them."""
+    found: list[torch.Tensor] = []
+    if isinstance(node, torch.autograd.function.BackwardCFunction):  # what it keeps may come from anywhere inside it
+        return found
+    for following, _ in node.next_functions:
+        for _ in range(4):
+            if following is None or following.name() not in _VIEWS:
+                break
+            following = following.next_functions[0][0]
+        leaf = getattr(following, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+    return found
+
+
+def _entered(node: Any, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of the host that an operator has kept, but for its parameters."""
+    own = {p.untyped_storage().data_ptr() for p in map(local_tensor, parameters)}
+    for attribute in dir(type(node)):
+        if not attribute.startswith("_raw_saved_") or attribute.startswith(_NO_INPUTS):
+            continue
+        try:
+            saved = getattr(node, attribute)
+            kept = [one.data for one in (saved if isinstance(saved, Sequence) else (saved,)) if one.unpack_hook is None]
+        except (RuntimeError, AttributeError):  # released, or another version of torch
+            continue
+        for tensor in kept:
+            value = local_tensor(tensor).detach() if isinstance(tensor, torch.Tensor) else None
+            if type(value) is not torch.Tensor or not (value.is_cpu and value.is_floating_point()):
+                continue
+            if value.untyped_storage().data_ptr() not in own:
+                yield value
+
+
+def _is_lookup(node: Any) -> bool:
+    """Whether whole numbers enter it, which are finite."""
+    name: str = node.name()
+    return name.startswith("Embedding")

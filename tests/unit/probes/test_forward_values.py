@@ -1,0 +1,146 @@
+"""Between which modules a NaN of the forward pass arose, read from the graph of the loss."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import dtobs
+from dtobs.events import Kind
+from dtobs.probes.forward_values import names, where_it_arose
+from dtobs.recording.view import load_run
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.checkpointed, self.factor, self.computed = checkpointed, 1.0, 0
+
+    def inside(self, x: Tensor) -> Tensor:
+        self.computed += 1
+        return x + self.second(self.first(self.norm(x)).relu() * self.factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inside, x, use_reentrant=False) if self.checkpointed else self.inside(x)
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.blocks = nn.Sequential(*(Block(checkpointed) for _ in range(4)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks(self.table(tokens)))
+        return out
+
+
+def arose(model: nn.Module, loss: Tensor) -> tuple[str, str]:
+    return where_it_arose([loss.grad_fn], names(model))
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_between_two_modules(number: int, factor: float, kind: torch.dtype):
+    model = Model()
+    model.blocks[number].factor = factor
+    with torch.autocast("cpu", kind, enabled=kind != torch.float32):
+        loss = model(torch.randint(20, (2, 5))).float().square().mean()
+    assert arose(model, loss) == (f"blocks.{number}.first", f"blocks.{number}.second")
+
+
+def test_behind_the_last_module():
+    model = Model()
+    assert arose(model, model(torch.randint(20, (2, 5))).sum() * math.nan) == ("head", "")
+
+
+def test_in_the_batch():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3))
+    batch = torch.randn(2, 1, 8, 8)
+    batch[0, 0, 0, 0] = math.nan
+    assert arose(model, model(batch).sum()) == ("", "0")
+
+
+def test_a_parameter_that_holds_it_is_no_input():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight[0, 0] = math.nan
+    assert arose(model, model(torch.randn(2, 4)).sum()) == ("1", "2")
+
+
+def test_what_a_checkpoint_computes_again_is_not_computed_for_it():
+    model = Model(checkpointed=True)
+    model.blocks[2].factor = math.nan
+    loss = model(torch.randint(20, (2, 5))).sum()
+    assert arose(model, loss) == ("table", "head")
+    assert [block.computed for block in model.blocks] == [1] * 4
+    loss.backward()
+    assert [block.computed for block in model.blocks] == [2] * 4
+
+
+def test_what_one_operator_of_a_programs_own_keeps_is_not_taken_for_its_input():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+            inside = x * math.nan
+            ctx.save_for_backward(inside, weight)
+            return inside @ weight
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+            return grad, None
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    loss = model[2](Own.apply(model[0](torch.randn(2, 4)), model[1].weight)).sum()
+    assert arose(model, loss) == ("0", "2")
+
+
+def test_running_averages_of_an_earlier_nan_are_no_input():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[1].running_mean.fill_(math.nan)
+    assert arose(model, model(torch.randn(3, 4)).sum() * math.nan) == ("2", "")
+
+
+def test_a_graph_that_is_gone_tells_nothing():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    loss = model(torch.full((2, 4), math.nan)).sum()
+    loss.backward()
+    assert arose(model, loss) == ("", "")
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_what_a_training_records(tmp_path: Path, bad: bool):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for step in range(6):
+            model.blocks[1].factor = math.nan if bad and step == 3 else 1.0
+            tokens = torch.randint(20, (2, 5))
+            loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+    view = load_run(tmp_path)
+    assert view.pages["probe_failures"].tolist() == [0]
+    assert list(view.meta(0).forward.values()) == ([("blocks.1.first", "blocks.1.second")] if bad else [])
+
+
+def test_an_infinity_that_a_program_hands_to_backward_on_purpose_is_recorded_and_no_finding(tmp_path: Path):
+    model = nn.Linear(4, 4)
+    with dtobs.attach(model, torch.optim.SGD(model.parameters(), 1e-3), run_dir=tmp_path, monitor=False):
+        out = model(torch.randn(2, 4)).masked_fill(torch.eye(4).bool()[:2], -math.inf)
+        out.backward(torch.where(out.isfinite(), 1.0, 0.0))
+    view = load_run(tmp_path)
+    assert view.meta(0).forward
+    assert Kind.NONFINITE_GRADIENT not in view.events(0)["kind"]
