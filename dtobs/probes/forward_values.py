@@ -67,8 +67,8 @@ class ForwardValues(Probe):
         self._looks += 1
         model = self.context.model
         known = names(model) if model is not None else {}
-        finite, entered = where_it_arose([root.grad_fn for root in roots], known)
-        self.context.recorder.meta.add("forward", step=step, finite=finite, entered=entered)
+        finite, entered, place = where_it_arose([root.grad_fn for root in roots], known)
+        self.context.recorder.meta.add("forward", step=step, finite=finite, entered=entered, place=place)
 
 
 def names(model: nn.Module) -> dict[int, str]:
@@ -78,23 +78,24 @@ def names(model: nn.Module) -> dict[int, str]:
     return {each: name.rpartition(".")[0] or "the root module" for each, name in seen.items()}
 
 
-def where_it_arose(roots: Sequence[Any], known: dict[int, str]) -> tuple[str, str]:
+def where_it_arose(roots: Sequence[Any], known: dict[int, str]) -> tuple[str, str, int]:
     """Of the modules of `known` the last one that finite values entered, and the first one after it that others did.
 
-    "" where there is none. `roots` are nodes of autograd. Raises nothing: what cannot be read is left out.
+    "" where there is none. And the how-manieth operator with parameters, from 0, the latter is: all of them where there
+    is none. `roots` are nodes of autograd. Raises nothing: what cannot be read is left out.
     """
     used = [(node._sequence_nr(), node, found) for node in _nodes(roots) if (found := _parameters(node))]
     finite = ""
-    for _, node, parameters in sorted(used, key=lambda one: one[0]):
+    for place, (_, node, parameters) in enumerate(sorted(used, key=lambda one: one[0])):
         name = next((known[id(p)] for p in parameters if id(p) in known), "")
         if not name:
             continue
         entered = [is_finite(value) for value in _entered(node, parameters)]
         if not all(entered):
-            return finite, name
+            return finite, name, place
         if entered or _is_lookup(node):
             finite = name
-    return finite, ""
+    return finite, "", len(used)
 
 
 def is_finite(value: torch.Tensor) -> bool:
@@ -117,8 +118,8 @@ def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
 def _parameters(node: Any) -> list[torch.Tensor]:
     """The leaves that an operator uses as they are, or as a view of them."""
     found: list[torch.Tensor] = []
-    if isinstance(node, torch.autograd.function.BackwardCFunction):  # what it keeps may come from anywhere inside it
-        return found
+    if node.name() in _VIEWS or isinstance(node, torch.autograd.function.BackwardCFunction):
+        return found  # what a program's own function keeps may come from anywhere inside it
     for following, _ in node.next_functions:
         for _ in range(4):
             if following is None or following.name() not in _VIEWS:

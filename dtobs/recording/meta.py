@@ -175,6 +175,19 @@ class Corrupt:
     t_ns: int
 
 
+@dataclass(frozen=True)
+class ForwardEnd:
+    """A forward pass that ended in a NaN: `finite` is the last module with a finite input, `entered` the next without.
+
+    `place` counts the operators with parameters before the latter. "" where there is none, or nobody knows.
+    """
+
+    step: int
+    finite: str
+    entered: str
+    place: int
+
+
 @dataclass
 class Meta:
     """All entries of one rank, by type."""
@@ -199,8 +212,7 @@ class Meta:
     corrupt: dict[str, Corrupt] = field(default_factory=dict)  #: by path
     kept: list[tuple[int, str]] = field(default_factory=list)  #: step and parameter of gradients that nobody zeroed
     nonfinite: dict[str, tuple[int, int]] = field(default_factory=dict)  #: by where a NaN was seen: first step, row
-    forward: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """By step, of a forward pass that ended in a NaN: the last module with a finite input, and the next one without."""
+    forward: dict[int, ForwardEnd] = field(default_factory=dict)  #: by step, of forward passes that ended in a NaN
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
     damaged: int = 0  #: lines that could not be understood
 
@@ -279,9 +291,11 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "nonfinite":
             meta.nonfinite.setdefault(decode(str, e["seen"]), (decode(int, e["step"]), decode(int, e["row"])))
         case "forward":
-            step, ends = decode(int, e["step"]), (decode(str, e["finite"]), decode(str, e["entered"]))
-            if not meta.forward.get(step, ("", ""))[0]:  # of several stages the one in which it arose
-                meta.forward[step] = ends
+            end = decode(ForwardEnd, e)
+            if (
+                not (known := meta.forward.get(end.step)) or not known.finite
+            ):  # of several stages the one where it arose
+                meta.forward[end.step] = end
         case "unobserved":
             said = {name: decode(str, e[name]) for name in ("what", "why")}
             meta.unobserved.append({**said, "step": decode(int, e["step"])})

@@ -206,10 +206,8 @@ def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) ->
         if bad[r][1]
     ]
     for r in sorted(bad)[:16]:
-        if (ends := view.meta(r).forward.get(step)) is not None:
-            evidence.append(
-                {"what": "forward pass", "rank": r, "finite_entered": ends[0], "nonfinite_entered": ends[1]}
-            )
+        if (end := view.meta(r).forward.get(step)) is not None:
+            evidence.append({"what": "forward pass", "rank": r, "finite_input": end.finite, "bad_input": end.entered})
     if row >= 0:
         evidence.append({"what": "first parameter", "rank": rank, "parameter": parameter, "module": module})
     return Finding(
@@ -225,10 +223,10 @@ def _describe(view: RunView, step: int, bad: dict[int, tuple[int, int, int]]) ->
 
 def in_the_forward(view: RunView, rank: int, step: int) -> str:
     """Where the forward pass of `step` came to a NaN on `rank`, for the end of a sentence; "" where it did not."""
-    ends = view.meta(rank).forward.get(step)
-    if ends is None:
+    end = view.meta(rank).forward.get(step)
+    if end is None:
         return ""
-    finite, entered = ends
+    finite, entered = end.finite, end.entered
     told = [f"the input of {finite} was {'' if entered else 'still '}finite"] if finite else []
     told += [f"the input of {entered} {'after it was not' if finite else 'was not finite already'}"] if entered else []
     return ", in the forward pass" + (f" ({', '.join(told)})" if told else "")
@@ -249,12 +247,18 @@ def _origin(view: RunView, step: int, bad: Collection[int]) -> tuple[tuple[int, 
     if len(bad) < 2:
         return tuple(bad), ""
     onward = {rank: hands_on_to(view, rank) & set(view.ranks) for rank in bad}
+    passes = {rank: end for rank in bad if (end := view.meta(rank).forward.get(step)) is not None}
     if not any(others & set(bad) for others in onward.values()):
-        together = all(_parts_of_its_model(view, rank) & set(bad) for rank in bad)
-        return tuple(sorted(bad)), "; they compute one model together, so some have it from another" if together else ""
-    passes = {rank: ends for rank in bad if (ends := view.meta(rank).forward.get(step)) is not None}
+        if not all(_parts_of_its_model(view, rank) & set(bad) for rank in bad):
+            return tuple(sorted(bad)), ""
+        if set(passes) == set(bad):
+            earliest = min(end.place for end in passes.values())
+            first = [rank for rank, end in passes.items() if end.place == earliest]
+            if len(first) < len(bad):
+                return tuple(sorted(first)), "; the other ranks that compute this model have it from there"
+        return tuple(sorted(bad)), "; they compute one model together, so some have it from another"
     given = {other for rank in passes for other in onward[rank]}
-    first = [r for r, ends in passes.items() if ends[0]] or [r for r in passes if r not in given]
+    first = [r for r, end in passes.items() if end.finite] or [r for r in passes if r not in given]
     if first:
         return tuple(sorted(first)), "; the other stages have it from there" if len(first) < len(bad) else ""
     last = tuple(sorted(rank for rank, others in onward.items() if others and not others & set(bad)))

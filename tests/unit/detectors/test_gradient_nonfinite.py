@@ -93,7 +93,7 @@ def test_a_nan_of_all_stages_is_certain_of_none(tmp_path: Path):
 def test_a_nan_of_a_forward_pass_is_that_of_the_stage_that_took_finite_values(tmp_path: Path, passes, ranks):
     run = pipeline(tmp_path, 4, 40, {30: {0, 1, 2, 3}})
     for rank, (finite, entered) in passes.items():
-        run.rank(rank).meta("forward", step=30, finite=finite, entered=entered)
+        run.rank(rank).meta("forward", step=30, finite=finite, entered=entered, place=1)
     found = only(run)
     assert (found.ranks, found.step, found.confidence) == (ranks, 30, "likely")
     assert found.summary.endswith("; the other stages have it from there")
@@ -102,9 +102,9 @@ def test_a_nan_of_a_forward_pass_is_that_of_the_stage_that_took_finite_values(tm
 def test_of_a_ranks_stages_the_one_in_which_it_arose_counts(tmp_path: Path):
     run = pipeline(tmp_path, 4, 40, {30: {0, 1, 2, 3}})
     for rank in run.ranks:
-        rank.meta("forward", step=30, finite="", entered="8.norm")
+        rank.meta("forward", step=30, finite="", entered="8.norm", place=0)
         if rank.number == 2:
-            rank.meta("forward", step=30, finite="3.fc", entered="3.out")
+            rank.meta("forward", step=30, finite="3.fc", entered="3.out", place=9)
     found = only(run)
     assert found.ranks == (2,)
     assert (
@@ -118,7 +118,7 @@ def test_a_forward_pass_tells_whose_nan_it_was_that_no_gradient_showed(tmp_path:
     run = noisy_run(tmp_path, 3)
     for rank in run.ranks:
         rank.meta("nonfinite", seen="parameters", row=0, step=21)
-    run.rank(1).meta("forward", step=step, finite="block", entered="")
+    run.rank(1).meta("forward", step=step, finite="block", entered="", place=3)
     found = only(run)
     if step == 12:
         assert (found.ranks, found.step) == ((1,), 12)
@@ -172,6 +172,20 @@ def test_a_nan_of_ranks_that_split_layers_is_certain_of_none(tmp_path: Path, bad
     found = only(run)
     assert (found.ranks, found.confidence) == (tuple(sorted(bad)), confidence)
     assert found.summary.endswith("some have it from another") == (confidence == "possible")
+
+
+@pytest.mark.parametrize(("places", "ranks"), [((5, 4), (1,)), ((5, 5), (0, 1)), ((5, None), (0, 1))])
+def test_of_ranks_that_split_layers_the_one_that_had_it_first_computed_it(tmp_path: Path, places, ranks):
+    values = {"local_norm": NAN, "nonfinite": 1, "nonfinite_param": 0}
+    run = noisy_run(tmp_path, 2, change=lambda rank, step: values if step == 30 else {})
+    for rank, place in zip(run.ranks, places, strict=True):
+        rank.meta(
+            "layout", kind="dtensor", data_ranks=[rank.number], stage=0, coordinates={"tp": rank.number}, dropout=0
+        )
+        if place is not None:
+            rank.meta("forward", step=30, finite="a", entered="b", place=place)
+    found = only(run)
+    assert (found.ranks, found.confidence) == (ranks, "likely" if len(ranks) == 1 else "possible")
 
 
 def test_a_scaler_excuses_its_overflows_before_its_first_step_ends(tmp_path: Path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import dtobs
 from dtobs.events import Kind
 from dtobs.probes.forward_values import names, where_it_arose
+from dtobs.recording.meta import ForwardEnd
 from dtobs.recording.view import load_run
 
 
@@ -44,7 +47,7 @@ class Model(nn.Module):
 
 
 def arose(model: nn.Module, loss: Tensor) -> tuple[str, str]:
-    return where_it_arose([loss.grad_fn], names(model))
+    return where_it_arose([loss.grad_fn], names(model))[:2]
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
@@ -133,7 +136,9 @@ def test_what_a_training_records(tmp_path: Path, bad: bool):
             optimizer.zero_grad()
     view = load_run(tmp_path)
     assert view.pages["probe_failures"].tolist() == [0]
-    assert list(view.meta(0).forward.values()) == ([("blocks.1.first", "blocks.1.second")] if bad else [])
+    assert list(view.meta(0).forward.values()) == (
+        [ForwardEnd(4, "blocks.1.first", "blocks.1.second", 6)] if bad else []
+    )
 
 
 def test_an_infinity_that_a_program_hands_to_backward_on_purpose_is_recorded_and_no_finding(tmp_path: Path):
@@ -144,3 +149,19 @@ def test_an_infinity_that_a_program_hands_to_backward_on_purpose_is_recorded_and
     view = load_run(tmp_path)
     assert view.meta(0).forward
     assert Kind.NONFINITE_GRADIENT not in view.events(0)["kind"]
+
+
+@pytest.mark.parametrize(("total", "noted"), [(1.0, []), (math.nan, [3])])
+def test_what_a_stage_hands_on_on_a_device_is_read_later(tmp_path: Path, total: float, noted: list[int]):
+    model = nn.Linear(4, 4)
+    with dtobs.attach(model, run_dir=tmp_path, monitor=False) as session:
+        probe = next(p for p in session._probes.context.probes if p.name == "forward values")
+        later: list[tuple[Tensor, Callable[[np.ndarray], object]]] = []
+        probe.late.put = lambda values, then: later.append((values, then))  # type: ignore[method-assign]
+        probe.context.step = 3
+        probe.backward_begin([torch.empty(2, 4, device="meta"), torch.empty((), device="meta")])
+        probe.context.step = 4
+        ((values, then),) = later  # a loss is read by another probe
+        assert values.shape == (1,)
+        then(np.array([total]))
+    assert list(load_run(tmp_path).meta(0).forward) == noted
