@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dtobs.logs.evidence import LogEvidence, Sign
-from dtobs.logs.failure_table import Failed
+from dtobs.logs.failure_table import Failed, ended_by_torchrun
 from dtobs.logs.ranks import RankMap
 from dtobs.words import numbers
 
@@ -56,6 +56,7 @@ def endings(
     """
     signs = [sign for sign in signs if sign.order > over.get(sign.file, -1)]
     forced = {int(s.fields["pid"]) for s in signs if s.kind == "forced" and "pid" in s.fields}
+    forced |= ended_by_torchrun(evidence.failures)
     found = [
         _of_table(failed, ranks)
         for failed in evidence.failures

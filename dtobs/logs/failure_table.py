@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from dtobs.logs.traces import START, Raised, Trace
 
@@ -11,6 +14,9 @@ _MAX_LINES = 20_000
 _ENTRY = re.compile(r"\s{0,4}\[\d{1,7}\]:\s{0,4}$")
 _FIELD = re.compile(r"\s{1,6}(time|host|rank|exitcode|error_file|traceback)\s{0,8}: ?(.{0,2000})")
 _RANK = re.compile(r"(\d{1,7}) \(local_rank: (\d{1,7})\)")
+_ENDED_BY_TORCHRUN = (-9, -15)
+_LATER_SECONDS = 5.0
+"""What torchrun ends after a failure it sees within a second, but for those that do not heed SIGTERM for long."""
 _EXIT = re.compile(r"(-?\d{1,6}) \(pid: (\d{1,9})\)")
 
 
@@ -20,6 +26,7 @@ class Failed:
 
     rank: int | None = None
     host: str = ""
+    at: datetime | None = None  #: when torchrun saw it end, by its host's clock
     exit_code: int | None = None
     pid: int | None = None
     message: str = ""  #: of the `traceback` row, where it is no traceback
@@ -62,7 +69,10 @@ class FailureTable:
 
     def _field(self, name: str, value: str) -> None:
         entry = self.entries[-1]
-        if name == "host":
+        if name == "time":
+            with suppress(ValueError):
+                entry = replace(entry, at=datetime.strptime(value, "%Y-%m-%d_%H:%M:%S").replace(tzinfo=UTC))
+        elif name == "host":
             entry = replace(entry, host=value)
         elif name == "rank" and (found := _RANK.match(value)):
             entry = replace(entry, rank=int(found[1]))
@@ -80,3 +90,17 @@ class FailureTable:
         if isinstance(result, Raised):
             self.entries[-1] = replace(self.entries[-1], raised=result)
             self._trace = None
+
+
+def ended_by_torchrun(failures: Iterable[Failed]) -> set[int]:
+    """The processes that torchrun killed after another one of the same table had failed of itself."""
+    tables: dict[tuple[int, int], list[Failed]] = {}
+    for failed in failures:
+        tables.setdefault((failed.file, failed.order), []).append(failed)
+    found = set()
+    for table in tables.values():
+        first = min((f.at for f in table if f.at is not None and f.exit_code not in _ENDED_BY_TORCHRUN), default=None)
+        for f in table:
+            if first and f.at and f.exit_code in _ENDED_BY_TORCHRUN and (f.at - first).total_seconds() > _LATER_SECONDS:
+                found.add(f.pid or -1)
+    return found

@@ -156,7 +156,7 @@ def _store(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     if counted is not None:
         joined, size = int(counted.fields["joined"]), int(counted.fields["size"])
         ranks = missing if len(missing) == size - joined else ()
-        who = f": {ranks_text(ranks)} are not heard of" if ranks else ""
+        who = f": {ranks_text(ranks)} {verb(len(ranks), 'are')} not heard of" if ranks else ""
         text = f"only {joined} of {size} ranks came to the rendezvous{who}"
     elif bound := next((s for s in signs if s.kind == "store-bind"), None):
         port = f"port {bound.fields['port']}" if "port" in bound.fields else "its port"

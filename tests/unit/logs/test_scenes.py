@@ -386,3 +386,23 @@ def test_a_rank_that_lightning_waits_for(tmp_path: Path, after: str, said: bool)
         any(note.startswith("rank 5 did not say to initialise, as ranks 0-4, 6 and 7 did") for note in found.notes)
         == said
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "ranks", "confidence"),
+    [(1, "40:46", (1,), "possible"), (1, "40:16", (0,), "likely"), (-9, "40:46", (0, 1), "possible")],
+)
+def test_who_is_killed_half_a_minute_after_another_failed_was_killed_for_it(
+    tmp_path: Path, first: int, later: str, ranks: tuple[int, ...], confidence: str
+):
+    entry = "[{}]:\n  time      : 2024-05-14_11:{}\n  host      : a\n  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: {})\n"
+    (tmp_path / "a.log").write_text(
+        "Failures:\n"
+        + entry.format(1, later, 0, 0, -9, 70)
+        + "Root Cause (first observed failure):\n"
+        + entry.format(0, "40:15", 1, 1, first, 71)
+        + "======\n"
+    )
+    verdict = diagnose_logs([str(tmp_path / "a.log")]).verdict
+    assert verdict is not None
+    assert (verdict.ranks, verdict.confidence) == (ranks, confidence)
