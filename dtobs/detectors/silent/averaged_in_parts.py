@@ -67,7 +67,8 @@ def _parted(view: RunView) -> Iterator[_Parted]:
         meta, history = view.meta(rank), view.digests(rank)
         if len(history) < 2 or "digest" not in (history.dtype.names or ()) or meta.pipeline:
             continue
-        table = tuple((p.name, tuple(p.shape)) for p in meta.params)
+        # Different shards of one tensor are no copies, though they may begin alike.
+        table = tuple((p.name, tuple(p.shape), p.replica.partition("/")[2]) for p in meta.params)
         if len(table) <= history["digest"].shape[1]:
             together[table, history["digest"][0].tobytes(), int(history["step"][0])].append(rank)
     for ranks in together.values():

@@ -1,7 +1,9 @@
 """seed-policy: random numbers that must be equal between ranks differ, or the other way round.
 
-What it does: three comparisons.
+What it does: four comparisons.
  * Copies of the model that began with different parameters, seen in the digests from before the first optimizer step.
+ * Shards of a matrix that began with equal values on all ranks, unlike those of other matrices of that shape: each rank
+   drew its shard from the same random numbers (a sharded model that is initialised on the host does).
  * What the job declared by ``session.policy(equal={"seed": 1}, differ={"dropout seed": 7})``: values that must be
    equal on all ranks, and values that must differ between ranks that read different data.
  * ``session.policy(generators="differ")`` or ``"equal"``: the states of torch's generators between ranks that read
@@ -12,12 +14,13 @@ healthy job, which is to seed all ranks alike: that ranks then drop the same uni
 by `detectors.comparisons`, and is no finding.
 
 Why it hurts: a different seed gives a rank another model or another order of the data; equal dropout makes the
-data-parallel gradient noisier than it need be.
+data-parallel gradient noisier than it need be; equal shards make a matrix repeat itself, so it can learn less.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -29,15 +32,19 @@ from dtobs.detectors.silent.replicas import from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.step_window import StepWindow
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_text
+from dtobs.words import count, ranks_text
 
 WINDOW = 64
 LEAST_STEPS = 3
+MOST_SHARDS = 64
+"""Ranks whose shards are compared."""
+_MATRICES = (2, 4, 5)
+"""Dimensions of a matrix or convolution; a stack of experts has three, and may begin as copies of one on purpose."""
 
 
 def seed_policy(view: RunView) -> list[Finding]:
     """One finding for each rule that is broken (for each group of ranks)."""
-    return [*_initial(view), *_declared(view), *_generators(view)]
+    return [*_initial(view), *_shards(view), *_declared(view), *_generators(view)]
 
 
 def _initial(view: RunView) -> list[Finding]:
@@ -72,6 +79,54 @@ def _initial(view: RunView) -> list[Finding]:
                 since_ns=int(copies.times_ns[:, 0].max()),
             )
         )
+    return found
+
+
+def _shards(view: RunView) -> list[Finding]:
+    """A finding where the shards of two or more matrices began alike though each matrix has values of its own."""
+    began: dict[str, dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))  # mesh, matrix, rank: digest
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts: dict[tuple[str, str], set[str]] = defaultdict(set)  # mesh and matrix: which shards there are
+    for rank in view.ranks[:MOST_SHARDS]:
+        table, history, steps = view.meta(rank).params, view.digests(rank), view.rank_steps(rank)
+        if not len(history) or not len(steps) or int(history["step"][0]) != int(steps["step"].min()) - 1:
+            continue
+        for parameter, digest in zip(table, history["digest"][0].tolist(), strict=False):
+            mesh, _, part = parameter.replica.partition("/")
+            if part and len(parameter.shape) in _MATRICES:
+                shapes[parameter.name] = parameter.shape
+                parts[mesh, parameter.name].add(part)
+                began[mesh][parameter.name][rank] = digest
+    found = []
+    for mesh, matrices in began.items():
+        alike = {name: of for name, of in matrices.items() if len(parts[mesh, name]) > 1 and len(set(of.values())) == 1}
+        drawn: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
+        for name, of in alike.items():
+            drawn[shapes[name]][name] = next(iter(of.values()))
+        names: list[str] = []
+        for values in drawn.values():  # what is filled with a constant is alike in all matrices of a shape
+            often = Counter(values.values())
+            own = [name for name, value in values.items() if often[value] == 1]
+            names += own if len(own) > 1 else []
+        if names:
+            ranks = tuple(sorted(alike[names[0]]))
+            found.append(
+                Finding(
+                    "seed-policy",
+                    f"{ranks_text(ranks)} began with equal values in different shards of {names[0]} and"
+                    f" {count(len(names) - 1, 'other matrix', 'other matrices')}: each drew its own from the same"
+                    " random numbers, so that the whole repeats itself",
+                    ranks,
+                    Confidence.LIKELY,
+                    step=int(view.digests(ranks[0])["step"][0]) + 1,
+                    group="initial shards",
+                    expect="same-seed",
+                    fault=False,
+                    evidence=({"what": "digests of shards before the first optimizer step", "matrices": names[:16]},),
+                    next_step="Initialise the model before it is sharded, or seed each rank of the mesh differently"
+                    " while its shards are filled.",
+                )
+            )
     return found
 
 

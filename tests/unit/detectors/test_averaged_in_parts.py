@@ -101,6 +101,13 @@ def of_two(rank: int, row: int) -> int:
     return 5 + row + (50 * (rank % 2) if row == 2 else 0)
 
 
+def test_shards_that_began_alike_are_no_copies(tmp_path: Path):
+    run = exchanging(tmp_path)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*(Parameter(name, (8,), "float32", f"mesh:1:d36/0.S(0).{number}") for name in ("a", "b")))
+    assert told(run) == []
+
+
 def test_experts_whose_gradients_nobody_averages(tmp_path: Path):
     (found,) = told(experts(tmp_path, of_two, (2,)))
     assert (found.ranks, found.severity) == ((0, 1, 2, 3), "note")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtobs.detectors.comparisons import comparisons_off
+from dtobs.detectors.silent.seed_policy import seed_policy
 from dtobs.findings import Confidence
 from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRun
@@ -215,6 +216,31 @@ def test_copies_beside_shards_of_one_model_do_not_go_their_own_ways(
 
 
 # seed-policy
+
+
+SHARDS = {
+    "drawn alike": ({"a.weight": (11, 11), "b.weight": (12, 12)}, ["a.weight", "b.weight"]),
+    "drawn by each": ({"a.weight": (11, 13), "b.weight": (12, 14)}, []),
+    "one of them": ({"a.weight": (11, 11), "b.weight": (12, 14)}, []),
+    "filled with a constant": ({"a.weight": (11, 11), "b.weight": (11, 11)}, []),
+    "and a bias": ({"a.weight": (11, 11), "b.weight": (12, 14), "b.bias": (7, 7), "c.bias": (8, 8)}, []),
+    "experts that began as copies": ({"a.experts": (11, 11), "b.experts": (12, 12)}, []),
+}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards_that_each_rank_drew_alike(tmp_path: Path, name: str, sharded: bool):
+    values, told = SHARDS[name]
+    shapes = {"weight": (8, 8), "bias": (8,), "experts": (4, 8, 8)}
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        where = f"mesh:1:d36/0.S(0).{number}" if sharded else "mesh:2:d36/"
+        rank.parameters(*(Parameter(n, shapes[n.partition(".")[2]], "float32", where) for n in values))
+        rank.digests(*(both[number] for both in values.values()), step=-1)
+    found = [f for f in seed_policy(run.steps(6).view()) if f.group == "initial shards"]
+    assert [f.evidence[0]["matrices"] for f in found] == ([told] if told and sharded else [])
+    assert all((f.ranks, f.severity) == ((0, 1), "note") for f in found)
 
 
 def test_models_that_began_differently(tmp_path: Path):
