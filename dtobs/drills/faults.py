@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Layout = Literal["ddp", "fsdp", "hsdp", "tp", "pp", "by-hand", "zero1", "dp-tp", "dp-pp"]
-"""Ways to spread a model; the last two over a data dimension by hand, and over two tensor ranks or stages."""
+Layout = Literal["ddp", "fsdp", "hsdp", "tp", "pp", "by-hand", "zero1", "dp-tp", "dp-pp", "dp-cp", "dp-ep"]
+"""Ways to spread a model; the last four over a data dimension by hand, and over two ranks that split layers, stages,
+sequences or experts."""
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp", "tp", "pp", "by-hand")
 Point = Literal[
     "nowhere", "rendezvous", "start", "loader", "forward", "branch", "checkpoint", "validation", "end", "everywhere"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.nn import functional as differentiable
 from torch.distributed.tensor import DTensor
 
 from dtobs.drills.faults import Layout
@@ -30,6 +31,60 @@ class Branched(nn.Module):
     def forward(self, x_BW: Tensor) -> Tensor:
         y_BW: Tensor = self.plain(x_BW)
         return y_BW + self.aside(x_BW) if self.use_aside else y_BW
+
+
+class _Mixing(nn.Module):
+    """The model of the drills, whose last layer is also given what `mix` makes of its input, and of other ranks'."""
+
+    def __init__(self, plain: nn.Sequential) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def mix(self, x_BH: Tensor) -> Tensor:
+        """What other ranks have to do with, float32[B, HIDDEN]."""
+        raise NotImplementedError
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        """What the whole model makes of this rank's rows."""
+        *before, last = self.plain
+        for layer in before:
+            x_BW = layer(x_BW)
+        y_BW: Tensor = last(x_BW + self.mix(x_BW))
+        return y_BW
+
+
+class _Context(_Mixing):
+    """Each rank of `group` has a part of the sequence, the rows; all of them see the mean of the whole."""
+
+    def __init__(self, plain: nn.Sequential, group: dist.ProcessGroup) -> None:
+        super().__init__(plain)
+        self.group = group
+
+    def mix(self, x_BH: Tensor) -> Tensor:
+        """The mean over the sequence, in each row."""
+        total_H: Tensor = differentiable.all_reduce(x_BH.mean(0), group=self.group)  # type: ignore[no-untyped-call]
+        return (total_H / self.group.size()).expand_as(x_BH)
+
+
+class _Experts(_Mixing):
+    """Each rank of `group` has an expert of its own, to which the others send their share of rows."""
+
+    def __init__(self, plain: nn.Sequential, group: dist.ProcessGroup) -> None:
+        super().__init__(plain)
+        self.group = group
+        with torch.random.fork_rng():
+            torch.manual_seed(99 + group.rank())
+            self.expert = nn.Linear(HIDDEN, HIDDEN, dtype=next(plain.parameters()).dtype)
+
+    def mix(self, x_BH: Tensor) -> Tensor:
+        """What the experts make of the rows, each of an equal share."""
+        there_BH: Tensor = self.expert(self._exchanged(x_BH))
+        return self._exchanged(there_BH)
+
+    def _exchanged(self, x_BH: Tensor) -> Tensor:
+        empty_BH = torch.empty_like(x_BH)
+        got_BH: Tensor = differentiable.all_to_all_single(empty_BH, x_BH.contiguous(), group=self.group)  # type: ignore[no-untyped-call]
+        return got_BH
 
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -65,6 +120,9 @@ def spread(model: nn.Module, layout: Layout, group: Any = None) -> Spread:
     if layout in ("pp", "dp-pp"):
         assert mesh is not None
         return _pipeline(model, mesh)
+    if layout in ("dp-cp", "dp-ep"):
+        assert mesh is not None
+        return _context(model, mesh) if layout == "dp-cp" else _experts(model, mesh)
     data_rank, reduce = dist.get_rank(), _do_nothing
     if layout in ("ddp", "zero1"):
         model = nn.parallel.DistributedDataParallel(model)
@@ -130,11 +188,41 @@ def _mesh(layout: Layout) -> DeviceMesh | None:
         "pp": ("pipeline",),
         "dp-tp": ("data", "tensor"),
         "dp-pp": ("data", "pipeline"),
+        "dp-cp": ("data", "context"),
+        "dp-ep": ("data", "expert"),
     }
-    shapes = {"hsdp": (world, 1), "dp-tp": (world // 2, 2), "dp-pp": (world // 2, 2)}
+    shapes = {"hsdp": (world, 1), **{name: (world // 2, 2) for name in names if name.startswith("dp-")}}
     if layout not in names:
         return None
     return init_device_mesh("cpu", shapes.get(layout, (world,)), mesh_dim_names=names[layout])
+
+
+def _context(model: nn.Module, mesh: DeviceMesh) -> Spread:
+    assert isinstance(model, nn.Sequential)
+    mixing = _Context(model, mesh.get_group("context"))
+
+    def share(batch: Tensor) -> Tensor:
+        return batch.chunk(mesh["context"].size())[mesh.get_local_rank("context")]
+
+    def learn(batch_BW: Tensor, wanted_BW: Tensor, criterion: Criterion) -> None:
+        torch.autograd.backward(criterion(mixing(share(batch_BW)), share(wanted_BW)))
+
+    return Spread(mixing, learn, partial(average_gradients, mixing), mesh.get_local_rank("data"), mesh)
+
+
+def _experts(model: nn.Module, mesh: DeviceMesh) -> Spread:
+    """Gradients of the experts are averaged over those who have the same one, and got a share from all ranks."""
+    assert isinstance(model, nn.Sequential)
+    mixing, experts = _Experts(model, mesh.get_group("expert")), mesh["expert"].size()
+
+    def reduce() -> None:
+        average_gradients(mixing.plain)
+        average_gradients(mixing.expert, mesh.get_group("data"))
+        for parameter in mixing.expert.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= experts
+
+    return Spread(mixing, learner(mixing), reduce, dist.get_rank(), mesh)
 
 
 def _over_data(model: nn.Module, mesh: DeviceMesh) -> tuple[int, Callable[[], None]]:

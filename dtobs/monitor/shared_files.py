@@ -50,14 +50,15 @@ class SharedFiles:
 
     def _shared(self, ranks: NodeRanks) -> dict[str, list[int]]:
         """By path: the ranks that write it over, where there are several and it was not handed down to them."""
-        writers: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+        # With the path, since a file that is gone leaves its number to the next one, while we look.
+        writers: dict[tuple[tuple[int, int], str], list[int]] = defaultdict(list)
         for watched in ranks.watched[:MOST_RANKS]:
             for file in overwritten_files(watched.pid, self._proc):
                 if not Path(file.path).is_relative_to(self._run_dir):
-                    writers[file.identity][watched.rank] = file.path
-        shared = {identity: by_rank for identity, by_rank in writers.items() if len(by_rank) > 1}
+                    writers[file.identity, file.path].append(watched.rank)
+        shared = {file: sorted(set(by)) for file, by in writers.items() if len(set(by)) > 1}
         if not shared:
             return {}
         parents = {watched.parent for watched in ranks.watched if watched.parent > 1}
         inherited = set().union(*(held_files(parent, self._proc) for parent in parents))
-        return {min(by.values()): sorted(by) for identity, by in shared.items() if identity not in inherited}
+        return {path: by for (identity, path), by in shared.items() if identity not in inherited}

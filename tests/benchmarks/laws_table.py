@@ -31,12 +31,14 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "compiled": {"compiled": True},
     "dp-tp": {"wrapper": "dp-tp"},
     "dp-pp": {"wrapper": "dp-pp"},
+    "dp-cp": {"wrapper": "dp-cp"},
+    "dp-ep": {"wrapper": "dp-ep"},
 }
-"""How each column trains. The first four by themselves; accumulation, a scaler and the compiler under DDP; the last two
-on a 2 x 2 mesh whose data dimension is averaged by hand, with tensor ranks and with stages of a pipeline."""
-_WORLD = {"dp-tp": 4, "dp-pp": 4}
+"""How each column trains. The first four by themselves; accumulation, a scaler and the compiler under DDP; the last
+four on a 2 x 2 mesh whose data dimension is averaged by hand: ranks split layers, stages, sequences, or experts."""
+_WORLD = dict.fromkeys(("dp-tp", "dp-pp", "dp-cp", "dp-ep"), 4)
 _REPLICATED = ("ddp", "zero1", "accumulated", "scaled", "compiled")
-_BY_HAND = ("by-hand", "dp-tp", "dp-pp")
+_BY_HAND = ("by-hand", "dp-tp", "dp-pp", "dp-cp", "dp-ep")
 _NAN = tuple(c for c in COLUMNS if c not in ("scaled", "compiled"))
 """A scaler leaves a step with a NaN out, which is its work; a compiled model does not see the hook that makes it."""
 LAWS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -53,12 +55,21 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "L3 loss": {"nan-loss": tuple(COLUMNS), "loud": tuple(COLUMNS)},
     "L4 equality": {
-        "initial-parameters": ("hsdp", "by-hand", "dp-pp"),  # shards of one tensor are dealt out by its first rank
+        "initial-parameters": (
+            "hsdp",
+            "by-hand",
+            "dp-pp",
+            "dp-cp",
+            "dp-ep",
+        ),  # shards of one tensor are dealt out by its first rank
         "equal-dropout": tuple(COLUMNS),
         "other-settings": tuple(COLUMNS),
         "other-rate": tuple(COLUMNS),
     },
-    "L5 data ledger": {"same-data": tuple(COLUMNS), "uneven": tuple(COLUMNS)},
+    "L5 data ledger": {
+        "same-data": tuple(COLUMNS),
+        "uneven": tuple(c for c in COLUMNS if c != "dp-ep"),  # these experts take equal shares
+    },
     "L6 restarts": {"rotten-checkpoint": tuple(COLUMNS)},
     "L7 collectives": {"corrupted-message": _BY_HAND},
     "replicas": {"flipped-bit": (*_REPLICATED, "hsdp", *_BY_HAND), "nan": _NAN},

@@ -60,10 +60,11 @@ def _is_checkpoint(file: SharedFile) -> bool:
 
 def _saved_together(view: RunView) -> list[SharedFile]:
     """Files that several ranks of one host saved to at overlapping times."""
-    saves: dict[tuple[str, int, int], list[tuple[int, Written]]] = defaultdict(list)
+    saves: dict[tuple[object, ...], list[tuple[int, Written]]] = defaultdict(list)
     for rank in view.ranks:
         for one in view.meta(rank).written:
-            saves[view.rank(rank).host, one.device, one.inode].append((rank, one))
+            # The path as well: of a file that is gone, the next one may have its number.
+            saves[view.rank(rank).host, one.device, one.inode, one.path].append((rank, one))
     found = []
     for together in saves.values():
         together.sort(key=lambda save: save[1].begin_ns)

@@ -92,6 +92,14 @@ def test_appending_copies_of_standard_streams_and_databases_are_quiet(tmp_path: 
         assert look(tmp_path, ranks, run) == []
 
 
+def test_a_file_that_got_the_number_of_one_that_is_gone_is_quiet(tmp_path: Path, run: FakeRun):
+    first, second = tmp_path / "a.pt", tmp_path / "b.pt"
+    first.touch()
+    second.hardlink_to(first)  # as it looks to who sees the one before it is gone, and the other after that
+    with writers(("write", first), ("write", second)) as ranks:
+        assert look(tmp_path, ranks, run) == []
+
+
 def test_files_of_their_own_and_locks_are_quiet(tmp_path: Path, run: FakeRun):
     with writers(("write", tmp_path / "a.pt"), ("write", tmp_path / "b.pt")) as ranks:
         assert look(tmp_path, ranks, run) == []
@@ -106,6 +114,7 @@ def test_files_of_their_own_and_locks_are_quiet(tmp_path: Path, run: FakeRun):
         ({"begin_ns": 21, "end_ns": 25}, False),  # one after the other
         ({"begin_ns": 15, "end_ns": 25, "inode": 8}, False),
         ({"begin_ns": 15, "end_ns": 25, "device": 2}, False),  # each container has its own
+        ({"begin_ns": 15, "end_ns": 25, "path": "/data/other"}, False),  # whose number was free again
     ],
 )
 def test_two_that_saved_to_one_file_at_one_time(run: FakeRun, second: dict[str, int], race: bool):
