@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -36,6 +36,18 @@ ADVICE = {
     "between steps": "look at what runs between the steps",
 }
 
+LATE = {
+    "data": ("waits for data", "look at its loader, and at its share of the data"),
+    "validation": ("validates", "let every rank validate a share, or validate less often"),
+    "checkpoint": ("saves a checkpoint", "save in the background, or a share on every rank"),
+    "other": ("does other work in the steps", ADVICE["other work in the steps"]),
+    "computing": ("computes", ADVICE["waiting for slower ranks"]),
+}
+"""By what the rank does that the others wait for: how to say it, and what to try."""
+MOSTLY = 0.6
+"""The share of the waits that have to be for one reason, or one rank, before it is said of them all."""
+NO_CORE_SHARE = 0.1
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -51,6 +63,9 @@ class Summary:
     step_seconds: float  #: the median step
     losses: dict[str, float]
     whole: bool
+    late: tuple[str, int | None] = ("", None)
+    """Of `LATE` what most waits for slower ranks were for, "" where it is no one thing; the rank, where it is one."""
+    no_core: float = 0.0  #: seconds that a rank could run and had no core, in whatever it did then
 
     @property
     def goodput(self) -> float:
@@ -74,9 +89,20 @@ class Summary:
         worst = max(self.losses, key=lambda name: self.losses[name])
         share = self.losses[worst] / max(self.elapsed, 1e-9)
         if share >= LEAST_SHARE:
-            lost = f"{duration_text(self.losses[worst])}, {share:.0%} of the time"
-            said.append(f"the largest loss is {worst} ({lost}): {ADVICE[worst]}")
+            lost, (part, rank), what, advice = self._part(self.losses[worst]), self.late, "", ADVICE[worst]
+            if worst == "waiting for slower ranks" and part:
+                does, advice = LATE[part]
+                what = f", mostly while {'one of them' if rank is None else f'rank {rank}'} {does}"
+            said.append(f"the largest loss is {worst} ({lost}){what}: {advice}")
+        if self.no_core >= NO_CORE_SHARE * self.elapsed:
+            said.append(
+                f"in all that, a rank waited for a processor core ({self._part(self.no_core)}): give each rank cores of"
+                " its own, or fewer threads to each"
+            )
         return said
+
+    def _part(self, seconds: float) -> str:
+        return f"{duration_text(seconds)}, {seconds / max(self.elapsed, 1e-9):.0%} of the time"
 
 
 def summarise(view: RunView) -> Summary | None:
@@ -91,7 +117,7 @@ def summarise(view: RunView) -> Summary | None:
     done = highest_finished_step(earlier)
     hung = hung_since(e.finding for e in read_journal(RunDirectory(view.root).findings))
     each, walls, tokens = [], [], 0.0
-    waited: dict[int, list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]] = {}  # by attempt, of each rank
+    waited: dict[int, dict[int, tuple[npt.NDArray[np.void], npt.NDArray[np.float64]]]] = {}  # by attempt and rank
     for rank, records in found.items():
         begin = int(records["begin_ns"][0])
         since = min([int(view.page(rank)["attach_ns"]), *(a.attach_ns for a in earlier)])
@@ -105,7 +131,7 @@ def summarise(view: RunView) -> Summary | None:
             past = max(past, int(steps["step"].max()))
             for name, seconds in _losses(steps, again, hung).items():
                 parts[name] += seconds
-            waited.setdefault(number, []).append((steps["step"], _waits(steps, again, hung)))
+            waited.setdefault(number, {})[rank] = steps, _waits(steps, again, hung)
         if any(a.end_ns for a in earlier):
             started = min(int(steps["begin_ns"][0]) for steps in before) if before else begin
             parts["starting"] = (started - since) / 1e9
@@ -119,7 +145,11 @@ def summarise(view: RunView) -> Summary | None:
     names = dict.fromkeys(name for _, parts in each for name in parts)
     losses = {name: float(np.mean([parts.get(name, 0.0) for _, parts in each])) for name in names}
     # Whoever waits least in a step waits for the transfer; what the others wait longer they wait for that rank.
-    longer = sum(float(_beyond_least(of_ranks)) for of_ranks in waited.values())
+    reasons: dict[tuple[str, int], float] = defaultdict(float)
+    for of_ranks in waited.values():
+        for reason, seconds in _beyond_least(of_ranks).items():
+            reasons[reason] += seconds
+    longer = sum(reasons.values())
     losses["waiting for slower ranks"] = longer
     losses["communication"] -= longer
     return Summary(
@@ -131,6 +161,8 @@ def summarise(view: RunView) -> Summary | None:
         step_seconds=float(np.median(np.concatenate(walls))),
         losses=losses,
         whole=all(int(records["stamp"][0]) == 1 for records in found.values()),
+        late=_most_of(reasons),
+        no_core=float(np.mean([records["run_delay_ns"].sum() for records in found.values()])) / 1e9,
     )
 
 
@@ -153,11 +185,44 @@ def _waits(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_], hung: Se
     return waits
 
 
-def _beyond_least(of_ranks: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]) -> float:
-    """What ranks wait, in the mean, longer than the one that waits least in the step: each their steps and waits."""
-    steps = reduce(np.intersect1d, [mine for mine, _ in of_ranks])
-    waits = np.array([of_rank[np.searchsorted(mine, steps)] for mine, of_rank in of_ranks])
-    return float((waits.mean(axis=0) - waits.min(axis=0)).sum()) if len(steps) else 0.0
+def _beyond_least(
+    of_ranks: Mapping[int, tuple[npt.NDArray[np.void], npt.NDArray[np.float64]]],
+) -> dict[tuple[str, int], float]:
+    """What ranks wait, in the mean, longer than the one that waits least in the step: by what that one does then, of
+    `LATE`, and who it is. Given are the steps and the waits of each.
+    """
+    found: dict[tuple[str, int], float] = defaultdict(float)
+    steps = reduce(np.intersect1d, [records["step"] for records, _ in of_ranks.values()])
+    if len(of_ranks) < 2 or not len(steps):
+        return found
+    at = [np.searchsorted(records["step"], steps) for records, _ in of_ranks.values()]
+    waits = np.array([mine[rows] for (_, mine), rows in zip(of_ranks.values(), at, strict=True)])
+    late, longer = waits.argmin(axis=0), waits.mean(axis=0) - waits.min(axis=0)
+    more = []  # by part, in each step: how much more of it the late rank has than the mean of all
+    for fields in (("data",), ("validation",), ("checkpoint",), ("other",), PRODUCTIVE):
+        spent = np.array(
+            [
+                sum(records[f"{f}_ns"][rows] for f in fields)
+                for (records, _), rows in zip(of_ranks.values(), at, strict=True)
+            ]
+        )
+        more.append(spent[late, np.arange(len(steps))] - spent.mean(axis=0))
+    reason, ranks, parts = np.argmax(more, axis=0), list(of_ranks), list(LATE)
+    for part, rank, seconds in zip(reason.tolist(), late.tolist(), longer.tolist(), strict=True):
+        found[parts[part], ranks[rank]] += seconds
+    return found
+
+
+def _most_of(reasons: Mapping[tuple[str, int], float]) -> tuple[str, int | None]:
+    """What most of the waits were for, and the rank where most of those were for one."""
+    parts: dict[str, float] = defaultdict(float)
+    for (part, _), seconds in reasons.items():
+        parts[part] += seconds
+    part = max(parts, key=lambda one: parts[one], default="")
+    if not part or parts[part] < MOSTLY * sum(parts.values()):
+        return "", None
+    rank = max((rank for one, rank in reasons if one == part), key=lambda rank: reasons[part, rank])
+    return part, rank if reasons[part, rank] >= MOSTLY * parts[part] else None
 
 
 def _losses(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_], hung: Sequence[int]) -> dict[str, float]:

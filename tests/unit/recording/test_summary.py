@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,42 @@ def test_waiting_for_a_slower_rank_is_not_communication(tmp_path: Path):
     found = of(run)
     assert found.losses["communication"] == pytest.approx(0.5)
     assert found.losses["waiting for slower ranks"] == pytest.approx(14.75)
+
+
+@pytest.mark.parametrize(
+    ("part", "late", "says"),
+    [
+        ("validation", lambda step: 1 if step % 10 == 9 else None, "rank 1 validates: let every rank validate a share"),
+        ("checkpoint", lambda step: 0, "rank 0 saves a checkpoint: save in the background"),
+        ("data", lambda step: step % 3, "one of them waits for data: look at its loader"),
+        ("backward", lambda step: 2, "rank 2 computes: `dtobs top` shows who works longest"),
+    ],
+)
+def test_what_a_late_rank_does_meanwhile_is_told(
+    tmp_path: Path, part: str, late: Callable[[int], int | None], says: str
+):
+    run = FakeRun(tmp_path, 3)
+    for step in range(100):
+        for rank in run.ranks:
+            longer = {part: 0.8} if rank.number == late(step) else {"exposed": 0.8} if late(step) is not None else {}
+            rank.step(**longer)
+    assert f"of the time), mostly while {says}" in of(run).lines()[1]
+
+
+def test_waits_for_several_reasons_are_not_told_as_one(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for step in range(100):
+        run.rank(0).step(exposed=0.8)
+        run.rank(1).step(**{("data", "other")[step % 2]: 0.8})
+    assert "mostly" not in of(run).lines()[1]
+
+
+@pytest.mark.parametrize(("delay", "told"), [(0.03, True), (0.005, False)])
+def test_ranks_that_wait_for_a_core(tmp_path: Path, delay: float, told: bool):
+    run = FakeRun(tmp_path, 2).steps(300, run_delay_ns=delay * 1e9)
+    said = [line for line in of(run).lines() if "waited for a processor core" in line]
+    assert len(said) == told
+    assert not told or "(9 s, " in said[0]
 
 
 def test_a_restart_and_steps_done_again(tmp_path: Path):
