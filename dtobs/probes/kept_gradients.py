@@ -5,25 +5,28 @@ is looked at again: where it is the same before the first one, and was gone befo
 that zeroes late, before the last of several backwards (GANs, adversarial inputs), or changes what it keeps, keeps none.
 Nor does one whose optimizer holds master copies: no backward adds to their gradients, they are written anew.
 
-And gradients that nobody uses: until an optimizer has stepped for the first time, it is counted how often
-``Optimizer.zero_grad`` throws away what a backward has made. A loop that updates parameters by itself changes them.
+And gradients that nobody uses: until an optimizer has stepped for the first time, it is counted how often its
+``zero_grad`` throws away what a backward has made. A loop that updates parameters by itself changes them. Where other
+optimizers step meanwhile, more is needed: a loop may begin with the steps of one of them.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from dtobs.probes.base import Probe
-from dtobs.probes.layout import local_tensor
+from dtobs.probes.layout import local_tensor, model_tensors
 
 ELEMENTS = 64
 IN_A_ROW = 4
 """Steps in a row in which it was kept, before it is written down."""
-UNUSED = 16
-"""Times that gradients are thrown away, with no step of any optimizer ever, before it is written down."""
+UNUSED, UNUSED_BESIDE = 16, 40
+"""Times that an optimizer's gradients are thrown away before its first step, before it is written down: while none has
+stepped, and while another one steps.
+"""
 FEW = 8
 """Parameters that are looked at to see whether something else than an optimizer changes them."""
 QUIET = 8
@@ -42,10 +45,30 @@ class _Watched:
     backwards: int = 0
 
 
+@dataclass
+class _Idle:
+    """An optimizer that has never stepped: how often its gradients were thrown away, the last time after `backwards`.
+
+    `before` are parameters as they were at the first time.
+    """
+
+    times: int = 0
+    backwards: int = 0
+    before: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=list)
+    said: str = ""  #: the field of the process in which it was written down
+
+    def rests(self) -> bool:
+        """Whether all parameters looked at are what they were. Waits for a device, once in the life of a job."""
+        now = [(before, p) for known, before in self.before if (p := known()) is not None]
+        same = all(torch.equal(_values(p), before) for before, p in now)
+        return same and any(before.numel() for before, _ in now)
+
+
 class KeptGradients(Probe):
     """Writes a ``kept`` entry when an optimizer's gradients were kept in `IN_A_ROW` steps. Only on the host.
 
-    Writes ``gradients_unused`` of the process: how often they were thrown away before any step; 0 once one came.
+    Writes ``gradients_unused`` of the process: how often they were thrown away before any step; 0 once one came. And
+    ``optimizer_unused``: the name of an optimizer that never steps while others do, and of its first parameter.
     """
 
     name = "kept gradients"
@@ -55,35 +78,38 @@ class KeptGradients(Probe):
         self._watched: dict[int, _Watched] = {}
         # By id of the optimizer: above 0 how often they were kept in a row, below 0 how often they were not.
         self._streaks: dict[int, int] = {}
-        self._made, self._unused, self._said = False, 0, False
-        self._before: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        if not self.context.progress.steps_seen:
+        self._backwards = 0
+        # By id of the optimizer, while it has not stepped: None once it has.
+        self._idle: dict[int, _Idle | None] = {}
+        if not self.context.progress.steps_seen or len(self.context.optimizers) > 1:
             self.around(torch.optim.Optimizer, "zero_grad", self._zeroed, lambda _began: None, _not_traced)
 
     def remove(self) -> None:
         """Let go of the parameters."""
-        self._watched, self._before = {}, []
+        self._watched, self._idle = {}, {}
         super().remove()
 
     def _zeroed(self, optimizer: torch.optim.Optimizer, *_args: object, **_named: object) -> None:
         """The gradients of `optimizer` are about to be thrown away."""
-        context = self.context
-        if not self._made or context.progress.steps_seen or optimizer not in context.watched_optimizers().values():
+        idle = self._idle.setdefault(id(optimizer), _Idle())
+        if idle is None or idle.said or idle.backwards == self._backwards:
             return
-        self._made = False
-        self._unused += 1
-        if self._unused == 1:
-            trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._before = [(weakref.ref(p), _values(p).clone()) for p in trained[:FEW]]
-        elif self._unused == UNUSED and self._rests():
-            self._said = True
+        idle.backwards = self._backwards
+        context, beside = self.context, bool(self.context.progress.steps_seen)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not trained or optimizer not in context.watched_optimizers().values():
+            return
+        idle.times += 1
+        if idle.times == 1:
+            idle.before = [(weakref.ref(p), _values(p).clone()) for p in trained[:FEW]]
+        elif idle.times == UNUSED and not beside and idle.rests():
+            idle.said = "gradients_unused"
             context.recorder.meta.add("process", gradients_unused=UNUSED)
-
-    def _rests(self) -> bool:
-        """Whether all parameters looked at are what they were. Waits for a device, once in the life of a job."""
-        now = [(before, p) for known, before in self._before if (p := known()) is not None]
-        same = all(torch.equal(_values(p), before) for before, p in now)
-        return same and any(before.numel() for before, _ in now)
+        elif idle.times == UNUSED_BESIDE and beside and idle.rests() and _any(trained[:FEW]):
+            idle.said = "optimizer_unused"
+            named = {id(t.tensor): t.name for t in model_tensors(context.model)} if context.model is not None else {}
+            first = next((named[id(p)] for p in trained if id(p) in named), "parameters of no watched model")
+            context.recorder.meta.add("process", optimizer_unused=[type(optimizer).__name__, first, UNUSED_BESIDE])
 
     def backward_begin(self, tensors: object) -> None:
         """Look whether what the last step used is still there."""
@@ -99,7 +125,7 @@ class KeptGradients(Probe):
 
     def backward_end(self) -> None:
         """See whether the backward has added to what was kept."""
-        self._made = True
+        self._backwards += 1
         for watched in self._watched.values():
             parameter = watched.parameter()
             now = _beginning(parameter) if watched.kept and parameter is not None else None
@@ -110,11 +136,12 @@ class KeptGradients(Probe):
         optimizer = self.context.stepping
         if optimizer is None:
             return
-        if self._said:
-            self._said = False
-            self.context.recorder.meta.add("process", gradients_unused=0)
-        self._before = []
         key = id(optimizer)
+        for number, idle in self._idle.items():
+            if idle is not None and (idle.said == "gradients_unused" or (idle.said and number == key)):
+                self.context.recorder.meta.add("process", **{idle.said: 0})
+                idle.said = ""
+        self._idle[key] = None
         streak = self._streaks.get(key, 0)
         if abs(streak) >= max(IN_A_ROW, QUIET):
             return
@@ -134,6 +161,11 @@ class KeptGradients(Probe):
                 self._watched[key] = _Watched(weakref.ref(parameter), named[id(parameter)], used.clone())
                 return
         self._streaks[key] = min(streak, 0) - 1  # nothing to look at, as on a device: it is not sought for ever
+
+
+def _any(parameters: list[torch.Tensor]) -> bool:
+    """Whether one of the gradients is not zero. Waits for a device, as `_Idle.rests` does."""
+    return any(bool(local_tensor(p.grad).any()) for p in parameters if p.grad is not None)
 
 
 def _not_traced(*_args: object, **_named: object) -> bool:

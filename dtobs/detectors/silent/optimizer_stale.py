@@ -5,9 +5,10 @@ over `STEPS` steps, although each had a gradient that is finite and not zero and
 optimizer holds other tensors than the model, or every update is lost to rounding. A model of which some part trains is
 left alone: what is frozen is frozen. A rank whose optimizer never steps, while those of ranks that do the same work
 do, is told as well, unless it is sent what the others have made of the model. So is an optimizer that has never stepped
-although the gradients of `probes.kept_gradients.UNUSED` batches were computed and zeroed again, and one that steps in
-a loop without any backward, where parameters rest. Of ranks that hold no copies, so that `replica_divergence` has
-nothing to compare, each one that left out a single step is named.
+although the gradients of `probes.kept_gradients.UNUSED` batches were computed and zeroed again (of `UNUSED_BESIDE`
+where other optimizers step meanwhile), and one that steps in a loop without any backward, where parameters rest. Of
+ranks that hold no copies, so that `replica_divergence` has nothing to compare, each one that left out a single step is
+named.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
 """
@@ -38,7 +39,7 @@ def optimizer_stale(view: RunView) -> list[Finding]:
     never = [f for group in _peers(view) if (f := _never_stepped(view, group)) is not None]
     named = {rank for finding in never for rank in finding.ranks}
     left_out = [f for group in _peers(view) if (f := _left_out(view, group)) is not None]
-    return [*_at_rest(view), *never, *_unused(view, named), *_no_backward(view), *left_out]
+    return [*_at_rest(view), *never, *_unused(view, named), *_one_of_several(view), *_no_backward(view), *left_out]
 
 
 def _unused(view: RunView, named: set[int]) -> list[Finding]:
@@ -59,6 +60,31 @@ def _unused(view: RunView, named: set[int]) -> list[Finding]:
                 {"what": "gradients thrown away", "rank": rank, "times": count}
                 for rank, count in list(unused.items())[:16]
             ),
+        )
+    ]
+
+
+def _one_of_several(view: RunView) -> list[Finding]:
+    """An optimizer that never steps on any rank, while others of the loop do."""
+    said = {rank: view.meta(rank).process.get("optimizer_unused") for rank in view.ranks}
+    unused = {rank: told for rank, told in said.items() if isinstance(told, list) and len(told) == 3}
+    if not unused:
+        return []
+    name, parameter, times = next(iter(unused.values()))
+    return [
+        Finding(
+            "optimizer-stale",
+            f"of several optimizers, the {name} of {parameter} never steps on {ranks_text(unused)}: its gradients were"
+            f" computed and zeroed {times} times without a step, and its parameters have not changed",
+            tuple(unused),
+            Confidence.LIKELY,
+            step=1,
+            group="one of several",
+            evidence=tuple(
+                {"what": "gradients thrown away", "rank": rank, "optimizer": told[0], "parameter": told[1]}
+                for rank, told in list(unused.items())[:16]
+            ),
+            next_step="Call the step of this optimizer, or leave its parameters out of the backward.",
         )
     ]
 

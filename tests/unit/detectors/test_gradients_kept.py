@@ -11,6 +11,7 @@ from torch import nn
 
 import dtobs
 from dtobs.detectors.silent.gradients_kept import gradients_kept
+from dtobs.detectors.silent.optimizer_stale import optimizer_stale
 from dtobs.findings import Finding
 from dtobs.probes import kept_gradients
 from dtobs.recording.view import load_run
@@ -120,6 +121,49 @@ def test_two_optimizers_in_turn(tmp_path: Path):
             backward(both)
             turns[step % 2].step()
     assert gradients_kept(load_run(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("first_step", "detached", "told"),
+    [
+        (None, False, ["optimizer-stale"]),
+        (0, False, []),
+        (30, False, []),  # the other one has a head start
+        (None, True, []),  # what it has gets no gradient
+    ],
+)
+def test_one_of_two_optimizers_that_never_steps(
+    tmp_path: Path, first_step: int | None, detached: bool, told: list[str]
+):
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(3, 3), nn.Linear(3, 1)
+    making, judging = (torch.optim.SGD(model.parameters(), 0.01) for model in (maker, judge))
+    with dtobs.attach([maker, judge], [making, judging], run_dir=tmp_path, monitor=False):
+        for step in range(60):
+            made = maker(torch.randn(4, 3))
+            for optimizer in (making, judging):
+                optimizer.zero_grad()
+            judge(made.detach() if detached else made).square().mean().backward()
+            judging.step()
+            if first_step is not None and step >= first_step:
+                making.step()
+    found = optimizer_stale(load_run(tmp_path))
+    assert [f.code for f in found] == told
+    assert all("the SGD of weight never steps on rank 0" in f.summary for f in found)
+
+
+def test_gradients_that_no_optimizer_uses_until_one_steps(tmp_path: Path):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    said = []
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for step in range(30):
+            model(torch.randn(4, 3)).square().mean().backward()
+            if step > 20:
+                optimizer.step()
+            optimizer.zero_grad()
+            said.append(load_run(tmp_path).meta(0).process.get("gradients_unused"))
+    assert said == [None] * 15 + [kept_gradients.UNUSED] * 6 + [0] * 9
 
 
 def test_one_rank_of_two(tmp_path: Path):
