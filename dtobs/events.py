@@ -158,6 +158,7 @@ STEP_DTYPE = np.dtype(
         *[(f"{part}_ns", "<i8") for part in STEP_PARTS],
         *[(f"exposed_{dimension}_ns", "<i8") for dimension in EXPOSED_ALONG],
         ("cpu_ns", "<i8"),  # process CPU time spent in the step
+        ("on_core_ns", "<i8"),  # the training thread ran, as the scheduler counts it; 0 when not known
         ("run_delay_ns", "<i8"),  # the training thread could run and waited for a core; 0 also when not known
         ("gc_ns", "<i8"),  # the training thread collected garbage
         ("throttled_ns", "<i8"),  # the control group had used up its processor time; of the last second or so

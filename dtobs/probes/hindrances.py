@@ -32,7 +32,7 @@ class _KernelFile:
             os.close(fd)
 
 
-class RunDelay(_KernelFile):
+class Schedule(_KernelFile):
     """Of the thread that makes it, from ``/proc/thread-self/schedstat`` (Linux, Documentation/scheduler/sched-stats):
     nanoseconds on a core, nanoseconds waiting for one, time slices. 0 for ever where the kernel does not say.
     """
@@ -40,15 +40,16 @@ class RunDelay(_KernelFile):
     def __init__(self, path: Path = Path("/proc/thread-self/schedstat")) -> None:
         super().__init__([path])
 
-    def read_ns(self) -> int:
-        """Nanoseconds waited for a core since the thread began."""
+    def read_ns(self) -> tuple[int, int]:
+        """Nanoseconds on a core and waited for one since the thread began."""
         if self._fd < 0:
-            return 0
+            return 0, 0
         try:
-            return int(os.pread(self._fd, 96, 0).split()[1])
-        except (OSError, ValueError, IndexError):
+            on_core, delay = os.pread(self._fd, 96, 0).split()[:2]
+            return int(on_core), int(delay)
+        except (OSError, ValueError):
             self.close()
-            return 0
+            return 0, 0
 
 
 class Throttled(_KernelFile):
@@ -128,29 +129,31 @@ class Collections:
 
 
 class Hindrances:
-    """Run delay, throttling and garbage collection of the thread that creates this object.
+    """Time on a core, run delay, throttling and garbage collection of the thread that creates this object.
 
     `fill` writes what has accumulated since the last call of `begin` or `fill`.
     """
 
     def __init__(self) -> None:
-        self._delay, self._throttled, self._collections = RunDelay(), Throttled(), Collections()
-        self._delay_ns = self._gc_ns = 0
+        self._schedule, self._throttled, self._collections = Schedule(), Throttled(), Collections()
+        self._on_core_ns = self._delay_ns = self._gc_ns = 0
 
     def begin(self) -> None:
         """Start counting: the first step begins."""
-        self._delay_ns, self._gc_ns = self._delay.read_ns(), self._collections.total_ns
+        self._on_core_ns, self._delay_ns = self._schedule.read_ns()
+        self._gc_ns = self._collections.total_ns
         self._collections.start()
 
     def fill(self, record: npt.NDArray[np.void]) -> None:
         """A step ends: fill in its fields."""
-        delay, collected = self._delay.read_ns(), self._collections.total_ns
+        (on_core, delay), collected = self._schedule.read_ns(), self._collections.total_ns
+        record["on_core_ns"], self._on_core_ns = max(0, on_core - self._on_core_ns), on_core
         record["run_delay_ns"], self._delay_ns = max(0, delay - self._delay_ns), delay
         record["gc_ns"], self._gc_ns = collected - self._gc_ns, collected
         record["throttled_ns"] = self._throttled.read_ns()
 
     def close(self) -> None:
         """Let go of files and of the collector."""
-        self._delay.close()
+        self._schedule.close()
         self._throttled.close()
         self._collections.close()

@@ -9,6 +9,7 @@ import numpy as np
 from dtobs.detectors.performance.window import Times
 
 EXPLAINS = 0.4
+LIKE = 0.7
 
 
 @dataclass(frozen=True)
@@ -70,4 +71,34 @@ def cause_of(times: Times, member: int, excess: float) -> Cause | None:
                 "Give all ranks samples of equal cost: balance by length, not by number.",
                 excess,
             )
-    return None
+    return _off_the_processor(times, member, excess)
+
+
+def _off_the_processor(times: Times, member: int, excess: float) -> Cause | None:
+    """That the thread that trains neither ran nor wanted a core, while it waited for nobody; not where a device works.
+
+    Who waits may do so on its core, so that the time of peers off it is only known to be at least what is left.
+    """
+    on_core = times.seconds("on_core")
+    if not on_core.mean(axis=1).all() or times.records["device_marks"].any():
+        return None
+    off = np.maximum(0.0, (times.busy - on_core - times.seconds("run_delay")).mean(axis=1))
+    longer = float(off[member] - np.median(np.delete(off, member)))
+    if longer < EXPLAINS * excess:
+        return None
+    threads = (times.seconds("cpu") - on_core).mean(axis=1)
+    others = float(threads[member] - np.median(np.delete(threads, member)))
+    if LIKE * longer <= others <= longer / LIKE:  # one thread that computes just when this one does not
+        return Cause(
+            "python-lock",
+            "its training thread is off the processor while another thread of the process runs, which may hold the"
+            " Python lock",
+            "Move the work of that thread to a process of its own, or to code that releases the lock.",
+            longer,
+        )
+    return Cause(
+        "off-processor",
+        "its training thread is off the processor: it sleeps, reads or writes, or waits for another thread",
+        "Look for files, sleeps and locks in its loop: `dtobs profile RUN --steps 3` shows the lines.",
+        longer,
+    )

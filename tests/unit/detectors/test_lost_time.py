@@ -417,12 +417,18 @@ class TestCauseOfAStraggler:
             ({"forward": 0.4, "gc_ns": 0.3e9}, "Python collects garbage", "garbage"),
             ({"data": 0.4}, "it waits for its data", "input"),
             ({"forward": 0.4, "input_elements": 2048.0}, "its inputs are 2.00 times as large", "larger-inputs"),
+            ({"forward": 0.4, "on_core_ns": 0.1e9, "cpu_ns": 0.1e9}, "it sleeps, reads or writes", "off-processor"),
+            ({"forward": 0.4, "on_core_ns": 0.1e9, "cpu_ns": 0.4e9}, "hold the Python lock", "python-lock"),
+            ({"forward": 0.4, "on_core_ns": 0.4e9, "cpu_ns": 0.4e9}, "", ""),
+            ({"forward": 0.4, "on_core_ns": 0.1e9, "cpu_ns": 0.1e9, "device_marks": 4.0}, "", ""),
             ({"forward": 0.4}, "", ""),
         ],
     )
     def test_it_is_named(self, tmp_path: Path, fields: dict[str, float], words: str, cause: str):
         def change(rank: int, step: int) -> dict[str, float]:
             usual = {"input_elements": 1024.0}
+            if "on_core_ns" in fields:
+                usual |= {"on_core_ns": 0.05e9, "cpu_ns": 0.05e9}
             return usual | (fields if rank == 1 else {"exposed": 0.4})
 
         (found,) = [f for f in findings(noisy_run(tmp_path, 3, 40, change)) if f.code == "straggler"]

@@ -9,34 +9,36 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.probes.hindrances import Collections, RunDelay, Throttled
+from dtobs.probes.hindrances import Collections, Schedule, Throttled
 
 
-def test_the_second_number_is_the_delay(tmp_path: Path):
+def test_the_first_two_numbers_are_the_time_on_a_core_and_the_delay(tmp_path: Path):
     (tmp_path / "schedstat").write_text("24483144 188829824 10\n")
-    delay = RunDelay(tmp_path / "schedstat")
-    assert delay.read_ns() == 188829824
-    delay.close()
-    delay.close()
-    assert delay.read_ns() == 0
+    schedule = Schedule(tmp_path / "schedstat")
+    assert schedule.read_ns() == (24483144, 188829824)
+    schedule.close()
+    schedule.close()
+    assert schedule.read_ns() == (0, 0)
 
 
 @pytest.mark.parametrize("text", [None, "", "12", "a b c"])
 def test_a_kernel_that_does_not_say(tmp_path: Path, text: str | None):
     if text is not None:
         (tmp_path / "schedstat").write_text(text)
-    delay = RunDelay(tmp_path / "schedstat")
-    assert (delay.read_ns(), delay.read_ns()) == (0, 0)
+    schedule = Schedule(tmp_path / "schedstat")
+    assert (schedule.read_ns(), schedule.read_ns()) == ((0, 0), (0, 0))
 
 
 def test_it_never_falls():
-    delay = RunDelay()
-    before = delay.read_ns()
+    schedule = Schedule()
+    before = schedule.read_ns()
     until = time.monotonic() + 0.05
     while time.monotonic() < until:
         pass
-    assert delay.read_ns() >= before >= 0
-    delay.close()
+    on_core, delay = schedule.read_ns()
+    assert on_core > before[0] >= 0
+    assert delay >= before[1] >= 0
+    schedule.close()
 
 
 def quota(root: Path, text: str, cgroup: str = "0::/job\n", place: str = "sys/fs/cgroup/job") -> Path:
