@@ -11,6 +11,7 @@ from dtobs.recording.view import RunView
 
 LEAST_STEPS = 8
 """Steps in a row with as many micro-batches on every rank, or in which all parameters moved, before one that is odd."""
+MOST = 0.75
 NEXT_STEP = "Look for what skips optimizer.step() on this rank only: a condition on its own loss, gradients or data."
 
 
@@ -43,7 +44,8 @@ def steps_at_rest(view: RunView, ranks: Sequence[int]) -> dict[int, int]:
 
     An optimizer whose gradients are all None does nothing when it is called, and a scaler that found an overflow in
     this rank's part alone does not call it. Told where each step is looked at (`ParameterProbe`), of a rank of which
-    some tensor moved in each of the `LEAST_STEPS` steps before and in the one after, and whose backward ran.
+    most tensors moved in each of the `LEAST_STEPS` steps before and in the one after, and whose backward ran: updates
+    that are nearly lost to rounding move a tensor now and then.
     """
     steps, looks = side_by_side(view, ranks, "params_digest")
     if len(ranks) < 2 or len(steps) < LEAST_STEPS + 3 or (np.diff(steps) != 1).any():
@@ -59,7 +61,7 @@ def steps_at_rest(view: RunView, ranks: Sequence[int]) -> dict[int, int]:
 
 
 def _moves_otherwise(view: RunView, rank: int, step: int) -> bool:
-    """Whether a tensor of `rank` moved in each of the steps before `step` and in the one after, and none in it."""
+    """Whether `MOST` of the tensors of `rank` that move did so in each step around `step`, and none in it."""
     history = view.digests(rank)
     newest = {at: row for row, at in enumerate(history["step"].tolist())}
     wanted = range(step - LEAST_STEPS - 1, step + 2)
@@ -67,7 +69,8 @@ def _moves_otherwise(view: RunView, rank: int, step: int) -> bool:
         return False
     digests = history["digest"][[newest[at] for at in wanted]]
     moved = digests[1:] != digests[:-1]
-    return bool(not moved[LEAST_STEPS].any() and np.delete(moved, LEAST_STEPS, axis=0).all(axis=0).any())
+    others = np.delete(moved, LEAST_STEPS, axis=0)
+    return bool(not moved[LEAST_STEPS].any() and others.all(axis=0).sum() >= max(1, MOST * others.any(axis=0).sum()))
 
 
 def _has_gradients(view: RunView, rank: int, step: int) -> bool:
