@@ -12,6 +12,7 @@ version has none of them, it stays unknown where the NaN arose.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import local_tensor, model_tensors
 
 TRIED = ("2.13.0",)
-MOST_LOOKS, MOST_NODES = 16, 200_000
+MOST_ENTRIES, MOST_SECONDS, MOST_NODES = 16, 2.0, 200_000
+"""Of a run: what is written down, and the time that is spent on it; of a graph."""
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"})
 """What stands between a parameter and the operator that uses it."""
 
@@ -38,16 +40,17 @@ class ForwardValues(Probe):
 
     def __init__(self) -> None:
         super().__init__()
-        self._looks = 0
+        self._written: set[tuple[int, str, str]] = set()
+        self._seconds = 0.0
 
     def backward_begin(self, tensors: Any) -> None:
         """Look at what this backward begins with."""
-        if self._looks >= MOST_LOOKS:
+        if len(self._written) >= MOST_ENTRIES or self._seconds > MOST_SECONDS:
             return
         roots = [t for t in (tensors if isinstance(tensors, Sequence) else (tensors,)) if isinstance(t, torch.Tensor)]
         for root in roots:
-            value = local_tensor(root).detach()
-            if type(value) is not torch.Tensor or not value.is_floating_point():
+            value = local_tensor(root)
+            if not _is_readable(value):
                 continue
             if value.is_cpu:
                 if not is_finite(value):
@@ -58,17 +61,19 @@ class ForwardValues(Probe):
 
     def _arrival(self, step: int) -> Callable[[npt.NDArray[Any]], None]:
         def arrived(total: npt.NDArray[Any]) -> None:
-            if not math.isfinite(total[0]) and self._looks < MOST_LOOKS:
+            if not math.isfinite(total[0]):
                 self._note(step, ())
 
         return arrived
 
     def _note(self, step: int, roots: Sequence[torch.Tensor]) -> None:
-        self._looks += 1
-        model = self.context.model
+        began, model = time.perf_counter(), self.context.model
         known = names(model) if model is not None else {}
         finite, entered, place = where_it_arose([root.grad_fn for root in roots], known)
-        self.context.recorder.meta.add("forward", step=step, finite=finite, entered=entered, place=place)
+        self._seconds += time.perf_counter() - began
+        if (step, finite, entered) not in self._written and len(self._written) < MOST_ENTRIES:
+            self._written.add((step, finite, entered))
+            self.context.recorder.meta.add("forward", step=step, finite=finite, entered=entered, place=place)
 
 
 def names(model: nn.Module) -> dict[int, str]:
@@ -143,11 +148,17 @@ def _entered(node: Any, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Te
         except (RuntimeError, AttributeError):  # released, or another version of torch
             continue
         for tensor in kept:
-            value = local_tensor(tensor).detach() if isinstance(tensor, torch.Tensor) else None
-            if type(value) is not torch.Tensor or not (value.is_cpu and value.is_floating_point()):
+            value = local_tensor(tensor) if isinstance(tensor, torch.Tensor) else None
+            if value is None or not _is_readable(value) or not value.is_cpu:
                 continue
             if value.untyped_storage().data_ptr() not in own:
                 yield value
+
+
+def _is_readable(value: torch.Tensor) -> bool:
+    """Whether it is made of numbers that lie in memory and can be added up: formats of eight bits cannot."""
+    numbers = type(value) in (torch.Tensor, nn.Parameter) and value.is_floating_point() and value.element_size() > 1
+    return numbers and value.layout is torch.strided
 
 
 def _is_lookup(node: Any) -> bool:

@@ -113,6 +113,24 @@ def test_running_averages_of_an_earlier_nan_are_no_input():
     assert arose(model, model(torch.randn(3, 4)).sum() * math.nan) == ("2", "")
 
 
+def test_what_cannot_be_added_up_is_left_out():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    out = model[0](torch.randn(2, 4)).to(torch.float8_e4m3fn).to(torch.float32)
+    sparse = (torch.eye(4).to_sparse() @ model[1].weight).sum()
+    assert arose(model, (out @ model[1].weight).sum() * math.nan + sparse) == ("1", "")
+
+
+def test_a_rank_with_many_micro_batches_and_two_stages_writes_each_down_once(tmp_path: Path):
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 1e-3)
+    with dtobs.attach([first, second], optimizer, run_dir=tmp_path, monitor=False):
+        for model, inputs in ((second, torch.full((2, 4), math.nan)), (first, torch.ones(2, 4))):
+            for _ in range(40):
+                (model(inputs) * math.nan).backward(torch.ones(2, 4))
+    assert load_run(tmp_path).meta(0).forward[1].finite  # of the stage in which it arose
+
+
 def test_a_graph_that_is_gone_tells_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     loss = model(torch.full((2, 4), math.nan)).sum()
