@@ -21,12 +21,13 @@ from dtobs.diagnose.status import statuses
 from dtobs.events import RankState
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity, Trait
 from dtobs.host.process import ProcessState
+from dtobs.recording.arrivals import read_arrivals
 from dtobs.recording.journal import Entry
 from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.rundir import total_steps
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView
-from dtobs.words import duration_text
+from dtobs.words import duration_text, ranks_do
 
 _NOTICED_SECONDS = 5.0
 _MAX_PAST = 5
@@ -58,6 +59,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     notes += _stood_until_the_end(view, ordered)
     if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
         notes.append(ended)
+    notes += _unwatched(view)
     notes += spent.lines() if spent is not None and spent.settled else []
     notes += [off.text for off in comparisons_off(view)] if len(view.pages) else []
     over = [*evidence.past, *(e for e in gone_on if not e.finding.early)]
@@ -219,6 +221,16 @@ def _stood_until_the_end(view: RunView, ordered: list[Finding]) -> list[str]:
         return []
     seconds = (max(ended, default=0) - ordered[0].since_ns) / 1e9 if ordered[0].since_ns else 0.0
     return [f"it stood still for {duration_text(seconds)}, until its ranks ended"] if seconds > _NOTICED_SECONDS else []
+
+
+def _unwatched(view: RunView) -> list[str]:
+    """Ranks that came and recorded nothing, with nothing there to be watched, while others were."""
+    if not len(view.pages):
+        return []
+    arrivals = read_arrivals(view.root)
+    ranks = [r for r in view.missing_ranks if r in arrivals and arrivals[r].state == "started"]
+    what = "made no process group and no optimizer of torch, so nothing is recorded of what it does"
+    return [f"{ranks_do(ranks, 'have')} {what}"] if ranks else []
 
 
 def _it(finding: Finding) -> str:

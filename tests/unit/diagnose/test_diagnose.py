@@ -18,6 +18,7 @@ from dtobs.errors import TargetError
 from dtobs.findings import Confidence, Finding
 from dtobs.host.process import ProcessState
 from dtobs.monitor.journal import Journal
+from dtobs.recording.arrivals import arrive, write_arrival
 from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.journal import Entry, read_journal, standing_entries
 from dtobs.recording.meta import Op
@@ -66,7 +67,13 @@ def test_ranks_that_never_recorded_are_named(tmp_path):
     run = FakeRun(tmp_path, 4)
     for number in (0, 2):
         run.rank(number).step()
-    assert diagnose(Evidence("x", run.view())).missing_ranks == (1, 3)
+    write_arrival(run.directory, arrive(3, 4, 0))
+    found = diagnose(Evidence("x", run.view()))
+    assert found.missing_ranks == (1, 3)
+    said = [note for note in found.notes if "no optimizer of torch" in note]
+    assert said == [
+        "rank 3 has made no process group and no optimizer of torch, so nothing is recorded of what it does"
+    ]
 
 
 def test_a_pause_that_is_no_stall_yet_is_noted(hung):
