@@ -89,6 +89,8 @@ def where_it_arose(roots: Sequence[Any], known: dict[int, str]) -> tuple[str, st
     "" where there is none. And the how-manieth operator with parameters, from 0, the latter is: all of them where there
     is none. `roots` are nodes of autograd. Raises nothing: what cannot be read is left out.
     """
+    if not all(hasattr(root, "_sequence_nr") for root in roots if root is not None):
+        return "", "", 0
     used = [(node._sequence_nr(), node, found) for node in _nodes(roots) if (found := _parameters(node))]
     finite = ""
     for place, (_, node, parameters) in enumerate(sorted(used, key=lambda one: one[0])):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtobs
 from dtobs.events import Kind
-from dtobs.probes.forward_values import names, where_it_arose
+from dtobs.probes.forward_values import TRIED, names, where_it_arose
 from dtobs.recording.meta import ForwardEnd
 from dtobs.recording.view import load_run
 
@@ -129,6 +129,11 @@ def test_a_rank_with_many_micro_batches_and_two_stages_writes_each_down_once(tmp
             for _ in range(40):
                 (model(inputs) * math.nan).backward(torch.ones(2, 4))
     assert load_run(tmp_path).meta(0).forward[1].finite  # of the stage in which it arose
+
+
+def test_another_torch_tells_nothing():
+    assert torch.__version__.startswith(TRIED)
+    assert where_it_arose([object(), None], {}) == ("", "", 0)
 
 
 def test_a_graph_that_is_gone_tells_nothing():
