@@ -7,8 +7,8 @@ left alone: what is frozen is frozen. A rank whose optimizer never steps, while 
 do, is told as well, unless it is sent what the others have made of the model. So is an optimizer that has never stepped
 although the gradients of `probes.kept_gradients.UNUSED` batches were computed and zeroed again (of `UNUSED_BESIDE`
 where other optimizers step meanwhile), and one that steps in a loop without any backward, where parameters rest. Of
-ranks that hold no copies, so that `replica_divergence` has nothing to compare, each one that left out a single step is
-named.
+ranks that hold no copies, so that `replica_divergence` has nothing to compare, and of a pipeline's stages, each that
+left out a single step is named.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
 """
@@ -21,7 +21,6 @@ from dtobs.detectors.peers import data_groups, side_by_side
 from dtobs.detectors.silent.steps_left_out import NEXT_STEP, steps_at_rest, steps_left_out
 from dtobs.events import Kind, Phase
 from dtobs.findings import Confidence, Finding
-from dtobs.recording.meta import Parameter
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
@@ -38,8 +37,16 @@ def optimizer_stale(view: RunView) -> list[Finding]:
     """One finding over all ranks whose parameters rest, and one of each set of ranks whose optimizer never steps."""
     never = [f for group in _peers(view) if (f := _never_stepped(view, group)) is not None]
     named = {rank for finding in never for rank in finding.ranks}
-    left_out = [f for group in _peers(view) if (f := _left_out(view, group)) is not None]
-    return [*_at_rest(view), *never, *_unused(view, named), *_one_of_several(view), *_no_backward(view), *left_out]
+    left_out = [_left_out(view, group) for group in _peers(view) if _hold_no_copies(view, group)]
+    left_out += [_left_out(view, group) for group in _pipelines(view)]
+    return [
+        *_at_rest(view),
+        *never,
+        *_unused(view, named),
+        *_one_of_several(view),
+        *_no_backward(view),
+        *filter(None, left_out),
+    ]
 
 
 def _unused(view: RunView, named: set[int]) -> list[Finding]:
@@ -137,6 +144,14 @@ def _peers(view: RunView) -> list[list[int]]:
     return [ranks for ranks in stages.values() if len(ranks) > 1] or data_groups(view)
 
 
+def _pipelines(view: RunView) -> list[list[int]]:
+    """The ranks of each pipeline of torch's of which no rank has a peer that does the same work."""
+    known = {rank: plan.get("ranks") for rank in view.ranks if (plan := view.meta(rank).pipeline)}
+    peers = {rank for group in data_groups(view) for rank in group}
+    groups = {tuple(ranks) for ranks in known.values() if isinstance(ranks, list) and not peers.intersection(ranks)}
+    return [list(ranks) for ranks in sorted(groups) if len(ranks) > 1 and known.keys() >= set(ranks)]
+
+
 def _never_stepped(view: RunView, group: list[int]) -> Finding | None:
     """Ranks that go through as many collectives as their peers, and never through a step of the optimizer."""
     pages = {rank: view.page(rank) for rank in group}
@@ -165,8 +180,6 @@ def _never_stepped(view: RunView, group: list[int]) -> Finding | None:
 
 def _left_out(view: RunView, group: list[int]) -> Finding | None:
     """Ranks that left out a step of the optimizer, where nobody has a copy of what they hold."""
-    if any(not _only_copy(parameter) for rank in group for parameter in view.meta(rank).params):
-        return None
     left_out = steps_at_rest(view, group) | {
         rank: at for rank, at in steps_left_out(view, group).items() if _calls_of_two(view, group, rank, at)
     }
@@ -195,8 +208,9 @@ def _calls_of_two(view: RunView, group: list[int], rank: int, step: int) -> bool
     return bool(most[group.index(rank)] >= 1.5 * most.min() > 0)
 
 
-def _only_copy(parameter: Parameter) -> bool:
-    return parameter.replica.split(":")[1:2] == ["1"]
+def _hold_no_copies(view: RunView, group: list[int]) -> bool:
+    """Whether each of these ranks is the only one that has what it holds."""
+    return all(p.replica.split(":")[1:2] == ["1"] for rank in group for p in view.meta(rank).params)
 
 
 def _backwards(view: RunView, rank: int) -> int:

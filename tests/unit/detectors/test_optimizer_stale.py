@@ -132,3 +132,27 @@ def test_a_step_with_the_micro_batches_and_the_calls_of_two_is_one_left_out(tmp_
             rank.step(micro_batches=2 if odd else 1, collectives=calls if odd else 16)
     found = optimizer_stale(run.view())
     assert [(one.ranks, one.step) for one in found] == ([((1,), 12)] if calls == 32 else [])
+
+
+@pytest.mark.parametrize(
+    ("odd", "calls", "peers", "told"),
+    [
+        (12, 32, False, [((1,), 12)]),
+        (12, 16, False, []),  # it only went through more micro-batches
+        (None, 16, False, []),
+        (12, 32, True, []),  # copies of its stage are compared
+    ],
+)
+def test_a_stage_of_a_pipeline_that_leaves_out_a_step(
+    tmp_path: Path, odd: int | None, calls: int, peers: bool, told: list[tuple[tuple[int, ...], int]]
+):
+    run = FakeRun(tmp_path, 2, layout=None)
+    for number, rank in enumerate(run.ranks):
+        data = [0, 1] if peers else []
+        rank.meta("layout", kind="plain", coordinates={}, data_ranks=data, stage=number)
+        rank.meta("pipeline", schedule="Schedule1F1B", micro_batches=4, stages=[number], stage_count=2, ranks=[0, 1])
+        rank.parameters(Parameter(f"stage{number}.weight", (8, 8), "float32", ""))
+        for step in range(24):
+            left_out = number == 1 and step == odd
+            rank.step(micro_batches=8 if left_out else 4, collectives=calls if left_out else 16)
+    assert [(one.ranks, one.step) for one in optimizer_stale(run.view())] == told
