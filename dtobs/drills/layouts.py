@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,16 +34,16 @@ class Branched(nn.Module):
         return y_BW + self.aside(x_BW) if self.use_aside else y_BW
 
 
-class _Mixing(nn.Module):
+class _Mixing(nn.Module, ABC):
     """The model of the drills, whose last layer is also given what `mix` makes of its input, and of other ranks'."""
 
     def __init__(self, plain: nn.Sequential) -> None:
         super().__init__()
         self.plain = plain
 
+    @abstractmethod
     def mix(self, x_BH: Tensor) -> Tensor:
         """What other ranks have to do with, float32[B, HIDDEN]."""
-        raise NotImplementedError
 
     def forward(self, x_BW: Tensor) -> Tensor:
         """What the whole model makes of this rank's rows."""

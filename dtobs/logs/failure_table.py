@@ -14,10 +14,10 @@ _MAX_LINES = 20_000
 _ENTRY = re.compile(r"\s{0,4}\[\d{1,7}\]:\s{0,4}$")
 _FIELD = re.compile(r"\s{1,6}(time|host|rank|exitcode|error_file|traceback)\s{0,8}: ?(.{0,2000})")
 _RANK = re.compile(r"(\d{1,7}) \(local_rank: (\d{1,7})\)")
+_EXIT = re.compile(r"(-?\d{1,6}) \(pid: (\d{1,9})\)")
 _ENDED_BY_TORCHRUN = (-9, -15)
 _LATER_SECONDS = 5.0
-"""What torchrun ends after a failure it sees within a second, but for those that do not heed SIGTERM for long."""
-_EXIT = re.compile(r"(-?\d{1,6}) \(pid: (\d{1,9})\)")
+"""torchrun sees within a second what fails, and kills after half a minute what does not heed its SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,9 @@ def ended_by_torchrun(failures: Iterable[Failed]) -> set[int]:
     tables: dict[tuple[int, int], list[Failed]] = {}
     for failed in failures:
         tables.setdefault((failed.file, failed.order), []).append(failed)
-    found = set()
+    found: set[int] = set()
     for table in tables.values():
-        first = min((f.at for f in table if f.at is not None and f.exit_code not in _ENDED_BY_TORCHRUN), default=None)
-        for f in table:
-            if first and f.at and f.exit_code in _ENDED_BY_TORCHRUN and (f.at - first).total_seconds() > _LATER_SECONDS:
-                found.add(f.pid or -1)
+        ended = [(f.at, f.pid) for f in table if f.at and f.pid and f.exit_code in _ENDED_BY_TORCHRUN]
+        first = min((f.at for f in table if f.at and f.exit_code not in _ENDED_BY_TORCHRUN), default=None)
+        found |= {pid for at, pid in ended if first and (at - first).total_seconds() > _LATER_SECONDS}
     return found

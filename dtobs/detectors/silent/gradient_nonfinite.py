@@ -11,7 +11,7 @@ Why it hurts: one NaN in one gradient makes every parameter of every rank NaN wi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from dtobs.detectors.peers import hands_on_to
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.events import Kind
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.meta import ForwardEnd
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
@@ -241,8 +242,8 @@ def _origin(view: RunView, step: int, bad: Collection[int]) -> tuple[tuple[int, 
     """Of ranks with bad gradients those in which they arose, and the end of a sentence about the others; all, and "".
 
     Stages of a pipeline hand activations on and gradients back. So where the gradients that came back were finite, they
-    became bad in that stage; where even the last stage has bad ones, it was in the forward pass: of the stage that took
-    finite values and handed on others, or of the first one that did.
+    became bad in that stage; where even the last stage has bad ones, it was in the forward pass, of the first stage
+    that handed on a NaN.
     """
     if len(bad) < 2:
         return tuple(bad), ""
@@ -258,13 +259,26 @@ def _origin(view: RunView, step: int, bad: Collection[int]) -> tuple[tuple[int, 
                 return tuple(sorted(first)), "; the other ranks that compute this model have it from there"
         return tuple(sorted(bad)), "; they compute one model together, so some have it from another"
     given = {other for rank in passes for other in onward[rank]}
-    first = [r for r, end in passes.items() if end.finite] or [r for r in passes if r not in given]
+    first = _first_stages(view, passes, given)
     if first:
         return tuple(sorted(first)), "; the other stages have it from there" if len(first) < len(bad) else ""
     last = tuple(sorted(rank for rank, others in onward.items() if others and not others & set(bad)))
     if last:
         return last, f"; {ranks_text(sorted(set(bad) - set(last)))} got it back through the pipeline"
     return tuple(sorted(bad)), "; they hand activations to each other, so it came to most of them from another"
+
+
+def _first_stages(view: RunView, passes: Mapping[int, ForwardEnd], given: Collection[int]) -> list[int]:
+    """Of the stages that handed on a NaN the one in which it arose; `given` are those to which another one did.
+
+    That finite values entered it as well proves little of a later stage: it may look up positions. But where ranks have
+    several stages, who hands on to whom does not tell their order.
+    """
+    entered = [rank for rank, end in passes.items() if end.finite]
+    foremost = [rank for rank in passes if rank not in given]
+    several = any(len(view.meta(rank).pipeline.get("stages", ())) > 1 for rank in passes)
+    both = [rank for rank in foremost if rank in entered]
+    return both or (entered or foremost if several else foremost or entered)
 
 
 def _parts_of_its_model(view: RunView, rank: int) -> set[int]:

@@ -87,6 +87,8 @@ def test_a_nan_of_all_stages_is_certain_of_none(tmp_path: Path):
         ({1: ("a", "b"), 2: ("", "a"), 3: ("", "a")}, (1,)),  # rank 0's output was finite
         ({0: ("", "a"), 1: ("", "a"), 2: ("", "a"), 3: ("", "a")}, (0,)),  # so was its batch
         ({3: ("a", "")}, (3,)),
+        ({1: ("a", "b"), 2: ("positions", "a"), 3: ("", "a")}, (1,)),  # what a later stage looks up is finite
+        ({0: ("", "a"), 1: ("", "a"), 2: ("positions", "a"), 3: ("", "a")}, (0,)),
         ({2: ("", "")}, (2,)),  # on a device nobody knows between which modules; rank 3 hands on nothing
     ],
 )
@@ -102,6 +104,7 @@ def test_a_nan_of_a_forward_pass_is_that_of_the_stage_that_took_finite_values(tm
 def test_of_a_ranks_stages_the_one_in_which_it_arose_counts(tmp_path: Path):
     run = pipeline(tmp_path, 4, 40, {30: {0, 1, 2, 3}})
     for rank in run.ranks:
+        rank.meta("pipeline", schedule="", stages=[rank.number, rank.number + 4], stage_count=8, ranks=[0, 1, 2, 3])
         rank.meta("forward", step=30, finite="", entered="8.norm", place=0)
         if rank.number == 2:
             rank.meta("forward", step=30, finite="3.fc", entered="3.out", place=9)
