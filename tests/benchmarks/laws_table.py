@@ -37,6 +37,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 """How each column trains. The first four by themselves; accumulation, a scaler and the compiler under DDP; the last
 four on a 2 x 2 mesh whose data dimension is averaged by hand: ranks split layers, stages, sequences, or experts."""
 _WORLD = dict.fromkeys(("dp-tp", "dp-pp", "dp-cp", "dp-ep"), 4)
+_OF_FOUR = ("dp-cp", "dp-ep")
 _REPLICATED = ("ddp", "zero1", "accumulated", "scaled", "compiled")
 _BY_HAND = ("by-hand", "dp-tp", "dp-pp", "dp-cp", "dp-ep")
 _NAN = tuple(c for c in COLUMNS if c not in ("scaled", "compiled"))
@@ -125,8 +126,13 @@ def _row(law: str, trouble: Fault, wrapper: str, twin_quiet: bool) -> Row:
 
 
 def _expected(name: str, wrapper: str) -> set[int]:
-    """The ranks to be named: all that do it, or the two that differ, of which none can be called the odd one."""
+    """The ranks to be named: all that do it, or the two that differ, of which none can be called the odd one.
+
+    Context and expert ranks hold copies on all four, which tell; but of an expert there are two.
+    """
     world = _WORLD.get(wrapper, 2)
+    if name in _OF_TWO and wrapper in _OF_FOUR and (name, wrapper) != ("rescaled", "dp-ep"):
+        return {SilentJob.odd}
     if name in _OF_TWO:
         return {SilentJob.odd, (SilentJob.odd + world // 2) % world}
     first_stages_only = wrapper == "dp-pp" and name in ("equal-dropout", "same-data")
