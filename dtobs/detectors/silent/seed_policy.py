@@ -36,8 +36,11 @@ from dtobs.words import count, ranks_text
 
 WINDOW = 64
 LEAST_STEPS = 3
+REST = 8
 MOST_SHARDS = 64
 """Ranks whose shards are compared."""
+_DROPPING = "drop alike"
+"""In the memo of a view: the step of the last look at random numbers that nothing was declared of, and what it gave."""
 _MATRICES = (2, 4, 5)
 """Dimensions of a matrix or convolution; a stack of experts has three, and may begin as copies of one on purpose."""
 
@@ -192,15 +195,28 @@ def _generators(view: RunView) -> list[Finding]:
 
 
 def dropping_alike(view: RunView) -> list[list[int]]:
-    """Ranks that drop the same units on different data, in every step, where nothing was declared of that."""
-    window = view.steps(WINDOW)
-    found: list[list[int]] = []
-    for group in data_groups(view):
-        states = _states(window, rows_of(view, group))
-        undeclared = {view.meta(r).policy.get("generators") for r in group} == {None}
-        if undeclared and _drops_units(view, group) and _moves(states):
-            found += [ranks for ranks, _ in _alike(group, states)]
-    return found
+    """Ranks that drop the same units on different data, in every step, where nothing was declared of that.
+
+    Asked at every look of a screen: the steps are read again only when `REST` more have been taken.
+    """
+    groups = [
+        group
+        for group in data_groups(view)
+        if {view.meta(r).policy.get("generators") for r in group} == {None} and _drops_units(view, group)
+    ]
+    if not groups:
+        return []
+    step = int(view.pages["step"].max())
+    known: tuple[int, list[list[int]]] | None = view.memo.get(_DROPPING)
+    if known is None or not known[0] <= step < known[0] + REST:
+        window = view.steps(WINDOW)
+        found: list[list[int]] = []
+        for group in groups:
+            states = _states(window, rows_of(view, group))
+            if _moves(states):
+                found += [ranks for ranks, _ in _alike(group, states)]
+        known = view.memo[_DROPPING] = (step, found)
+    return known[1]
 
 
 def _states(window: StepWindow, rows: list[int]) -> npt.NDArray[np.uint64]:
