@@ -8,18 +8,21 @@ command raises becomes an exit code here and nowhere else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import io
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from importlib import import_module
 from typing import NoReturn, Protocol
 
 from dtobs import __version__
 from dtobs.errors import DtobsError, UsageError, refusal
+
+_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 class Exit(IntEnum):
@@ -114,8 +117,22 @@ def _load(name: str) -> Subcommand:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(known)}"
         raise UsageError(f"there is no command {name!r}; {hint}")
-    module: Subcommand = import_module(f"{__name__}.{name.replace('-', '_')}")
+    with _one_thread():
+        module: Subcommand = import_module(f"{__name__}.{name.replace('-', '_')}")
     return module
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have numpy start no thread for each core, for no command uses its algebra; programs we start are not told."""
+    if _THREADS in os.environ:
+        yield
+        return
+    os.environ[_THREADS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_THREADS]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -88,8 +89,10 @@ def _load_all(files: list[Path]) -> list[TracedRank | str]:
     workers = min(len(files), os.cpu_count() or 1)
     if workers < 2 or sum(_size(path) for path in files) < WORTH_A_PROCESS:
         return [_try(path) for path in files]
+    # A fork costs nothing, a new interpreter a fifth of a second; but a fork must not copy a lock that a thread holds.
+    way = get_context("fork" if threading.active_count() == 1 else "spawn")
     try:
-        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(workers, way) as pool:
             return list(pool.map(_try, files))
     except (BrokenProcessPool, OSError):
         return [_try(path) for path in files]

@@ -48,6 +48,20 @@ def test_runs_a_command_and_imports_no_other(capsys):
     assert capsys.readouterr().out == "now\n"
 
 
+@pytest.mark.parametrize("told", [None, "3"])
+def test_algebra_gets_one_thread_unless_told_and_programs_that_a_command_starts_are_not_told(
+    told, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if told:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", told)
+    at_import = 'import os\nprint(os.environ["OPENBLAS_NUM_THREADS"])\n'
+    in_run = '    import os\n    print(os.environ.get("OPENBLAS_NUM_THREADS"))\n'
+    (tmp_path / "do_it.py").write_text(at_import + textwrap.dedent(COMMAND).replace("(args):\n", "(args):\n" + in_run))
+    cli.main(["do-it"])
+    assert capsys.readouterr().out.split()[:2] == [told or "1", str(told)]
+
+
 def test_help_of_a_command_is_its_docstring(capsys):
     assert cli.main(["do-it", "--help"]) == 0
     shown = capsys.readouterr().out

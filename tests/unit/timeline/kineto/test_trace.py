@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from dtobs.cli import main
+from dtobs.timeline.kineto import files
 from dtobs.timeline.kineto.analyse import analyse
 from tests.unit.timeline.kineto.traces import Host, group, host_ahead, jitter, job, pipeline, random_rank, save
 
@@ -296,6 +298,24 @@ def test_the_same_in_any_order_and_under_any_name(tmp_path: Path):
         (folder / "run.json").write_text('{"name": "a run"}')
         files = sorted(folder.glob("*[012]*"), reverse=True)
         assert analyse([folder]).to_json()["straggler"] == analyse(files).to_json()["straggler"] != None  # noqa: E711
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_the_same_in_one_process_and_in_several(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(job(3, 2, slow=1), tmp_path)
+    alone = analyse([tmp_path]).to_json()
+    monkeypatch.setattr(files, "WORTH_A_PROCESS", 0)
+    monkeypatch.setattr(files.os, "cpu_count", lambda: 2)
+    done = threading.Event()
+    others = [threading.Thread(target=done.wait) for _ in range(threads)]
+    for other in others:
+        other.start()
+    try:
+        assert analyse([tmp_path]).to_json() == alone
+    finally:
+        done.set()
+        for other in others:
+            other.join()
 
 
 def test_ranks_from_names_where_files_do_not_say(tmp_path: Path):
