@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from dtobs.probes import patches
 from dtobs.probes.base import Probe
-from dtobs.recording.arrivals import Arrival, arrive, become, write_arrival
+from dtobs.recording.arrivals import Arrival, arrive, become, described, write_arrival
 from dtobs.recording.page import INDEX
 from dtobs.recording.rundir import RunDirectory
 
@@ -49,8 +50,7 @@ def wrap_init_process_group(
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-                _noted(run, lambda: _timed(waiting, become(waiting, "failed", error=said)) if waiting else None)
+                _noted(run, partial(_failed, waiting, error))
                 raise
             _noted(run, lambda: _timed(waiting, become(waiting, "met")) if waiting else None)
             return result
@@ -71,6 +71,10 @@ def _noted(run: RunDirectory, make: Callable[[], Arrival | None]) -> Arrival | N
         sys.stderr.write(f"dtobs: the way into the process group is not recorded: {type(error).__name__}: {error}\n")
         return None
     return arrival
+
+
+def _failed(waiting: Arrival | None, error: BaseException) -> Arrival | None:
+    return _timed(waiting, become(waiting, "failed", error=described(error))) if waiting else None
 
 
 def _timed(waiting: Arrival, after: Arrival) -> Arrival:

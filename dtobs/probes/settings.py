@@ -79,7 +79,8 @@ class Settings(Probe):
         fields = _hyperparameters(stepping, number, groups)
         fields["optimizer shares"] = "" if _trained(context.model) <= context.trained_by() else "a part"
         if often:
-            fields[f"{_called(number)} state"] = "kept" if _has_state(stepping) else "empty"
+            first = number not in self._groups
+            fields[f"{_called(number)} state"] = _state_at_first(stepping, context.model) if first else _state(stepping)
             fields |= _model(context.model, self._modules) | _arithmetic()
             fields |= {"autocast": self._autocast} if self._autocast else {}
         if not self._looked:
@@ -119,18 +120,36 @@ def _called(number: int) -> str:
     return f"optimizer {number + 1}" if number else "optimizer"
 
 
-def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it goes on from steps of its own; one that counts them on the host may hold zeros before the first."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        state = optimizer.state.get(parameter)
-        steps = state.get("step") if isinstance(state, dict) else None
-        if isinstance(steps, torch.Tensor) and steps.device.type == "cpu" and steps.numel() == 1:
-            steps = steps.item()
-        if isinstance(steps, (int, float)):
-            return steps > 0
-        if isinstance(state, dict) and any(value is not None for value in state.values()):
-            return True
-    return False
+def _state(optimizer: torch.optim.Optimizer) -> str:
+    """ "kept" where it goes on from steps of its own, else "empty"."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    known = (_has_state(optimizer, parameter) for parameter in parameters)
+    return "kept" if next((has for has in known if has is not None), False) else "empty"
+
+
+def _state_at_first(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> str:
+    """`_state`, or "kept by 3 of 8 parameters, not by NAME" where only some of those that have a gradient have any."""
+    stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    without = [p for p in stepping if not _has_state(optimizer, p)]
+    if not without or len(without) == len(stepping):
+        return _state(optimizer)
+    named = (name for name, p in plain_parameters(model) if p is without[0]) if model is not None else iter(())
+    name = next(named, "one that the model does not have")
+    return f"kept by {len(stepping) - len(without)} of {len(stepping)} parameters, not by {name}"
+
+
+def _has_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool | None:
+    """Whether `parameter` goes on from steps it has taken; a count on the host may be zero before the first.
+
+    None where the optimizer keeps nothing of it.
+    """
+    state = optimizer.state.get(parameter)
+    steps = state.get("step") if isinstance(state, dict) else None
+    if isinstance(steps, torch.Tensor) and steps.device.type == "cpu" and steps.numel() == 1:
+        steps = steps.item()
+    if isinstance(steps, (int, float)):
+        return steps > 0
+    return True if isinstance(state, dict) and any(value is not None for value in state.values()) else None
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer, number: int, groups: tuple[Any, ...]) -> dict[str, str]:

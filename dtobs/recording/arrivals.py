@@ -29,8 +29,9 @@ class Arrival:
     """One rank on its way. Times are UTC seconds; those in ns are of its host's monotonic clock, which nobody sets.
 
     `state`: "started" (the process runs and has not asked for the group), "waiting" (inside ``init_process_group``),
-    "met", or "failed" (it raised `error`). `site` is the user's line that asked. `patience` is the hang timeout that
-    the rank was given, 0 for none.
+    "met", or "failed" (`error` was raised there, or before it asked where `site` is empty). `site` is the user's line
+    that asked. `uncaught`: `error` ended the program. `patience` is the hang timeout that the rank was given, 0 for
+    none.
     """
 
     rank: Natural
@@ -48,6 +49,7 @@ class Arrival:
     waited: float = 0.0  #: seconds inside init_process_group, once that is over
     site: str = ""
     error: str = ""
+    uncaught: bool = False
     patience: float = 0.0
     seen_ns: Natural = 0  #: when its process was last seen alive by who watches the job start
 
@@ -151,6 +153,11 @@ def _seconds_since(arrival: Arrival, then: float, then_ns: int) -> float:
 def become(arrival: Arrival, state: State, **changes: Any) -> Arrival:
     """The same rank a moment later."""
     return replace(arrival, state=state, since=time.time(), since_ns=time.monotonic_ns(), **changes)
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def _folder(root: Path) -> Path:

@@ -5,12 +5,16 @@ No torch is imported here before the rank itself asks for its group.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from dtobs.recording.arrivals import Arrival, arrive, write_arrival
+from dtobs.recording.arrivals import Arrival, arrive, become, described, read_arrivals, write_arrival
 from dtobs.recording.rundir import RunDirectory
 
 _SEEN = "DTOBS_ARRIVED"
@@ -25,6 +29,7 @@ def started() -> None:
     if int(values["WORLD_SIZE"]) > 1:
         values[_SEEN] = str(os.getpid())
         _write(int(values["RANK"]), int(values["WORLD_SIZE"]))
+        _note_what_ends_it(int(values["RANK"]))
 
 
 def wrap_init_process_group(original: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -49,6 +54,33 @@ def _write(rank: int, world: int) -> Arrival:
         run.write_run({"name": os.environ.get("DTOBS_RUN_NAME", "run"), "world_size": world})
     write_arrival(run, arrival)
     return arrival
+
+
+def _note_what_ends_it(rank: int) -> None:
+    """Write down the exception that ends this rank before it has its group; after that a session does."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.suppress(Exception):  # the host contract: the exception is shown, whatever happens here
+            mine = read_arrivals(_run().root).get(rank)
+            if mine is not None and mine.pid == os.getpid() and mine.state != "met" and isinstance(error, Exception):
+                said = mine.error or f"{described(error)} ({_innermost(trace)})"
+                write_arrival(_run(), become(mine, "failed", error=said, uncaught=True))
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _innermost(trace: TracebackType | None) -> str:
+    """The innermost line of a traceback that is not in a library: "file:line in function"."""
+    libraries = (*sysconfig.get_paths().values(), "<frozen")
+    found = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not (found and code.co_filename.startswith(libraries)):
+            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_qualname}"
+        trace = trace.tb_next
+    return found
 
 
 def _run() -> RunDirectory:

@@ -207,6 +207,26 @@ def test_who_is_missing_at_the_rendezvous_is_said(tmp_path: Path):
     assert f"in init_process_group at {program}:3 in <module>" in job.stderr
 
 
+@pytest.mark.parametrize("asks", [False, True], ids=["before it asks", "in init_process_group"])
+def test_an_error_before_there_is_a_process_group_is_told(asks: bool, tmp_path: Path):
+    program = tmp_path / "train.py"
+    raising = "os.environ['GLOO_SOCKET_IFNAME'] = 'no card'" if asks else "raise ValueError('no configuration')"
+    program.write_text(
+        "import os\n"
+        "import torch.distributed as dist\n"
+        f"{raising}\n"
+        f"dist.init_process_group('gloo', 'file://{tmp_path}/store', rank=1, world_size=2)\n"
+    )
+    words = ("--run-dir", tmp_path / "run", "--", sys.executable, program)
+    with observed(*words, cwd=tmp_path, env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}) as job:
+        assert job.wait() == 1, job.stderr
+    where = f"in init_process_group at {program}:4 in <module>: " if asks else "before init_process_group was called: "
+    assert f"uncaught-exception: rank 1 failed {where}" in job.stderr
+    assert ("no card" if asks else f"ValueError: no configuration ({program}:3 in <module>)") in job.stderr
+    verdict = diagnose(gather(tmp_path / "run")).verdict
+    assert verdict is not None and (verdict.ranks, verdict.confidence.value) == ((1,), "certain")
+
+
 def test_a_rank_that_does_not_come_out_of_its_download_is_named(tmp_path: Path):
     """Nobody has built a model or an optimizer yet."""
     program = tmp_path / "train.py"

@@ -24,6 +24,7 @@ from dtobs.detectors.hangs import (
     rank_not_joined,
     rank_oom_killed,
     rank_stopped,
+    rendezvous_failed,
     rendezvous_incomplete,
     stuck_in_phase,
     uncaught_exception,
@@ -75,8 +76,13 @@ def explain(situation: Situation) -> list[Finding]:
 def detect(view: RunView) -> list[Finding]:
     """All findings of the family."""
     missing = rendezvous_incomplete.find(view)
+    failed = rendezvous_failed.find(view, bool(missing))
     if not len(view.pages):
-        return missing
+        return failed or missing
+    return [*failed, *_of_recorded(view, [] if failed else missing)]
+
+
+def _of_recorded(view: RunView, missing: list[Finding]) -> list[Finding]:
     lost = lost_nodes.lost_nodes(view)
     seen = view.without([rank for contact in lost.values() for rank in contact.ranks]) if lost else view
     situation = interpret(seen)

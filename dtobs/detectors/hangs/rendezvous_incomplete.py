@@ -74,8 +74,8 @@ def _finding(
         missing,
         Confidence.CERTAIN if all(rank in arrivals for rank in missing) else Confidence.LIKELY,
         evidence=(
-            *(_evidence(rank, arrivals.get(rank)) for rank in missing[:_MAX_SHOWN]),
-            *(_evidence(rank, arrivals[rank], waiting[rank]) for rank in there[:_MAX_SHOWN]),
+            *(evidence_of(rank, arrivals.get(rank)) for rank in missing[:_MAX_SHOWN]),
+            *(evidence_of(rank, arrivals[rank], waiting[rank]) for rank in there[:_MAX_SHOWN]),
         ),
     )
 
@@ -103,7 +103,8 @@ def _fate(arrivals: dict[int, Arrival], rank: int, over_ns: int) -> str:
     return f"{place} started and has not called init_process_group for {on_the_way}"
 
 
-def _evidence(rank: int, arrival: Arrival | None, waited: float | None = None) -> Evidence:
+def evidence_of(rank: int, arrival: Arrival | None, waited: float | None = None) -> Evidence:
+    """What one rank left of its way to the group."""
     if arrival is None:
         return {"what": "rendezvous", "rank": rank, "state": "never started"}
     said: Evidence = {"what": "rendezvous", "rank": rank, "state": arrival.state}

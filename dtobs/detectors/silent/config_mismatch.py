@@ -19,6 +19,7 @@ from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
 WINDOW = 64
+KEPT_BY = "kept by "
 _OF_AN_OPTIMIZER = ("optimizer.", "optimizer", "learning rate of group")
 _MAY_DIFFER = ("optimizer shares",)
 _WEAK = ("program", "Python", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
@@ -75,7 +76,10 @@ def settings_of(view: RunView, rank: int, step: int) -> dict[str, str]:
 
 
 def is_state(name: str) -> bool:
-    """Whether a setting says if an optimizer goes on from steps of its own: "kept", or "empty" before its first."""
+    """Whether a setting says if an optimizer goes on from steps of its own.
+
+    It is "kept", "empty" before its first, or begins with `KEPT_BY` where only some parameters have state.
+    """
     return name.startswith("optimizer") and name.endswith(" state")
 
 

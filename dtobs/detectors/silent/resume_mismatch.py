@@ -4,8 +4,9 @@ What it does: compares the steps that a restart does again with the attempt befo
 learning rate of each, the loss, which must lie within what the steps before it vary by, and the norm of the gradients,
 whose ratio must be near 1 for what it varies by from step to step. A job that reads other data after its restart is
 not judged; in one that counts its steps anew, the data tells which steps are the same. And an optimizer that kept
-moments or a momentum before must not begin without them in the midst of the data. Where nothing tells which steps are
-done again, the loss must not be back where it began while the optimizer has its state.
+moments or a momentum before must not begin without them, or without those of some parameters, in the midst of the
+data. Where nothing tells which steps are done again, the loss must not be back where it began while the optimizer has
+its state.
 
 Why it hurts: a scheduler that starts over warms up again; weights or optimizer state that were not loaded undo what
 was learned.
@@ -13,12 +14,15 @@ was learned.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from dtobs.detectors.silent.config_mismatch import KEPT_BY
 from dtobs.detectors.silent.restarts import LEAST_STEPS, Redone, before, optimizer_states, redone
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.meta import Meta
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
@@ -115,10 +119,19 @@ def _without_state(view: RunView) -> list[Finding]:
         earlier = before(view, pair.rank)
         if earlier is None or (pair.numbered and int(pair.begun["step"][0]) <= 1) or not len(pair.begun):
             continue
-        then, now = optimizer_states(earlier.meta), optimizer_states(view.meta(pair.rank))
-        names = [name for name, states in then.items() if "kept" in states and now.get(name, [""])[0] == "empty"]
+        now_meta = view.meta(pair.rank)
+        then, now = optimizer_states(earlier.meta), optimizer_states(now_meta)
+        begun = {name: now[name][0] for name, states in then.items() if "kept" in states and now.get(name)}
+        alike = (
+            _trained(earlier.meta)[-1:] == _trained(now_meta)[:1]
+        )  # what is trained only now begins anew, and rightly
+        names = [
+            name.removesuffix(" state") + _only_a_part(state)
+            for name, state in begun.items()
+            if state == "empty" or (alike and state.startswith(KEPT_BY))
+        ]
         if names:
-            lost[pair.rank] = [name.removesuffix(" state") for name in names]
+            lost[pair.rank] = names
             step = int(pair.begun["step"][0])
     if not lost:
         return []
@@ -126,8 +139,8 @@ def _without_state(view: RunView) -> list[Finding]:
     return [
         Finding(
             "resume-mismatch",
-            f"{ranks_do(lost, 'have')} gone on at step {step} after a restart without the state of"
-            f" {' and '.join(f'the {name}' for name in names[:4])}, such as the moments of Adam",
+            f"{ranks_do(lost, 'have')} gone on at step {step} after a restart without the state, such as the moments of"
+            f" Adam, of {' and '.join(f'the {name}' for name in names[:4])}",
             tuple(lost),
             Confidence.LIKELY,
             step=step,
@@ -135,6 +148,20 @@ def _without_state(view: RunView) -> list[Finding]:
             evidence=({"what": "optimizers without the state that they had", "names": names[:16]},),
         )
     ]
+
+
+def _trained(meta: Meta) -> list[str]:
+    """Which parameters the model trained, whenever that had changed."""
+    return [fields["trained parameters"] for _, fields in meta.settings if "trained parameters" in fields]
+
+
+def _only_a_part(state: str) -> str:
+    """ " for 5 of 8 parameters (a.weight and others)" where the others have kept theirs, else nothing."""
+    found = re.match(rf"{KEPT_BY}(\d+) of (\d+) parameters, not by (.*)", state)
+    if found is None:
+        return ""
+    without = int(found[2]) - int(found[1])
+    return f" for {without} of its {found[2]} parameters ({found[3]}{' and others' if without > 1 else ''})"
 
 
 def _differs(pair: Redone, name: str) -> bool:

@@ -102,12 +102,14 @@ def counted_anew(
     period: int = 1000,
     optimizer: tuple[str, str, str] | None = None,
     passes: tuple[int, ...] = (),
+    trained: tuple[str, str] = ("8", "8"),
     **odd: Callable[[int], float],
 ) -> RunView:
     """30 steps, then 20 whose data begins at step `at`; both count from 1 and do not know their first input.
 
     `optimizer`: what it has before the first and the second step of the first attempt, and before the first of the
-    second; `passes`: steps at which one over the data begins in the first attempt.
+    second; `passes`: steps at which one over the data begins in the first attempt; `trained`: how many parameters
+    each attempt trains.
     """
     for attempt, (first, steps) in enumerate(((0, range(30)), (at, range(20)))):
         run = FakeRun(tmp_path, 2, attempt=attempt, start_ns=10**12 * (attempt + 1))
@@ -115,7 +117,8 @@ def counted_anew(
             rank.meta("process", steps_numbered=False)
             states = (optimizer[2:] if attempt else optimizer[:2]) if optimizer else ()
             for step, state in enumerate(states, 1):
-                rank.meta("settings", step=step, fields={"optimizer state": state})
+                fields = {"optimizer state": state, "trained parameters": trained[attempt]}
+                rank.meta("settings", step=step, fields=fields)
             for step in passes if not attempt else ():
                 rank.meta("pass", step=step, sampler=0, shuffles=True, seed=0, epoch=0, replicas=2, samples=640)
             for step in steps:
@@ -152,6 +155,7 @@ def test_the_data_aligns_loops_that_count_anew(
 
 
 ADAM = ("empty", "kept", "kept")
+SOME = "kept by 5 of 8 parameters, not by head.weight"
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,9 @@ ADAM = ("empty", "kept", "kept")
     [
         (20, ADAM, (), {}, ""),
         (20, ("empty", "kept", "empty"), (), {}, "resume-mismatch"),
+        (20, ("empty", "kept", SOME), (), {}, "resume-mismatch"),
+        (0, ("empty", "kept", SOME), (), {}, ""),  # the job begins anew, from another's weights
+        (20, ("empty", SOME, SOME), (), {}, ""),  # some were never restored, or are not trained yet
         (20, ("empty", "empty", "empty"), (), {}, ""),  # SGD keeps nothing
         (0, ("empty", "kept", "empty"), (), {}, ""),  # the job begins anew
         (0, ADAM, (1, 11, 21), {}, ""),  # a pass had just ended: in order, the next one reads the same
@@ -187,6 +194,17 @@ def test_what_a_restart_did_not_load(
     assert [(f.code, f.ranks) for f in told] == ([(code, (0, 1))] if code else [])
     if code == "data-not-resumed":
         assert told[0].severity == ("warning" if passes else "note")
+
+
+@pytest.mark.parametrize(("trained", "told"), [(("8", "8"), True), (("8", "11"), False)])
+def test_what_is_trained_only_since_the_restart_begins_anew(
+    tmp_path: Path, trained: tuple[str, str], told: bool
+) -> None:
+    findings = found(counted_anew(tmp_path, 20, optimizer=("empty", "kept", SOME), trained=trained))
+    assert [f.summary for f in findings] == [
+        "ranks 0 and 1 have gone on at step 1 after a restart without the state, such as the moments of Adam, of the"
+        " optimizer for 3 of its 8 parameters (head.weight and others)"
+    ][: int(told)]
 
 
 def test_another_number_of_ranks_is_not_compared(tmp_path: Path) -> None:

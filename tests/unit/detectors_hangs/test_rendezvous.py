@@ -173,3 +173,56 @@ def test_damaged_files_are_left_out(run):
     (folder / "00002.json").write_bytes(b"\xff\x00")
     (folder / "00003.json").write_text("[1]")
     assert list(read_arrivals(run.root)) == [0]
+
+
+GONE_UP = "DistStoreError: Timed out after 600 seconds waiting for clients. 3/4 clients joined."
+NO_CARD = "RuntimeError: Unable to find address for: eth99"
+
+
+def failed(rank: int, error: str, alive: bool = False, uncaught: bool = True, asked: bool = True) -> Arrival:
+    arrival = waits(rank, 600) if asked else on_its_way(rank, 600)
+    arrival = replace(become(arrival, "failed", error=error, uncaught=uncaught), waited=600.0 if asked else 0.0)
+    return arrival if alive else replace(arrival, pid=dead_pid())
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "expected"),
+    [
+        ([failed(1, NO_CARD), *(failed(r, GONE_UP) for r in (0, 2, 3))], [((1,), "certain")]),
+        ([failed(1, NO_CARD), *(waits(r, 5) for r in (0, 2, 3))], [((1,), "certain")]),
+        ([failed(1, NO_CARD, uncaught=False), *(waits(r, 5) for r in (0, 2, 3))], [((1,), "likely")]),
+        ([failed(1, NO_CARD, alive=True, uncaught=False), *(waits(r, 5) for r in (0, 2, 3))], []),  # it may try again
+        ([failed(1, "ValueError: x (a.py:2 in f)", asked=False), *(waits(r, 5) for r in (0, 2))], [((1,), "certain")]),
+        ([failed(r, f"OSError: eth{r} is down") for r in range(WORLD)], [((0, 1, 2, 3), "certain")]),
+        ([failed(r, GONE_UP) for r in range(WORLD)], [((0, 1, 2, 3), "likely")]),  # nobody is missing
+        ([become(failed(1, NO_CARD, alive=True), "met"), *(become(waits(r, 5), "met") for r in (0, 2, 3))], []),
+    ],
+)
+def test_errors_that_end_ranks_on_their_way(run, arrivals, expected):
+    for arrival in arrivals:
+        write_arrival(run, arrival)
+    told = [f for f in detect(load_run(run.root)) if f.code == "uncaught-exception"]
+    assert [(f.ranks, f.confidence) for f in told] == expected
+
+
+def test_who_gave_up_waiting_for_a_missing_rank_is_not_accused(run):
+    for rank in (0, 2, 3):
+        write_arrival(run, failed(rank, GONE_UP))
+    assert {code: finding.ranks for code, finding in found(load_run(run.root)).items()} == {
+        "rendezvous-incomplete": (1,)
+    }
+
+
+def test_a_restart_that_fails_on_its_way_is_told_beside_the_end_before_it(training):
+    fake = training(2)
+    view = fake.view()
+    assert detect(view) == []
+    for rank in range(2):
+        write_arrival(fake.directory, replace(failed(rank, NO_CARD), world_size=2))  # an attempt that was recorded
+    assert detect(fake.view()) == []
+    for rank in range(2):
+        write_arrival(fake.directory, replace(failed(rank, NO_CARD), world_size=2, attempt=1))
+    (told,) = detect(fake.view())
+    assert told.summary == (
+        f"ranks 0 and 1 failed in init_process_group at /me/train.py:8 in main after the restart: {NO_CARD}"
+    )
