@@ -1,11 +1,13 @@
 """gradients-not-synchronized: copies of one model whose gradients are averaged over a part of their ranks only.
 
-What it does: looks at ranks that began with the same parameters and have gone apart since. In two cases they should
+What it does: looks at ranks that began with the same parameters and have gone apart since. In three cases they should
 not have. They pass each other activations in the forward and gradients of them in the backward of most steps, on
 inputs of their own, as ranks do that hold a part of each sequence (context parallelism): then they train one model,
 and its gradients have to be averaged over all of them. Or the rest of what they hold stays alike, and other ranks
-began with other values for the same tensors, so these are copies of experts, and nobody averages them. Both are only
-possible: layers that are cut by hand may begin alike as well.
+began with other values for the same tensors, so these are copies of experts, and nobody averages them. Or they read the
+same samples, exchange activations in the forward, and began with other values for a part of their tensors only, as
+tensor-parallel ranks do: then the rest is whole on each, and has to stay alike. All are only possible: layers that are
+cut by hand may begin alike as well, and models that teach each other may share a beginning.
 
 Why it hurts: each set of ranks trains a model, or an expert, of its own on its share of the samples.
 """
@@ -30,6 +32,8 @@ from dtobs.words import count, ranks_text
 MOST_RANKS = 256
 LOOKS = 64
 """The first looks at the digests, in which ranks part or do not."""
+_SOON = 2
+"""Looks after which all that was alike is apart: the last layer's gradient is right in the first step."""
 MOST_STEPS = 0.9
 """The share of steps in which what is asked of every step has to be seen."""
 
@@ -39,7 +43,8 @@ def averaged_in_parts(view: RunView) -> list[Finding]:
     if not 1 < len(view.ranks) <= MOST_RANKS:
         return []
     parted = list(_parted(view))
-    return [*(f for one in parted if (f := _one_model(view, one)) is not None), *_tensors(parted)]
+    found = [f for one in parted if (f := _one_model(view, one)) is not None]
+    return [*found, *_tensors(parted), *map(_whole, _beside_shards(view))]
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,51 @@ def _parted(view: RunView) -> Iterator[_Parted]:
             yield parted
 
 
+def _beside_shards(view: RunView) -> Iterator[_Parted]:
+    """Ranks that read the same samples and exchange activations, and whose tensors that began alike went apart."""
+    together: dict[object, list[int]] = defaultdict(list)
+    for rank in view.ranks:
+        meta, steps = view.meta(rank), view.rank_steps(rank)[1:FIRST_PERIOD]  # the first input may not be known
+        if meta.params and len(steps) == FIRST_PERIOD - 1 and steps["input_digest"].all() and not meta.pipeline:
+            table = tuple((p.name, tuple(p.shape), p.replica) for p in meta.params)
+            together[table, int(steps["step"][0]), steps["input_digest"].tobytes()].append(rank)
+    for ranks in together.values():
+        looks = _looks(view, ranks) if len(ranks) > 1 else None
+        if looks is None or not all(_exchanges(view, r, set(ranks) - {r}, (Phase.FORWARD,)) for r in ranks):
+            continue
+        params = view.meta(ranks[0]).params
+        common, digests = looks[0], looks[1][..., : len(params)]
+        if digests.shape[2] < len(params):
+            continue  # the table was written anew since
+        moves: npt.NDArray[np.bool_] = (digests[:, 1:] != digests[:, :-1]).any(axis=(0, 1))
+        whole: npt.NDArray[np.bool_] = moves & (digests[:, 0] == digests[0, 0]).all(axis=0)
+        began_apart = moves & _all_differ(digests[:, :1])[0]
+        went_apart: npt.NDArray[np.bool_] = np.all(_all_differ(digests[:, _SOON:]), axis=0)
+        # What begins with a constant is alike on whatever ranks; a matrix is drawn.
+        drawn = whole & np.array([len(p.shape) > 1 for p in params])
+        if drawn.any() and began_apart.any() and went_apart[whole].all():
+            apart = np.flatnonzero(whole).tolist()
+            yield _Parted([[r] for r in ranks], tuple(p.name for p in params), apart, [], (), int(common[0]) + 1)
+
+
+def _whole(parted: _Parted) -> Finding:
+    names = [parted.names[row] for row in parted.apart]
+    more = f" and {count(len(names) - 1, 'other tensor')}" if len(names) > 1 else ""
+    return _finding(
+        [parted],
+        f"{ranks_text(parted.ranks)} read the same samples, exchange activations in the forward and began with other"
+        f" values for a part of the model, as tensor-parallel ranks do; {names[0]}{more} began alike there and have"
+        " gone apart. If each rank has the whole of these, the backward has to sum the gradient of what enters each"
+        " layer that is cut by columns over the ranks, and dropout has to draw alike on what is whole",
+    )
+
+
 def _parts(view: RunView, ranks: list[int]) -> _Parted | None:
     """How ranks that began alike parted; None where they did not, or did so for too short a time, or met again."""
-    histories = [view.digests(rank)[:LOOKS] for rank in ranks]
-    common = sorted(set.intersection(*(set(h["step"].tolist()) for h in histories)))
-    if len(common) < 2 or common[-1] - common[0] < FIRST_PERIOD:
+    seen = _looks(view, ranks)
+    if seen is None:
         return None
-    rows = [[h["step"].tolist().index(step) for step in common] for h in histories]
-    looks = np.stack([h["digest"][at] for h, at in zip(histories, rows, strict=True)])  # [ranks, looks, rows]
+    common, looks = seen
     parts: dict[bytes, list[int]] = defaultdict(list)
     for place in range(len(ranks)):
         parts[looks[place].tobytes()].append(place)
@@ -91,8 +133,7 @@ def _parts(view: RunView, ranks: list[int]) -> _Parted | None:
         return None
     first = looks[[places[0] for places in parts.values()]]  # one rank of each part
     moves = (first[:, 1:] != first[:, :-1]).any(axis=(0, 1))
-    ordered = np.sort(first[:, 1:], axis=0)
-    differs = (ordered[1:] != ordered[:-1]).all(axis=0)  # [looks - 1, rows]
+    differs = _all_differ(first[:, 1:])
     apart: npt.NDArray[np.intp] = np.flatnonzero(moves & differs.all(axis=0))
     alike: npt.NDArray[np.intp] = np.flatnonzero(moves & (first == first[:1]).all(axis=(0, 1)))
     if not len(apart) or len(apart) + len(alike) < moves.sum():
@@ -105,6 +146,25 @@ def _parts(view: RunView, ranks: list[int]) -> _Parted | None:
         tuple(looks[0, 0].tolist()),
         int(common[0]) + 1,
     )
+
+
+def _looks(view: RunView, ranks: list[int]) -> tuple[list[int], npt.NDArray[np.uint64]] | None:
+    """The steps of the first looks that `ranks` have in common, and u64[ranks, looks, rows]."""
+    histories = [view.digests(rank)[:LOOKS] for rank in ranks]
+    if not all(len(h) > 1 and "digest" in (h.dtype.names or ()) for h in histories):
+        return None
+    common = sorted(set.intersection(*(set(h["step"].tolist()) for h in histories)))
+    if len(common) < 2 or common[-1] - common[0] < FIRST_PERIOD:
+        return None
+    rows = [[h["step"].tolist().index(step) for step in common] for h in histories]
+    return common, np.stack([h["digest"][at] for h, at in zip(histories, rows, strict=True)])
+
+
+def _all_differ(looks: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """bool[looks, rows] of [ranks, looks, rows]: whether no two ranks have the same."""
+    ordered = np.sort(looks, axis=0)
+    different: npt.NDArray[np.bool_] = (ordered[1:] != ordered[:-1]).all(axis=0)
+    return different
 
 
 def _one_model(view: RunView, parted: _Parted) -> Finding | None:
@@ -179,8 +239,10 @@ def _own_inputs(view: RunView, parted: _Parted) -> bool:
     return bool(inputs.shape[1]) and float(own.mean()) >= MOST_STEPS
 
 
-def _exchanges(view: RunView, rank: int, others: set[int]) -> bool:
-    """Whether `rank` calls collectives with some of `others` in the forward and in the backward, and sends nothing."""
+def _exchanges(
+    view: RunView, rank: int, others: set[int], phases: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD)
+) -> bool:
+    """Whether `rank` calls collectives with some of `others` in these phases of the steps, and sends nothing."""
     events, groups = view.events(rank), view.meta(rank).groups
     if (events["kind"] == Kind.P2P).any():
         return False
@@ -189,6 +251,5 @@ def _exchanges(view: RunView, rank: int, others: set[int]) -> bool:
     calls = calls[np.isin(calls["group"], with_them)]
     steps = np.unique(events["step"][events["kind"] == Kind.STEP_BEGIN])
     return bool(len(steps)) and all(
-        np.isin(steps, calls["step"][calls["phase"] == phase]).mean() >= MOST_STEPS
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
+        np.isin(steps, calls["step"][calls["phase"] == phase]).mean() >= MOST_STEPS for phase in phases
     )

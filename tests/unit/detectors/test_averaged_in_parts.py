@@ -125,3 +125,48 @@ def test_a_dense_tensor_whose_gradient_nobody_averages_beside_experts(tmp_path: 
 def test_experts_that_are_averaged_or_began_alike_everywhere(tmp_path: Path):
     assert told(experts(tmp_path / "averaged", of_two, ())) == []
     assert told(experts(tmp_path / "upcycled", lambda rank, row: 5 + row, (2,))) == []
+
+
+def cut(
+    root: Path,
+    *,
+    part: tuple[str, ...] = ("embedding", "norm"),
+    began: Callable[[int, str], int] = lambda rank, name: 7 + (rank if name == "up" else 0),
+    inputs: Callable[[int], int] = lambda rank: 0,
+    phase: Phase = Phase.FORWARD,
+) -> FakeRun:
+    """Two ranks that read the same and exchange activations: `up` is cut over them, and tensors of `part` part."""
+    run = FakeRun(root, 2, layout=None)
+    names = {"embedding": (64, 8), "norm": (8,), "up": (8, 8)}
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*(Parameter(name, shape, "float32", "") for name, shape in names.items()))
+        rank.digests(*(began(number, name) for name in names), step=-1)
+        rank.collective("all_reduce")
+        for step in range(24):
+            rank.event(Kind.COLLECTIVE, phase=phase, group=run.group(), value=4096.0)
+            rank.step(input_digest=1 + 100 * step + inputs(number))
+            own = {name: number if name == "up" or (name in part and step) else 0 for name in names}
+            rank.digests(*(1000 * step + 10**6 * row + own[name] for row, name in enumerate(names)))
+    return run
+
+
+def test_tensors_that_tensor_parallel_ranks_have_whole_and_that_part(tmp_path: Path):
+    (found,) = told(cut(tmp_path))
+    assert (found.ranks, found.severity, found.expect) == ((0, 1), "note", "own-models")
+    assert "embedding and 1 other tensor began alike there and have gone apart" in found.summary
+
+
+WHOLE = {
+    "they stay alike": {"part": ()},
+    "one of them stays alike, and more may": {"part": ("norm",)},
+    "samples of their own": {"inputs": lambda rank: rank},
+    "nothing is exchanged in the forward": {"phase": Phase.OPTIMIZER},
+    "models of their own, that teach each other": {"began": lambda rank, name: 7 + rank},
+    "only constants began alike": {"began": lambda rank, name: 7 + (rank if name != "norm" else 0)},
+    "all began alike": {"began": lambda rank, name: 7},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_ranks_that_read_the_same_and_are_left_alone(tmp_path: Path, name: str):
+    assert told(cut(tmp_path, **WHOLE[name])) == []
