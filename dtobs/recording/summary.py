@@ -66,6 +66,7 @@ class Summary:
     late: tuple[str, int | None] = ("", None)
     """Of `LATE` what most waits for slower ranks were for, "" where it is no one thing; the rank, where it is one."""
     no_core: float = 0.0  #: seconds that a rank could run and had no core, in whatever it did then
+    crowded: tuple[int, int] = (0, 0)  #: the ranks of one host that have fewer cores than they are, and those cores
 
     @property
     def goodput(self) -> float:
@@ -98,6 +99,11 @@ class Summary:
             said.append(
                 f"in all that, a rank waited for a processor core ({self._part(self.no_core)}): give each rank cores of"
                 " its own, or fewer threads to each"
+            )
+        elif self.crowded[1] and share >= LEAST_SHARE:
+            said.append(
+                f"{self.crowded[0]} ranks share {count(self.crowded[1], 'processor core')} of a host, so that some wait"
+                " while others compute: give the job more cores, or fewer ranks to a host"
             )
         return said
 
@@ -162,8 +168,20 @@ def summarise(view: RunView) -> Summary | None:
         losses=losses,
         whole=all(int(records["stamp"][0]) == 1 for records in found.values()),
         late=_most_of(reasons),
+        crowded=_crowded(view),
         no_core=float(np.mean([records["run_delay_ns"].sum() for records in found.values()])) / 1e9,
     )
+
+
+def _crowded(view: RunView) -> tuple[int, int]:
+    """Of the host on which most ranks share a core: how many they are, and how many cores they may run on."""
+    hosts: dict[str, list[set[int]]] = defaultdict(list)
+    for rank in view.ranks:
+        said = view.meta(rank).process
+        if isinstance(cores := said.get("cores"), list) and cores:
+            hosts[f"{said.get('host')} {said.get('boot_id')}"].append(set(cores))
+    shared = ((len(each), len(set().union(*each))) for each in hosts.values())
+    return max((pair for pair in shared if pair[0] > pair[1]), key=lambda pair: pair[0] / pair[1], default=(0, 0))
 
 
 def _counted_once(view: RunView) -> float:

@@ -276,6 +276,7 @@ class LiveSession(Session):
             "boot_id": boot_id(),
             "pid_namespace": pid_namespace(),
             "start_ticks": start_ticks(self._pid),
+            "cores": sorted(os.sched_getaffinity(0)),
             "rank": self._who.rank,
             "launched_as": launched_as(self._who.world_size),
             "attach_ns": self._recorder.page.get("attach_ns"),

@@ -116,6 +116,28 @@ def test_ranks_that_wait_for_a_core(tmp_path: Path, delay: float, told: bool):
     assert not told or "(9 s, " in said[0]
 
 
+@pytest.mark.parametrize(
+    ("cores", "hosts", "lost", "told"),
+    [
+        ([[0, 1]] * 4, 1, 0.3, "4 ranks share 2 processor cores of a host"),
+        ([[0], [1], [0], [1]], 1, 0.3, "4 ranks share 2 processor cores of a host"),
+        ([[3]] * 4, 2, 0.3, "2 ranks share 1 processor core of a host"),
+        ([[0, 1]] * 4, 2, 0.3, ""),
+        ([[0, 1, 2, 3]] * 4, 1, 0.3, ""),
+        ([[0], [1], [2], [3]], 1, 0.3, ""),
+        ([[0, 1]] * 4, 1, 0.0, ""),  # nothing is lost by it
+        ([None] * 4, 1, 0.3, ""),  # recorded before it was asked for
+    ],
+)
+def test_more_ranks_than_cores(tmp_path: Path, cores: list[list[int] | None], hosts: int, lost: float, told: str):
+    run = FakeRun(tmp_path, 4).steps(300, exposed=lost)
+    for rank, mine in zip(run.ranks, cores, strict=True):
+        rank.meta("process", host=f"host {rank.number % hosts}", boot_id="b", **({"cores": mine} if mine else {}))
+    said = [line for line in of(run).lines() if "share" in line]
+    assert len(said) == bool(told)
+    assert not told or said[0].startswith(told)
+
+
 def test_a_restart_and_steps_done_again(tmp_path: Path):
     first = FakeRun(tmp_path, 2)
     first.steps(100)
