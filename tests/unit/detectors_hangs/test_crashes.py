@@ -91,6 +91,16 @@ def test_killed_rank(training):
     assert "killed by SIGKILL" in finding.summary
 
 
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [(-10, "sbatch --signal"), (-11, "PYTHONFAULTHANDLER"), (-7, "/dev/shm"), (-24, "ulimit -t"), (3, "printed last")],
+)
+def test_what_to_do_about_a_death_follows_from_its_signal(training, code, word):
+    run = training(2)
+    (finding,) = found(run.view(later=1, processes={1: gone(code)})).values()
+    assert finding.code == "rank-dead" and word in finding.next_step
+
+
 def test_killed_rank_and_peers_that_lost_it(training):
     run = training(2)
     fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
