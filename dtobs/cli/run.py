@@ -186,7 +186,7 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> N
         why = "its ranks had no process group yet" if not met else "no process built a torch optimizer"
         why = "no rank built a torch optimizer" if spawned else why
         _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else why))
-        if code and Path(words[0]).name.startswith("python") and "RANK" not in os.environ:
+        if code and met and Path(words[0]).name.startswith("python") and "RANK" not in os.environ:
             _say("a distributed script needs a launcher: dtobs run -- torchrun --nproc-per-node 2 train.py")
         return
     spent = summarise(evidence.view)

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtobs.events import Kind, RankState, identify, phase_name
 from dtobs.probes.base import Probe
@@ -24,8 +24,20 @@ MAX_LINK = 500
 MAX_SIGNALS = 64
 
 
+class _Leaving(NamedTuple):
+    """A call of ``sys.exit``: in which step, because of which error, and what is to be written of that."""
+
+    step: int
+    error: int
+    said: dict[str, Any]
+    failed: bool
+
+
 class Exceptions(Probe):
-    """Chains ``sys.excepthook`` and ``threading.excepthook``; the ones that were there run as before."""
+    """Chains ``sys.excepthook`` and ``threading.excepthook``; the ones that were there run as before.
+
+    A program that handles what ended its training and leaves by ``sys.exit(1)`` or ``os._exit(1)`` failed all the same.
+    """
 
     name = "exceptions"
     about_model = False
@@ -33,6 +45,7 @@ class Exceptions(Probe):
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[int] = set()
+        self._leaving: _Leaving | None = None
         self.saw: Callable[[BaseException], object] = _ignore
 
     def install(self) -> None:
@@ -40,6 +53,8 @@ class Exceptions(Probe):
         self.saw = self.guard(self.record)
         self.around(sys, "excepthook", lambda _kind, error, _trace: self.record(error), _ignore)
         self.around(threading, "excepthook", self._of_thread, _ignore)
+        self.around(sys, "exit", self._leave, _ignore)
+        self.around(os, "_exit", self._leave_at_once, _ignore)
 
     def _of_thread(self, args: Any) -> None:
         if args.exc_value is not None:
@@ -51,30 +66,62 @@ class Exceptions(Probe):
         if orderly or isinstance(error, GeneratorExit) or id(error) in self._seen:
             return
         self._seen.add(id(error))
-        failed = not isinstance(error, KeyboardInterrupt | SystemExit)
-        context = self.context
-        recorder = context.recorder
-        kind = type(error)
+        self._write(self._described(error) | {"thread": thread}, _fails(error) and not thread)
+
+    def _leave(self, code: object = None) -> None:
+        """``sys.exit`` is called; whether the program does leave is known when the interpreter ends (`left`)."""
+        if _says_failure(code):
+            error = sys.exc_info()[1] or SystemExit(code)
+            self._leaving = _Leaving(self.context.step, id(error), self._described(error), _fails(error))
+
+    def _leave_at_once(self, code: object = None) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and _says_failure(code) and not self._told_to_end():
+            self.record(error)
+
+    def left(self) -> None:
+        """The interpreter ends: write down the error with which it does, in a child of multiprocessing as well."""
+        flying, leaving = sys.exc_info()[1], self._leaving
+        if flying is not None and not isinstance(flying, SystemExit):
+            self.record(flying)
+            return
+        if leaving is None or leaving.step != self.context.step or leaving.error in self._seen or self._told_to_end():
+            return
+        self._write(leaving.said, leaving.failed)
+
+    def _told_to_end(self) -> bool:
+        """Whether a signal that asks it to end has reached this process, so that it leaves for that reason."""
+        recorder = self.context.recorder
+        try:
+            heard = recorder.run_dir.signals(recorder.rank, recorder.attempt).read_bytes()
+        except OSError:
+            return False
+        return bool({signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(heard))
+
+    def _described(self, error: BaseException) -> dict[str, Any]:
+        context, kind = self.context, type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         lines = "".join(traceback.format_exception(error)).splitlines()
-        number = identify(f"{name}|{error}")
-        recorder.meta.add(
-            "exception",
-            id=number,
-            type=name,
-            message=str(error)[:MAX_MESSAGE],
-            traceback=lines[-MAX_LINES:],
-            chain=_chain(error),
-            t_ns=time.monotonic_ns(),
-            step=context.step,
-            phase=phase_name(context.phase) or "none",
-            frame=self._user_frame(error.__traceback__),
-            thread=thread,
-        )
-        recorder.events.write(Kind.ERROR, context.phase, context.step, 0, 0, number)
-        if failed and not thread:  # a thread that dies leaves the training running
-            recorder.page.set(state=RankState.FAILED)
-        recorder.page.commit()
+        return {
+            "id": identify(f"{name}|{error}"),
+            "type": name,
+            "message": str(error)[:MAX_MESSAGE],
+            "traceback": lines[-MAX_LINES:],
+            "chain": _chain(error),
+            "t_ns": time.monotonic_ns(),
+            "step": context.step,
+            "phase": phase_name(context.phase) or "none",
+            "frame": self._user_frame(error.__traceback__),
+            "thread": "",
+        }
+
+    def _write(self, said: dict[str, Any], failed: bool) -> None:
+        context = self.context
+        context.recorder.meta.add("exception", **said)
+        context.recorder.events.write(Kind.ERROR, context.phase, context.step, 0, 0, said["id"])
+        if failed:  # a thread that dies leaves the training running
+            context.recorder.page.set(state=RankState.FAILED)
+        context.recorder.page.commit()
 
     def _user_frame(self, trace: TracebackType | None) -> dict[str, Any] | None:
         """The innermost line of the user's own code on the way to the exception."""
@@ -127,6 +174,15 @@ class Signals(Probe):
         if mine != fd:
             signal.set_wakeup_fd(mine)
         os.close(fd)
+
+
+def _fails(error: BaseException) -> bool:
+    return not isinstance(error, KeyboardInterrupt | SystemExit)
+
+
+def _says_failure(code: object) -> bool:
+    """Whether the main thread leaves with this exit code, or message, because something failed."""
+    return code not in (None, 0) and threading.current_thread() is threading.main_thread()
 
 
 def _chain(error: BaseException) -> list[dict[str, str]]:

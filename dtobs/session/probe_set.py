@@ -77,6 +77,7 @@ class ProbeSet:
                 found["corrupt"] = guard(probe, probe.tell)  # type: ignore[attr-defined]
             if probe.name == "exceptions":
                 found["exception"] = guard(probe, probe.record)  # type: ignore[attr-defined]
+                found["left"] = guard(probe, probe.left)  # type: ignore[attr-defined]
         return found
 
     def _watch(self, model: Any, optimizer: Any) -> None:

@@ -215,6 +215,11 @@ class LiveSession(Session):
             with suppress(RecordingDisabled, TargetError):  # a full or damaged disk: what is there stays
                 run.write_run(run.read_run() | said)
 
+    def close_at_exit(self) -> None:
+        """Close because the interpreter ends; the error with which it does is recorded."""
+        self._call("left")
+        self.close()
+
     def close(self) -> None:
         if not self.active:
             return

@@ -187,12 +187,12 @@ def _close_at_exit(session: LiveSession) -> None:
 
     def close() -> None:
         with suppress(KeyboardInterrupt):  # from somebody who does not wait for the last line
-            session.close()
+            session.close_at_exit()
 
     atexit.register(close)
     session.on_close(lambda: atexit.unregister(close))
     if parent_process() is not None:
-        finalizer = Finalize(session, session.close, exitpriority=100)
+        finalizer = Finalize(session, session.close_at_exit, exitpriority=100)
         session.on_close(lambda: finalizer.cancel())
 
 

@@ -227,6 +227,29 @@ def test_an_error_before_there_is_a_process_group_is_told(asks: bool, tmp_path: 
     assert verdict is not None and (verdict.ranks, verdict.confidence.value) == ((1,), "certain")
 
 
+def test_an_error_that_a_launcher_of_processes_handles_is_told(tmp_path: Path):
+    """``torch.multiprocessing.spawn`` handles what a rank raises, and has it leave with exit code 1."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import torch, torch.distributed as dist, torch.multiprocessing as mp\n"
+        "def work(rank):\n"
+        f"    dist.init_process_group('gloo', 'file://{tmp_path}/store', rank=rank, world_size=2)\n"
+        "    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    for step in range(20):\n"
+        "        if rank == 1 and step == 9:\n"
+        "            raise ValueError('bad batch')\n"
+        "        model(torch.ones(2, 4)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "if __name__ == '__main__':\n"
+        "    mp.spawn(work, nprocs=2)\n"
+    )
+    with observed("--run-dir", tmp_path / "run", "--", sys.executable, program, cwd=tmp_path) as job:
+        assert job.wait() == 1, job.stderr
+    assert f"uncaught-exception: rank 1 raised ValueError: bad batch at {program}:8 in work" in job.stderr
+    assert "needs a launcher" not in job.stderr
+
+
 def test_a_rank_that_does_not_come_out_of_its_download_is_named(tmp_path: Path):
     """Nobody has built a model or an optimizer yet."""
     program = tmp_path / "train.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -47,6 +48,7 @@ def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, objec
         "loader": vars(dataloader._BaseDataLoaderIter)["__next__"],
         "coalesced": torch.distributed._broadcast_coalesced,
         "excepthooks": (sys.excepthook, threading.excepthook),
+        "exits": (sys.exit, os._exit),
         "wakeup": _wakeup(),
         "dispatcher": [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "BackendSelect")],
     }

@@ -1,0 +1,104 @@
+"""Programs that handle what ended their training, and leave with an exit code: the error is on record."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dtobs.events import RankState
+from dtobs.recording.view import RunView, load_run
+from dtobs.session import Session
+from tests.unit.session.conftest import make_model, train
+
+Attach = Callable[..., Session]
+
+
+def fail(leave: Callable[[], object], error: BaseException | None = None) -> None:
+    """Handle an error, and leave by `leave`."""
+    with contextlib.suppress(SystemExit):
+        try:
+            raise error or ValueError("bad batch")
+        except BaseException:
+            leave()
+
+
+def told_to_end() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def swallowed(more: Callable[[], object]) -> None:
+    fail(lambda: sys.exit(1))
+    more()
+
+
+FAILED, CLOSED = RankState.FAILED, RankState.CLOSED
+ENDS: dict[str, tuple[Callable[[Callable[[], object]], object], list[str], RankState]] = {
+    "sys.exit(1)": (lambda _: fail(lambda: sys.exit(1)), ["ValueError"], FAILED),
+    "sys.exit(text)": (lambda _: fail(lambda: sys.exit("no data")), ["ValueError"], FAILED),
+    "os._exit(1)": (lambda _: fail(lambda: os._exit(1)), ["ValueError"], FAILED),
+    "sys.exit(0), as at an early stop": (lambda _: fail(lambda: sys.exit(0)), [], CLOSED),
+    "os._exit(0)": (lambda _: fail(lambda: os._exit(0)), [], CLOSED),
+    "sys.exit(130)": (lambda _: fail(lambda: sys.exit(130), KeyboardInterrupt()), ["KeyboardInterrupt"], CLOSED),
+    "by itself": (lambda _: fail_by_itself(), ["SystemExit"], CLOSED),
+    "at its end": (lambda _: None, [], CLOSED),
+    "after it went on": (swallowed, [], CLOSED),
+    "because it was told": (lambda _: fail(told_to_end), [], CLOSED),
+}
+
+
+def fail_by_itself() -> None:
+    with contextlib.suppress(SystemExit):
+        sys.exit(3)
+
+
+def recorded(session: Session) -> tuple[list[str], RankState]:
+    view: RunView = load_run(session.run_dir)
+    return [str(e["type"]) for e in view.meta(0).exceptions], RankState(int(view.page(0)["state"]))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_error_that_made_a_program_leave(name: str, attach: Attach, monkeypatch: pytest.MonkeyPatch):
+    leave, types, state = ENDS[name]
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    before = signal.getsignal(signal.SIGTERM)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = attach(model, optimizer)
+    train(model, optimizer, 2)
+    try:
+        leave(lambda: train(model, optimizer, 2))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    session.close_at_exit()
+    assert recorded(session) == (types, state)
+
+
+@pytest.mark.parametrize(
+    ("error", "types", "state"),
+    [
+        (ValueError("x"), ["ValueError"], FAILED),
+        (SystemExit(0), [], CLOSED),
+        (KeyboardInterrupt(), ["KeyboardInterrupt"], CLOSED),
+    ],
+)
+def test_what_a_child_of_multiprocessing_raises(
+    error: BaseException, types: list[str], state: RankState, attach: Attach
+):
+    session = attach(make_model())
+
+    def run() -> None:
+        try:
+            raise error
+        finally:  # as multiprocessing calls its finalizers
+            session.close_at_exit()
+
+    with pytest.raises(type(error)):
+        run()
+    assert recorded(session) == (types, state)
