@@ -27,7 +27,7 @@ from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.rundir import total_steps
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView
-from dtobs.words import duration_text, ranks_do
+from dtobs.words import duration_text, ranks_do, ranks_text
 
 _NOTICED_SECONDS = 5.0
 _MAX_PAST = 5
@@ -59,6 +59,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     notes += _stood_until_the_end(view, ordered)
     if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
         notes.append(ended)
+    notes += _left_by_themselves(view) if len(view.pages) and not ordered else []
     notes += _unwatched(view)
     notes += spent.lines() if spent is not None and spent.settled else []
     notes += [off.text for off in comparisons_off(view)] if len(view.pages) else []
@@ -328,6 +329,16 @@ def _ended_from_outside(view: RunView) -> str:
     of = f" of {total:,}" if total else ""
     ways = sorted({e.way for e in ended.values() if e.told})
     return f"interrupted after step {step:,}{of}: the ranks were {' and '.join(ways).replace('was ', '')}"
+
+
+def _left_by_themselves(view: RunView) -> list[str]:
+    """A job that all ranks left, with an exit code by which the launcher calls it a failure."""
+    ended = endings(view)
+    ways: dict[str, list[int]] = {}
+    for rank, ending in ended.items():
+        ways.setdefault(ending.left_by, []).append(rank)
+    told = all_told(ended) or any(not e.over for e in ended.values())
+    return [] if told else [f"{ranks_text(ranks)} {way}" for way, ranks in list(ways.items())[:_MAX_PAST] if way]
 
 
 def _past(entry: Entry) -> str:

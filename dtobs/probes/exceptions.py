@@ -72,7 +72,10 @@ class Exceptions(Probe):
         """``sys.exit`` is called; whether the program does leave is known when the interpreter ends (`left`)."""
         if _says_failure(code):
             error = sys.exc_info()[1] or SystemExit(code)
-            self._leaving = _Leaving(self.context.step, id(error), self._described(error), _fails(error))
+            said = self._described(error)
+            if error.__traceback__ is None:  # nothing is raised yet
+                said["frame"] = self._frame_here()
+            self._leaving = _Leaving(self.context.step, id(error), said, _fails(error))
 
     def _leave_at_once(self, code: object = None) -> None:
         error = sys.exc_info()[1]
@@ -130,10 +133,14 @@ class Exceptions(Probe):
             if found is None or not self._sites.is_library(trace.tb_frame.f_code.co_filename):
                 found = (trace.tb_frame, trace.tb_lineno)
             trace = trace.tb_next
-        if found is None:
-            return None
-        code = found[0].f_code
-        return {"file": code.co_filename, "line": found[1], "function": code.co_qualname}
+        return _line(*found) if found is not None else None
+
+    def _frame_here(self) -> dict[str, Any] | None:
+        """The innermost line of the user's own code that led here."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and self._sites.is_library(frame.f_code.co_filename):
+            frame = frame.f_back
+        return _line(frame, frame.f_lineno) if frame is not None else None
 
 
 class Signals(Probe):
@@ -174,6 +181,10 @@ class Signals(Probe):
         if mine != fd:
             signal.set_wakeup_fd(mine)
         os.close(fd)
+
+
+def _line(frame: FrameType, line: int) -> dict[str, Any]:
+    return {"file": frame.f_code.co_filename, "line": line, "function": frame.f_code.co_qualname}
 
 
 def _fails(error: BaseException) -> bool:

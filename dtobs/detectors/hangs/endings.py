@@ -81,6 +81,24 @@ class Ending:
         return max(0, code) if self.kind is End.CLOSED else code
 
     @property
+    def left_by(self) -> str:
+        """How it left by itself, in words: "left with exit code 1 at train.py:9 in main (no data)", "" if it did not."""
+        if self.kind not in (End.CLOSED, End.EXITED) or self.exit_code <= 0:
+            return ""
+        said = self.exception or {}
+        text = " ".join(str(said.get("message", "")).split())[:_LONGEST_MESSAGE]
+        why = f" ({text})" if text and not text.isdigit() else ""
+        return f"left with exit code {self.exit_code}{f' at {self.place}' if self.place else ''}{why}"
+
+    @property
+    def place(self) -> str:
+        """The user's line at which its exception was raised, "" when that is not known."""
+        frame = (self.exception or {}).get("frame")
+        if not isinstance(frame, dict):
+            return ""
+        return f"{frame.get('file', '?')}:{frame.get('line', '?')} in {frame.get('function', '?')}"
+
+    @property
     def timed(self) -> bool:
         """Whether it is known when it ended (else `t_ns` is only the last sign of life)."""
         if self.exception is not None or self.process is None:
@@ -93,6 +111,7 @@ class Ending:
         return self.kind is not End.OPEN
 
 
+_LONGEST_MESSAGE = 300
 _TOLD_TOGETHER_NS = 20_000_000
 """Who is told to end with all others is told so near; a launcher needs longer to see that one has ended."""
 _TOGETHER_NS = 5_000_000_000

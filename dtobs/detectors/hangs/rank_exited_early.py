@@ -52,5 +52,4 @@ def _peers(situation: Situation, absence: Absence, count: int) -> str:
 
 
 def _how(situation: Situation, rank: int) -> str:
-    code = situation.endings[rank].exit_code
-    return f"left with exit code {code}" if code else "ended normally"
+    return situation.endings[rank].left_by or "ended normally"

@@ -41,7 +41,7 @@ def unexplained(situation: Situation, left: frozenset[int]) -> Told:
 
 def _lost(situation: Situation, ending: Ending, finding: Finding) -> Finding:
     """What a broken connection says: that a peer has gone, and not which, nor that this rank did anything wrong."""
-    place, unseen = _place(ending), situation.view.missing_ranks
+    place, unseen = ending.place, situation.view.missing_ranks
     why = f"nothing is recorded of {ranks_text(unseen)}" if unseen else "nothing recorded says which peer, or why"
     return replace(
         finding,
@@ -54,7 +54,7 @@ def _alike(endings: Sequence[Ending]) -> list[list[Ending]]:
     groups: dict[tuple[str, str], list[Ending]] = {}
     for ending in endings:
         said = ending.exception or {}
-        groups.setdefault((str(said.get("type")), _place(ending) or _message(ending)), []).append(ending)
+        groups.setdefault((str(said.get("type")), ending.place or _message(ending)), []).append(ending)
     return list(groups.values())
 
 
@@ -62,7 +62,7 @@ def _finding(situation: Situation, endings: Sequence[Ending], confidence: Confid
     first = endings[0]
     said = first.exception or {}
     ranks = tuple(e.rank for e in endings)
-    place = _place(first)
+    place = first.place
     name = str(said.get("type") or "an exception").rpartition(".")[2]
     message = _message(first)
     return Finding(
@@ -81,13 +81,6 @@ def _message(ending: Ending) -> str:
     return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…"
 
 
-def _place(ending: Ending) -> str:
-    frame = (ending.exception or {}).get("frame")
-    if not isinstance(frame, dict):
-        return ""
-    return f"{frame.get('file', '?')}:{frame.get('line', '?')} in {frame.get('function', '?')}"
-
-
 def _evidence(ending: Ending) -> list[Evidence]:
     said = ending.exception or {}
     trace = said.get("traceback") or []
@@ -98,7 +91,7 @@ def _evidence(ending: Ending) -> list[Evidence]:
             "rank": ending.rank,
             "type": str(said.get("type", "")),
             "message": _message(ending),
-            "at": _place(ending),
+            "at": ending.place,
             "traceback": lines[-_MAX_TRACEBACK:],
         }
     ]

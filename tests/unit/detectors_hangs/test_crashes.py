@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from dtobs.diagnose import diagnose
+from dtobs.diagnose.gather import Evidence
 from dtobs.events import RankState
 from dtobs.host.process import ProcessState
 from dtobs.testing.fake_run import FakeRank, FakeRun
@@ -377,6 +379,27 @@ def test_leaving_with_an_exit_code_is_no_normal_end(training):
     (finding,) = found(run.view(later=61, processes={1: gone(3)})).values()
     assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
     assert "left with exit code 3" in finding.summary and "sys.exit" in finding.next_step
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        ((3, 3), ["ranks 0 and 1 left with exit code 3 at train.py:9 in main (no data)"]),
+        ((0, 3), ["rank 1 left with exit code 3 at train.py:9 in main (no data)"]),
+        ((0, 0), []),
+        ((-6, -6), []),  # Gloo aborts about one exit in ten
+    ],
+)
+def test_a_job_that_all_ranks_left_with_an_exit_code(training, codes, said):
+    run = training(2)
+    frame = {"file": "train.py", "line": 9, "function": "main"}
+    for rank, code in zip(run.ranks, codes, strict=True):
+        if code > 0:
+            rank.meta("exception", type="SystemExit", message="no data", frame=frame, t_ns=rank.clock_ns)
+        rank.close()
+    view = run.view(later=1, processes={r: gone(code) for r, code in enumerate(codes)})
+    assert found(view) == {}
+    assert [n for n in diagnose(Evidence(str(view.root), view)).notes if "left with" in n] == said
 
 
 def test_what_a_handler_of_sigterm_raises_is_no_cause(training):

@@ -78,6 +78,8 @@ def test_the_error_that_made_a_program_leave(name: str, attach: Attach, monkeypa
         signal.signal(signal.SIGTERM, before)
     session.close_at_exit()
     assert recorded(session) == (types, state)
+    for said in load_run(session.run_dir).meta(0).exceptions:
+        assert said["frame"]["file"] == __file__ and said["frame"]["function"] in ("fail", "fail_by_itself")
 
 
 @pytest.mark.parametrize(
