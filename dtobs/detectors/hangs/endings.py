@@ -82,7 +82,7 @@ class Ending:
 
     @property
     def left_by(self) -> str:
-        """How it left by itself, in words: "left with exit code 1 at train.py:9 in main (no data)", "" if it did not."""
+        """How it left by itself, in words: "left with exit code 1 at a.py:9 in main (no data)", "" if it did not."""
         if self.kind not in (End.CLOSED, End.EXITED) or self.exit_code <= 0:
             return ""
         said = self.exception or {}
