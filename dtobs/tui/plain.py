@@ -19,7 +19,7 @@ def render(frame: ScreenFrame, width: int = 100, order: Order | None = None, lim
         lines += ["", *_table(frame, width, order or Order(), limit)]
     if frame.missing_ranks:
         lines.append(f"no recording from {ranks_text(frame.missing_ranks)}")
-    lines += ["", *_findings(frame, width)] if frame.rows else []
+    lines += ["", *_findings(frame, width)] if frame.rows or frame.findings else []
     for text in frame.unseen:
         lines += textwrap.wrap(f"note: {text}", width, subsequent_indent="  ")
     lines += [f"damaged: {line}" for line in frame.damaged]

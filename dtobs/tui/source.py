@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 
+from dtobs.detectors import hangs
 from dtobs.diagnose.analyse import as_it_ended
 from dtobs.errors import ServiceError, TargetError, UsageError, opening
 from dtobs.nodes.remote import RunCopy, is_address
@@ -44,6 +45,8 @@ class Source(ABC):
 
     def _show(self, view: RunView, entries: list[Entry]) -> ScreenFrame:
         self._view = view
+        if not len(view.pages):  # no monitor has begun: what is known of the rendezvous is looked at here
+            entries = [Entry("found", "", view.now_ns, view.attempt, finding) for finding in hangs.detect(view)]
         still = open_entries(entries, view.attempt if len(view.pages) else None)
         current = [replace(entry, finding=as_it_ended(view, entry.finding)) for entry in still]
         cleared = (entry for entry in entries if entry.event == "cleared")

@@ -12,6 +12,8 @@ import pytest
 
 from dtobs.cli import main
 from dtobs.errors import TargetError
+from dtobs.recording.arrivals import arrive, become, write_arrival
+from dtobs.recording.rundir import RunDirectory
 from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.columns import fitting
 from dtobs.tui.plain import render
@@ -131,6 +133,16 @@ def test_a_directory_that_fills_and_goes_away(tmp_path: Path) -> None:
     assert (gone.status, gone.status_text, len(gone.rows)) == ("gone", "its directory is gone", 2)
     FakeRun(root, 3).steps(1)
     assert len(source.look().rows) == 3
+
+
+def test_what_ended_a_job_before_it_had_a_process_group_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.write_run({"name": "run", "world_size": 2})
+    error = "ValueError: no data (train.py:3 in main)"
+    write_arrival(run, become(arrive(1, 2, 0), "failed", error=error, uncaught=True))
+    assert main(["top", str(run.root), "--once"]) == 4
+    assert f"rank 1 failed before init_process_group was called: {error}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_columns_fit_every_width(tmp_path: Path) -> None:
