@@ -61,8 +61,8 @@ class Context:
     """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
     on_inputs: list[Callable[[Any], object]] = field(default_factory=list)
     """Given the tensors of each micro-batch that is trained on."""
-    on_clipping: list[Callable[[Any], object]] = field(default_factory=list)
-    """Given the largest norm that torch's ``clip_grad_norm_`` is about to leave gradients."""
+    on_clipping: list[Callable[[Any, Any], object]] = field(default_factory=list)
+    """Given the parameters whose gradients torch's ``clip_grad_norm_`` is about to clip, and the norm it leaves."""
     on_rewritten: list[Callable[[], object]] = field(default_factory=list)
     """Called after torch has written parameters between two steps: at the end of ``Join``, those of another rank."""
     reductions: Reductions | None = None

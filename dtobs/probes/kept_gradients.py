@@ -8,12 +8,17 @@ Nor does one whose optimizer holds master copies: no backward adds to their grad
 And gradients that nobody uses: until an optimizer has stepped for the first time, it is counted how often its
 ``zero_grad`` throws away what a backward has made. A loop that updates parameters by itself changes them. Where other
 optimizers step meanwhile, more is needed: a loop may begin with the steps of one of them.
+
+And clipping that comes too late or too early: after the step of the optimizer that holds what is clipped, and before
+any backward makes new gradients. Of loops that make gradients otherwise (``torch.autograd.grad``) nothing is said.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -64,11 +69,22 @@ class _Idle:
         return same and any(before.numel() for before, _ in now)
 
 
+@dataclass
+class _Clipping:
+    """Of one optimizer: how many backwards there had been when it stepped last, and the clippings since then."""
+
+    backwards: int
+    idle: float | None = None  #: the largest norm of one that came before any backward
+    timely: bool = False
+    streak: int = 0  #: steps in a row in which all came so; -1 once one came in time, and no more is asked
+
+
 class KeptGradients(Probe):
     """Writes a ``kept`` entry when an optimizer's gradients were kept in `IN_A_ROW` steps. Only on the host.
 
     Writes ``gradients_unused`` of the process: how often they were thrown away before any step; 0 once one came. And
-    ``optimizer_unused``: the name of an optimizer that never steps while others do, and of its first parameter.
+    ``optimizer_unused``: the name of an optimizer that never steps while others do, and of its first parameter. And
+    ``clipped_idly``: the step and the largest norm where `IN_A_ROW` steps were clipped between a step and a backward.
     """
 
     name = "kept gradients"
@@ -81,12 +97,16 @@ class KeptGradients(Probe):
         self._backwards = 0
         # By id of the optimizer, while it has not stepped: None once it has.
         self._idle: dict[int, _Idle | None] = {}
+        self._clippings: dict[int, _Clipping] = {}  # by id of the optimizer, once it has stepped
+        clipping = self.guard(self._clipping)
+        self.context.on_clipping.append(clipping)
+        self.undo.callback(self.context.on_clipping.remove, clipping)
         if not self.context.progress.steps_seen or len(self.context.optimizers) > 1:
             self.around(torch.optim.Optimizer, "zero_grad", self._zeroed, lambda _began: None, _not_traced)
 
     def remove(self) -> None:
         """Let go of the parameters."""
-        self._watched, self._idle = {}, {}
+        self._watched, self._idle, self._clippings = {}, {}, {}
         super().remove()
 
     def _zeroed(self, optimizer: torch.optim.Optimizer, *_args: object, **_named: object) -> None:
@@ -110,6 +130,33 @@ class KeptGradients(Probe):
             named = {id(t.tensor): t.name for t in model_tensors(context.model)} if context.model is not None else {}
             first = next((named[id(p)] for p in trained if id(p) in named), "parameters of no watched model")
             context.recorder.meta.add("process", optimizer_unused=[type(optimizer).__name__, first, UNUSED_BESIDE])
+
+    def _clipping(self, parameters: Any, max_norm: Any) -> None:
+        """The gradients of `parameters` are about to be clipped: is there a backward since their optimizer's step?"""
+        if not isinstance(parameters, (list, tuple)) or not isinstance(max_norm, (int, float)):
+            return
+        settled = all(not 0 <= known.streak < IN_A_ROW for known in self._clippings.values())
+        if settled or not parameters or not math.isfinite(max_norm):
+            return
+        for optimizer in self.context.watched_optimizers().values():
+            known = self._clippings.get(id(optimizer))
+            if known is None or id(parameters[0]) not in self.context.trained_by(optimizer):
+                continue
+            if known.backwards == self._backwards:
+                known.idle = float(max_norm)
+            else:
+                known.timely = True
+
+    def _judge_clipping(self, key: int) -> None:
+        """An optimizer has stepped."""
+        known = self._clippings.setdefault(key, _Clipping(self._backwards))
+        if known.timely:
+            known.streak = -1
+        elif known.idle is not None and known.backwards < self._backwards and 0 <= known.streak < IN_A_ROW:
+            known.streak += 1
+            if known.streak == IN_A_ROW:
+                self.context.recorder.meta.add("process", clipped_idly=[self.context.step, known.idle])
+        known.backwards, known.idle, known.timely = self._backwards, None, False
 
     def backward_begin(self, tensors: object) -> None:
         """Look whether what the last step used is still there."""
@@ -137,6 +184,7 @@ class KeptGradients(Probe):
         if optimizer is None:
             return
         key = id(optimizer)
+        self._judge_clipping(key)
         for number, idle in self._idle.items():
             if idle is not None and (idle.said == "gradients_unused" or (idle.said and number == key)):
                 self.context.recorder.meta.add("process", **{idle.said: 0})

@@ -88,7 +88,7 @@ class ReducedGradientProbe(Probe):
     def _before_clipping(self, parameters: Any, max_norm: Any, *_args: Any, **_named: Any) -> None:
         """The gradients of `parameters` are about to be multiplied by what brings their norm down to `max_norm`."""
         for told in self.context.on_clipping:
-            told(max_norm)
+            told(parameters, max_norm)
         step = self.context.step
         if step % self._every or not self._tensors or not isinstance(parameters, (list, tuple)) or self._reported():
             return

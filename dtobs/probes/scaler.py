@@ -97,7 +97,7 @@ class Scaler(Probe):
         if number is not None and progress.steps_seen == before:
             progress.optimizer_stepped(number, others=len(self.context.optimizers) > 1)  # it was skipped
 
-    def _clipping(self, max_norm: Any) -> None:
+    def _clipping(self, _parameters: Any, max_norm: Any) -> None:
         """Gradients are about to be clipped."""
         if self.context.loss_scale is None or self._unscaled or not isinstance(max_norm, (int, float)):
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import xxhash
 from torch import nn
 
-from dtobs.probes.base import Probe
+from dtobs.probes.base import Context, Probe
 from dtobs.probes.layout import plain_parameters
 from dtobs.probes.modules import around_call, roots, trains
 from dtobs.words import count
@@ -28,6 +29,7 @@ FIRST_STEPS = 4
 MOST_CHANGES = 200
 MOST_GROUPS = 16
 MOST_OPTIMIZERS = 4
+MOST_NAMES = 4
 _ENVIRONMENT = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
 _BY_MODE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _MOST_SOURCE_BYTES = 4 << 20
@@ -79,6 +81,7 @@ class Settings(Probe):
         fields = _hyperparameters(stepping, number, groups)
         fields["optimizer shares"] = "" if _trained(context.model) <= context.trained_by() else "a part"
         if often:
+            fields["replaced parameters"] = _replaced(context)
             first = number not in self._groups
             fields[f"{_called(number)} state"] = _state_at_first(stepping, context.model) if first else _state(stepping)
             fields |= _model(context.model, self._modules) | _arithmetic()
@@ -114,6 +117,27 @@ def _plain(value: Any) -> bool:
 
 def _trained(model: nn.Module | None) -> set[int]:
     return {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
+
+
+def _replaced(context: Context) -> str:
+    """ "2 (a.weight, a.bias)": parameters that get gradients and that no optimizer holds, while one holds as many
+    tensors of their shapes that get none and that the model does not have: they were made anew after the optimizer.
+    """
+    model = context.model
+    if model is None:
+        return ""
+    parameters = {id(p): (name, p) for name, p in plain_parameters(model)}
+    held = [p for each in context.watched_optimizers().values() for group in each.param_groups for p in group["params"]]
+    left = Counter(tuple(p.shape) for p in held if id(p) not in parameters and p.grad is None)
+    if not left:
+        return ""
+    known, names = set(map(id, held)), []
+    for number, (name, parameter) in parameters.items():
+        shape = tuple(parameter.shape)
+        if number not in known and parameter.grad is not None and left[shape] > 0:
+            left[shape] -= 1
+            names.append(name)
+    return f"{len(names)} ({', '.join(names[:MOST_NAMES])}{', …' if len(names) > MOST_NAMES else ''})" if names else ""
 
 
 def _called(number: int) -> str:

@@ -21,7 +21,9 @@ from dtobs.words import ranks_do, ranks_text
 WINDOW = 64
 KEPT_BY = "kept by "
 _OF_AN_OPTIMIZER = ("optimizer.", "optimizer", "learning rate of group")
-_MAY_DIFFER = ("optimizer shares",)
+REPLACED = "replaced parameters"
+"""The setting that names parameters which were made anew after the optimizer (`silent.optimizer_stale`)."""
+_MAY_DIFFER = ("optimizer shares", REPLACED)
 _WEAK = ("program", "Python", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 """Fields that can differ without harm: said as possible."""
 _EACH = 8

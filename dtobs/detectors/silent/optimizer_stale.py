@@ -3,12 +3,12 @@
 What it does: looks at the digests of all parameters after each step of the optimizer. Where not one of them has changed
 over `STEPS` steps, although each had a gradient that is finite and not zero and a learning rate above zero, the
 optimizer holds other tensors than the model, or every update is lost to rounding. A model of which some part trains is
-left alone: what is frozen is frozen. A rank whose optimizer never steps, while those of ranks that do the same work
-do, is told as well, unless it is sent what the others have made of the model. So is an optimizer that has never stepped
-although the gradients of `probes.kept_gradients.UNUSED` batches were computed and zeroed again (of `UNUSED_BESIDE`
-where other optimizers step meanwhile), and one that steps in a loop without any backward, where parameters rest. Of
-ranks that hold no copies, so that `replica_divergence` has nothing to compare, and of a pipeline's stages, each that
-left out a single step is named.
+left alone: what is frozen is frozen, unless an optimizer holds what parameters of the model were before they were made
+anew. A rank whose optimizer never steps, while those of ranks that do the same work do, is told as well, unless it is
+sent what the others have made of the model. So is an optimizer that has never stepped although the gradients of
+`probes.kept_gradients.UNUSED` batches were computed and zeroed again (of `UNUSED_BESIDE` where other optimizers step
+meanwhile), and one that steps in a loop without any backward, where parameters rest. Of ranks that hold no copies, so
+that `replica_divergence` has nothing to compare, and of a pipeline's stages, each that left out a single step is named.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from dtobs.detectors.peers import data_groups, side_by_side
+from dtobs.detectors.silent.config_mismatch import REPLACED, settings_of
 from dtobs.detectors.silent.steps_left_out import NEXT_STEP, steps_at_rest, steps_left_out
 from dtobs.events import Kind, Phase
 from dtobs.findings import Confidence, Finding
@@ -40,12 +41,35 @@ def optimizer_stale(view: RunView) -> list[Finding]:
     left_out = [_left_out(view, group) for group in _peers(view) if _hold_no_copies(view, group)]
     left_out += [_left_out(view, group) for group in _pipelines(view)]
     return [
+        *_replaced(view),
         *_at_rest(view),
         *never,
         *_unused(view, named),
         *_one_of_several(view),
         *_no_backward(view),
         *filter(None, left_out),
+    ]
+
+
+def _replaced(view: RunView) -> list[Finding]:
+    """Parameters that were made anew after the optimizer, which steps those that the model no longer has."""
+    said = {rank: settings_of(view, rank, int(view.page(rank)["step"])).get(REPLACED, "") for rank in view.ranks}
+    ranks = tuple(rank for rank, names in said.items() if names and int(view.page(rank)["steps_done"]) > STEPS)
+    if not ranks:
+        return []
+    return [
+        Finding(
+            "optimizer-stale",
+            f"the optimizer of {ranks_text(ranks)} holds tensors that the model no longer has, so that some parameters"
+            f" get gradients and never change: {said[ranks[0]]}; they were made anew (a layer replaced,"
+            " parallelize_module, fully_shard) after the optimizer was made",
+            ranks,
+            Confidence.CERTAIN,
+            step=1,
+            group=REPLACED,
+            next_step="Make the optimizer after everything that replaces parameters of the model.",
+            evidence=tuple({"what": REPLACED, "rank": rank, "parameters": said[rank]} for rank in ranks[:16]),
+        )
     ]
 
 

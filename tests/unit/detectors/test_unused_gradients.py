@@ -181,6 +181,152 @@ def test_healthy_clipping(clip: Clip, tmp_path: Path):
     assert scaled(clip, tmp_path) == []
 
 
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clips_after_the_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    trains(model, optimizer)
+    clip(model)
+
+
+def clips_before_the_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    clip(model)
+    backward(model)
+    optimizer.step()
+
+
+def clips(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    never_steps(model, optimizer)
+    clip(model)
+    optimizer.step()
+
+
+def clips_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    clips(model, optimizer)
+    clip(model)
+
+
+def clips_each_of_several_backwards(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    for _ in range(3):
+        backward(model)
+        clip(model)
+    optimizer.step()
+
+
+def clips_gradients_given(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss = model(torch.ones(2, 4)).square().mean()
+    for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+        parameter.grad = gradient
+    clip(model)
+    optimizer.step()
+
+
+def measures_after_the_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    trains(model, optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+
+
+@pytest.mark.parametrize("loop", [clips_after_the_step, clips_before_the_backward])
+def test_clipping_that_comes_too_late_or_too_early(loop: Loop, tmp_path: Path):
+    (one,) = found(loop, tmp_path)
+    assert (one.code, one.ranks, one.confidence) == ("gradient-scale-mismatch", (0,), Confidence.LIKELY)
+    assert one.summary.startswith(
+        "rank 0 clips gradients to a norm of 0.5 after the optimizer's step and before the next backward"
+    )
+
+
+@pytest.mark.parametrize(
+    "loop", [clips, clips_twice, clips_each_of_several_backwards, clips_gradients_given, measures_after_the_step]
+)
+def test_clipping_in_time(loop: Loop, tmp_path: Path):
+    assert found(loop, tmp_path) == []
+
+
+def test_clipping_for_one_of_two_optimizers_after_the_other_has_stepped(tmp_path: Path):
+    """The backwards of both come first, as some GANs do."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.01) for each in (first, second)]
+    with dtobs.attach(nn.ModuleList([first, second]), optimizers, run_dir=tmp_path, monitor=False):
+        for _ in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            second(first(torch.ones(2, 4))).square().mean().backward()
+            for each, optimizer in zip((first, second), optimizers, strict=True):
+                clip(each)
+                optimizer.step()
+    assert judged(tmp_path) == []
+
+
+def replaced(folder: Path, change: Callable[[nn.Sequential], object], **made_after: bool) -> list[Finding]:
+    """What is found where `change` is called between making the optimizer and training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    change(model)
+    if made_after:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dtobs.attach(model, optimizer, run_dir=folder, monitor=False):
+        for _ in range(STEPS):
+            trains(model, optimizer)
+    return judged(folder)
+
+
+def replace_a_layer(model: nn.Sequential) -> None:
+    model[0] = nn.Linear(4, 4)
+
+
+def freeze_a_layer(model: nn.Sequential) -> None:
+    model[0].requires_grad_(False)
+
+
+def replace_by_a_frozen_one(model: nn.Sequential) -> None:
+    model[0] = nn.Linear(4, 4).requires_grad_(False)
+
+
+def drop_a_layer(model: nn.Sequential) -> None:
+    model[1] = nn.Identity()
+    del model[0]
+
+
+def test_a_layer_that_is_replaced_after_the_optimizer_was_made(tmp_path: Path):
+    (one,) = [f for f in replaced(tmp_path, replace_a_layer) if f.code == "optimizer-stale"]
+    assert (one.ranks, one.confidence) == ((0,), Confidence.CERTAIN)
+    assert "some parameters get gradients and never change: 2 (0.weight, 0.bias); they were made anew" in one.summary
+
+
+def test_layers_that_are_replaced_in_time_or_not_trained(tmp_path: Path):
+    assert replaced(tmp_path / "in time", replace_a_layer, made_after=True) == []
+    for change in (freeze_a_layer, replace_by_a_frozen_one, drop_a_layer):
+        assert replaced(tmp_path / change.__name__, change) == []
+
+
+def test_parameters_that_no_optimizer_holds_and_master_copies(tmp_path: Path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    head = torch.optim.SGD(model[1].parameters(), 0.01)
+    with dtobs.attach(model, head, run_dir=tmp_path / "head", monitor=False):
+        for _ in range(STEPS):
+            trains(model, head)
+    assert judged(tmp_path / "head") == []
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 0.01)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path / "masters", monitor=False):
+        for _ in range(STEPS):
+            model.zero_grad()
+            backward(model)
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = parameter.grad.clone()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+    assert not [f for f in judged(tmp_path / "masters") if f.code == "optimizer-stale"]
+
+
 def test_a_scaler_that_scales_nothing(tmp_path: Path):
     assert scaled(clips_scaled, tmp_path / "off", enabled=False) == []
     assert scaled(clips_scaled, tmp_path / "one", scale=1.0) == []
