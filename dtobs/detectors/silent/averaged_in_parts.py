@@ -4,10 +4,10 @@ What it does: looks at ranks that began with the same parameters and have gone a
 not have. They pass each other activations in the forward and gradients of them in the backward of most steps, on
 inputs of their own, as ranks do that hold a part of each sequence (context parallelism): then they train one model,
 and its gradients have to be averaged over all of them. Or the rest of what they hold stays alike, and other ranks
-began with other values for the same tensors, so these are copies of experts, and nobody averages them. Or they read the
-same samples, exchange activations in the forward, and began with other values for a part of their tensors only, as
-tensor-parallel ranks do: then the rest is whole on each, and has to stay alike. All are only possible: layers that are
-cut by hand may begin alike as well, and models that teach each other may share a beginning.
+began with other values for the same tensors, so these are copies of experts, and nobody averages them. Or they exchange
+activations and began with other values for a part of their tensors only, as tensor-parallel ranks do on the same
+samples and expert-parallel ones on their own: then the rest is whole on each, and has to stay alike. All are only
+possible: layers that are cut by hand may begin alike as well, and models that teach each other may share a beginning.
 
 Why it hurts: each set of ranks trains a model, or an expert, of its own on its share of the samples.
 """
@@ -44,7 +44,7 @@ def averaged_in_parts(view: RunView) -> list[Finding]:
         return []
     parted = list(_parted(view))
     found = [f for one in parted if (f := _one_model(view, one)) is not None]
-    return [*found, *_tensors(parted), *map(_whole, _beside_shards(view))]
+    return [*found, *_tensors(parted), *_beside_shards(view)]
 
 
 @dataclass(frozen=True)
@@ -81,42 +81,72 @@ def _parted(view: RunView) -> Iterator[_Parted]:
             yield parted
 
 
-def _beside_shards(view: RunView) -> Iterator[_Parted]:
-    """Ranks that read the same samples and exchange activations, and whose tensors that began alike went apart."""
-    together: dict[object, list[int]] = defaultdict(list)
+def _beside_shards(view: RunView) -> Iterator[Finding]:
+    """Ranks that began with other values for a part of the model, and whose tensors that began alike went apart.
+
+    They exchange activations: in the forward where they read the same samples, and gradients of them in the backward
+    as well where each reads its own.
+    """
+    same: dict[object, list[int]] = defaultdict(list)
+    every: dict[object, list[int]] = defaultdict(list)
     for rank in view.ranks:
         meta, steps = view.meta(rank), view.rank_steps(rank)[1:FIRST_PERIOD]  # the first input may not be known
         if meta.params and len(steps) == FIRST_PERIOD - 1 and steps["input_digest"].all() and not meta.pipeline:
             table = tuple((p.name, tuple(p.shape), p.replica) for p in meta.params)
-            together[table, int(steps["step"][0]), steps["input_digest"].tobytes()].append(rank)
-    for ranks in together.values():
-        looks = _looks(view, ranks) if len(ranks) > 1 else None
-        if looks is None or not all(_exchanges(view, r, set(ranks) - {r}, (Phase.FORWARD,)) for r in ranks):
-            continue
-        params = view.meta(ranks[0]).params
-        common, digests = looks[0], looks[1][..., : len(params)]
-        if digests.shape[2] < len(params):
-            continue  # the table was written anew since
-        moves: npt.NDArray[np.bool_] = (digests[:, 1:] != digests[:, :-1]).any(axis=(0, 1))
-        whole: npt.NDArray[np.bool_] = moves & (digests[:, 0] == digests[0, 0]).all(axis=0)
-        began_apart = moves & _all_differ(digests[:, :1])[0]
-        went_apart: npt.NDArray[np.bool_] = np.all(_all_differ(digests[:, _SOON:]), axis=0)
-        # What begins with a constant is alike on whatever ranks; a matrix is drawn.
-        drawn = whole & np.array([len(p.shape) > 1 for p in params])
-        if drawn.any() and began_apart.any() and went_apart[whole].all():
-            apart = np.flatnonzero(whole).tolist()
-            yield _Parted([[r] for r in ranks], tuple(p.name for p in params), apart, [], (), int(common[0]) + 1)
+            every[table, int(steps["step"][0])].append(rank)
+            same[table, int(steps["step"][0]), steps["input_digest"].tobytes()].append(rank)
+    for ranks in same.values():
+        if (parted := _whole_tensors(view, ranks, (Phase.FORWARD,))) is not None:
+            yield _whole(parted, _CUT)
+    for ranks in every.values():
+        parted = _whole_tensors(view, ranks, (Phase.FORWARD, Phase.BACKWARD))
+        if parted is not None and _own_inputs(view, parted):
+            yield _whole(parted, _SPREAD)
 
 
-def _whole(parted: _Parted) -> Finding:
+def _whole_tensors(view: RunView, ranks: list[int], phases: tuple[Phase, ...]) -> _Parted | None:
+    """What began alike on all of `ranks` and went apart, beside what began otherwise; None where that is not so."""
+    looks = _looks(view, ranks) if len(ranks) > 1 else None
+    if looks is None or not all(_exchanges(view, rank, set(ranks) - {rank}, phases) for rank in ranks):
+        return None
+    params = view.meta(ranks[0]).params
+    common, digests = looks[0], looks[1][..., : len(params)]
+    if digests.shape[2] < len(params):
+        return None  # the table was written anew since
+    moves: npt.NDArray[np.bool_] = (digests[:, 1:] != digests[:, :-1]).any(axis=(0, 1))
+    whole: npt.NDArray[np.bool_] = moves & (digests[:, 0] == digests[0, 0]).all(axis=0)
+    began_apart = moves & _all_differ(digests[:, :1])[0]
+    went_apart: npt.NDArray[np.bool_] = np.all(_all_differ(digests[:, _SOON:]), axis=0)
+    # What begins with a constant is alike on whatever ranks; a matrix is drawn.
+    drawn = whole & np.array([len(p.shape) > 1 for p in params])
+    if not (drawn.any() and began_apart.any() and went_apart[whole].all()):
+        return None
+    apart = np.flatnonzero(whole).tolist()
+    return _Parted([[rank] for rank in ranks], tuple(p.name for p in params), apart, [], (), int(common[0]) + 1)
+
+
+_CUT = (
+    "read the same samples, exchange activations in the forward",
+    "as tensor-parallel ranks do",
+    "the backward has to sum the gradient of what enters each layer that is cut by columns over the ranks, and dropout"
+    " has to draw alike on what is whole",
+)
+_SPREAD = (
+    "read samples of their own, exchange activations and gradients of them in each step",
+    "as expert-parallel ranks do",
+    "its gradients have to be averaged over the ranks",
+)
+"""What such ranks do, who does so, and what the rest of the model then needs."""
+
+
+def _whole(parted: _Parted, words: tuple[str, str, str]) -> Finding:
     names = [parted.names[row] for row in parted.apart]
     more = f" and {count(len(names) - 1, 'other tensor')}" if len(names) > 1 else ""
+    does, who, needs = words
     return _finding(
         [parted],
-        f"{ranks_text(parted.ranks)} read the same samples, exchange activations in the forward and began with other"
-        f" values for a part of the model, as tensor-parallel ranks do; {names[0]}{more} began alike there and have"
-        " gone apart. If each rank has the whole of these, the backward has to sum the gradient of what enters each"
-        " layer that is cut by columns over the ranks, and dropout has to draw alike on what is whole",
+        f"{ranks_text(parted.ranks)} {does} and began with other values for a part of the model, {who};"
+        f" {names[0]}{more} began alike there and have gone apart. If each rank has the whole of these, {needs}",
     )
 
 

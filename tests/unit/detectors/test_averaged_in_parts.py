@@ -133,7 +133,7 @@ def cut(
     part: tuple[str, ...] = ("embedding", "norm"),
     began: Callable[[int, str], int] = lambda rank, name: 7 + (rank if name == "up" else 0),
     inputs: Callable[[int], int] = lambda rank: 0,
-    phase: Phase = Phase.FORWARD,
+    phases: tuple[Phase, ...] = (Phase.FORWARD,),
 ) -> FakeRun:
     """Two ranks that read the same and exchange activations: `up` is cut over them, and tensors of `part` part."""
     run = FakeRun(root, 2, layout=None)
@@ -143,7 +143,8 @@ def cut(
         rank.digests(*(began(number, name) for name in names), step=-1)
         rank.collective("all_reduce")
         for step in range(24):
-            rank.event(Kind.COLLECTIVE, phase=phase, group=run.group(), value=4096.0)
+            for phase in phases:
+                rank.event(Kind.COLLECTIVE, phase=phase, group=run.group(), value=4096.0)
             rank.step(input_digest=1 + 100 * step + inputs(number))
             own = {name: number if name == "up" or (name in part and step) else 0 for name in names}
             rank.digests(*(1000 * step + 10**6 * row + own[name] for row, name in enumerate(names)))
@@ -156,11 +157,19 @@ def test_tensors_that_tensor_parallel_ranks_have_whole_and_that_part(tmp_path: P
     assert "embedding and 1 other tensor began alike there and have gone apart" in found.summary
 
 
+def test_tensors_that_expert_parallel_ranks_have_whole_and_that_part(tmp_path: Path):
+    spread = {"inputs": lambda rank: rank, "phases": (Phase.FORWARD, Phase.BACKWARD)}
+    (found,) = told(cut(tmp_path / "apart", **spread))
+    assert (found.ranks, found.severity) == ((0, 1), "note")
+    assert "as expert-parallel ranks do; embedding and 1 other tensor began alike there" in found.summary
+    assert told(cut(tmp_path / "averaged", part=(), **spread)) == []
+
+
 WHOLE = {
     "they stay alike": {"part": ()},
     "one of them stays alike, and more may": {"part": ("norm",)},
-    "samples of their own": {"inputs": lambda rank: rank},
-    "nothing is exchanged in the forward": {"phase": Phase.OPTIMIZER},
+    "nothing is exchanged in the forward": {"phases": (Phase.OPTIMIZER,)},
+    "samples of their own, and nothing is exchanged in the backward": {"inputs": lambda rank: rank},
     "models of their own, that teach each other": {"began": lambda rank, name: 7 + rank},
     "only constants began alike": {"began": lambda rank, name: 7 + (rank if name != "norm" else 0)},
     "all began alike": {"began": lambda rank, name: 7},
