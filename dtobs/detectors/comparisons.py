@@ -4,7 +4,8 @@ Every comparison between ranks rests on what the job says of its layout. Where t
 rank is alone, nothing is found, and that must not look like "nothing is wrong". What has nothing to compare by its
 nature, such as the copies of a fully sharded model or the peers of a single process, is left out. What ranks may do
 apart on purpose (copies that are averaged now and then, batch norm of each rank) is told here too, and is no finding;
-so is a model that trains on in evaluation mode after a validation, which some do on purpose.
+so are a model that trains on in evaluation mode after a validation and a validation in training mode, which some do on
+purpose.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dtobs.expectations import is_declared
 from dtobs.recording.laws import UPDATES
 from dtobs.recording.stepless import FIRST_STEPS
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_text
+from dtobs.words import count, ranks_text
 
 MOST = 16
 _EVALUATION_STEPS = 16
@@ -47,6 +48,7 @@ def comparisons_off(view: RunView) -> list[Off]:
         *_audit(view),
         *_failed(view),
         *_in_evaluation(view),
+        *_validated_in_training_mode(view),
     ]
     if view.world_size > 1 and len(view.ranks) > 1:
         known = [rank for rank in view.ranks if view.meta(rank).layout]
@@ -108,12 +110,12 @@ def _audit(view: RunView) -> Iterator[Off]:
                 " not for other classes or subclasses; whether anything but the optimizer writes its parameters is"
                 " looked at all the same",
             )
-        count = view.meta(rank).process.get("optimizer_count")
-        if isinstance(count, int) and count > 1:
+        made = view.meta(rank).process.get("optimizer_count")
+        if isinstance(made, int) and made > 1:
             yield Off(
                 "updates",
                 "one of several optimizers",
-                f"of the {count} optimizers only the last one's updates are computed again",
+                f"of the {made} optimizers only the last one's updates are computed again",
             )
             return
 
@@ -137,6 +139,24 @@ def _in_evaluation(view: RunView) -> Iterator[Off]:
             f"the model of {ranks_text(since)} has been trained in evaluation mode since step {min(since.values())} or"
             " before, and was in training mode at first: dropout rests, and batch norm keeps its statistics; if that is"
             " not meant, call model.train() after each validation",
+        )
+
+
+def _validated_in_training_mode(view: RunView) -> Iterator[Off]:
+    found: dict[int, tuple[int, int]] = {}
+    for rank in view.ranks:
+        match view.meta(rank).process.get("validated_in_training_mode"):
+            case [int(step), int(layers)]:
+                found[rank] = step, layers
+    if found:
+        step, layers = min(found.values())
+        yield Off(
+            "evaluation mode",
+            "validation in training mode",
+            f"passes without gradients on {ranks_text(found)}, first in step {step}, ran with"
+            f" {count(layers, 'dropout or batch-norm layer')} in training mode: if they are a validation, its loss has"
+            " the noise of dropout, and batch norm learns from its samples; call model.eval() before it, and"
+            " model.train() after it",
         )
 
 

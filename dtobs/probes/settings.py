@@ -26,6 +26,7 @@ from dtobs.words import count
 PERIOD = 16
 """Modes, frozen parameters and dropout are read in every such step; hyperparameters in each."""
 FIRST_STEPS = 4
+VALIDATION_PASSES = 4
 MOST_CHANGES = 200
 MOST_GROUPS = 16
 MOST_OPTIMIZERS = 4
@@ -45,6 +46,7 @@ class Settings(Probe):
         self._known: dict[str, str] = {}
         self._changes = 0
         self._looked = 0
+        self._without = 0  # passes without gradients in training mode since the last step; -1 once they were told
         self._groups: dict[int, tuple[Any, ...]] = {}  # by the optimizer's number
         self._modules: list[weakref.ref[nn.Module]] = []
         self._autocast = ""
@@ -61,15 +63,29 @@ class Settings(Probe):
             around_call(self, roots(model)[0], self._begin_forward, _ignore)
 
     def _begin_forward(self, root: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Autocast is on only while the model runs."""
+        """Autocast is on only while the model runs; and a validation may run in training mode."""
+        if not torch.is_grad_enabled() and root.training and self._looked >= FIRST_STEPS and self._without >= 0:
+            self._note_validation()
         if (self._looked < FIRST_STEPS or self.context.step % PERIOD == 0) and trains(root):
             device = next((p.device.type for p in root.parameters()), "cpu")
             on = torch.is_autocast_enabled(device)
             self._autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else "off"
 
+    def _note_validation(self) -> None:
+        """A pass without gradients in training mode, after some steps; several in a row are likely a validation."""
+        self._without += 1
+        if self._without < VALIDATION_PASSES:
+            return
+        self._without = -1  # once is enough
+        modules = [module for module in (reference() for reference in self._modules) if module is not None]
+        noisy = sum(module.training and float(getattr(module, "p", 1.0)) > 0 for module in modules)
+        if noisy:
+            self.context.recorder.meta.add("process", validated_in_training_mode=[self.context.step, noisy])
+
     def before_optimizer(self) -> None:
         """Compare with what was written last; a few µs where nothing changed."""
         context = self.context
+        self._without = min(self._without, 0)
         watched, stepping = context.optimizers[:MOST_OPTIMIZERS], context.stepping
         number = next((n for n, known in enumerate(watched) if known() is stepping), None)
         if stepping is None or number is None:

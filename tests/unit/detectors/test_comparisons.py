@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import dtobs
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.diagnose.analyse import diagnose
 from dtobs.diagnose.gather import Evidence
@@ -14,6 +18,7 @@ from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.prometheus import exposition
 from dtobs.exporters.totals import StepTotals
 from dtobs.recording.meta import Parameter
+from dtobs.recording.view import load_run
 from dtobs.session.identity import launched_as
 from dtobs.testing.fake_run import FakeRun
 from dtobs.tui.model import build_frame
@@ -148,3 +153,45 @@ def test_training_that_goes_on_in_evaluation_mode(
         assert texts[0].startswith(
             "the model of rank 1 has been trained in evaluation mode since step 8 or before, and "
         )
+
+
+def passes(model: nn.Module, number: int) -> None:
+    with torch.no_grad():
+        for _ in range(number):
+            model(torch.ones(2, 4))
+
+
+def evaluated(model: nn.Module) -> None:
+    model.eval()
+    passes(model, 6)
+    model.train()
+
+
+@pytest.mark.parametrize(
+    ("rate", "early", "each", "validation", "said"),
+    [
+        (0.1, 0, 0, lambda model: passes(model, 6), True),
+        (0.1, 0, 0, evaluated, False),
+        (0.0, 0, 0, lambda model: passes(model, 6), False),  # nothing is dropped
+        (0.1, 6, 0, evaluated, False),  # before any training, as to fill batch norm's statistics
+        (0.1, 0, 2, evaluated, False),  # targets of a consistency loss, in every step
+    ],
+)
+def test_a_validation_in_training_mode(
+    tmp_path: Path, rate: float, early: int, each: int, validation: Callable[[nn.Module], None], said: bool
+):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        passes(model, early)
+        for _ in range(8):
+            passes(model, each)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+        validation(model)
+    texts = [off.text for off in comparisons_off(load_run(tmp_path)) if off.check == "evaluation mode"]
+    assert len(texts) == said
+    assert not said or texts[0].startswith(
+        "passes without gradients on rank 0, first in step 9, ran with 1 dropout or batch-norm layer in training mode"
+    )
