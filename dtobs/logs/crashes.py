@@ -330,24 +330,29 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
         text = f"the process of {who} is gone, as vLLM tells, and no line here says why"
         step = "Look above this line for the worker's own last words, and in the host's kernel log for a kill."
         return [Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(workers), next_step=step)]
-    lost = [s for s in live if s.kind == "ray-died"]
-    if lost:
+    if died := [s for s in live if s.kind == "ray-died"]:
         text = "ray tells that the process of a rank is gone, and no line here says why"
         step = (
             "Look at ray's log of this worker (session_latest/logs/worker-*), and in its host's kernel log for a kill."
         )
-        return [Finding("rank-dead", text, (), Confidence.POSSIBLE, evidence=_records(lost), next_step=step)]
+        return [Finding("rank-dead", text, (), Confidence.POSSIBLE, evidence=_records(died), next_step=step)]
     ended = [e for e in scene.endings if e.signal is None and e.code > 0]
-    blames = any(s.role in (Role.CASCADE, Role.STUCK) and not _LAUNCHER.search(s.text) for s in live)
+    blames = [s for s in live if s.role in (Role.CASCADE, Role.STUCK) and not _LAUNCHER.search(s.text)]
     if not blames and not ended and (aborted := [s for s in live if s.kind == "aborted"]):
         return [_signalled(aborted, scene)]
-    if not ended or blames:
+    lost = ""
+    if blames:  # who ended by itself without a line of such an error is what the others lost
+        upset = {s.rank for s in blames}
+        waited = any(s.role is Role.STUCK for s in blames) or None in upset
+        ended = [e for e in ended if e.rank is not None and e.rank not in upset and not waited]
+        lost = f", while {ranks_text(sorted(r for r in upset if r is not None))} lost the connection to a peer"
+    if not ended:
         return []
     ranks = tuple(sorted({e.rank for e in ended if e.rank is not None}))
     return [
         Finding(
             "rank-dead",
-            f"{ranks_text(ranks) if ranks else 'a rank'} ended by {ended[0].words()}, and no line here says why",
+            f"{ranks_text(ranks) if ranks else 'a rank'} ended by {ended[0].words()}{lost}, and no line here says why",
             ranks,
             Confidence.POSSIBLE,
             evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in ended[:_EVIDENCE]),

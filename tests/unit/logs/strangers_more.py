@@ -430,3 +430,19 @@ for name, text in {
     "pytest": "tests/test_oom.py::test_cuda_out_of_memory PASSED\ntests/test_nccl.py::test_watchdog_timeout PASSED\n============ 41 passed in 12.10s ============",
 }.items():  # fmt: skip
     row(f"healthy: {name}", text, None)
+LOST_A_PEER = "\n".join(
+    f"[rank{rank}]: RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.{rank}]:40619"
+    for rank in (0, 2)
+)
+row(
+    "a rank left with an exit code and no traceback, and the others lost it",
+    f"loss is too large\n{LOST_A_PEER}\n"
+    + table((0, -15, "Signal 15 (SIGTERM) received by PID 7"), (2, 1, NO_TRACE), (1, 1, NO_TRACE)),
+    ("rank-dead", (1,)),
+)
+row(
+    "the same, and who lost what is not said",
+    f"{LOST_A_PEER.replace('[rank0]: ', '')}\n"
+    + table((0, -15, "Signal 15 (SIGTERM) received by PID 7"), (1, 1, NO_TRACE)),
+    None,
+)
