@@ -12,7 +12,7 @@ from dtobs.detectors import hangs, run_detectors
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.describe import waiters, where
 from dtobs.detectors.hangs.endings import End, all_told, endings
-from dtobs.detectors.hangs.situation import interpret
+from dtobs.detectors.hangs.situation import LEFT, interpret
 from dtobs.detectors.hangs.stall import Stall, finished, last_movement_ns, moved_on, quiet_period
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
@@ -54,7 +54,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     lives = any(process.alive for process in view.processes.values())
     told = quiet is not None and quiet.exceeded and bool(ordered)  # the verdict says it
     if quiet is not None and not told and quiet.seconds > _NOTICED_SECONDS and (lives or not view.processes):
-        notes.append(_pause(view, quiet))
+        notes.append(_lingering(view, quiet) or _pause(view, quiet))
     notes += [f"what came after it: {finding.summary}" for finding in caused]
     notes += _stood_until_the_end(view, ordered)
     if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
@@ -348,6 +348,24 @@ def _past(entry: Entry) -> str:
     stood = f", stood still for {duration_text(lost)} or more" if lost else ""
     when = f"over since {entry.utc[11:19]} UTC" if seen else f"over, found at {entry.utc[11:19]} UTC"
     return f"{when}{stood}: {finding.code}: {finding.summary}"
+
+
+def _lingering(view: RunView, quiet: Stall) -> str:
+    """What ranks do whose job waits for nothing but their end: all others have finished. "" where that is not so."""
+    ended = endings(view)
+    left = [rank for rank, ending in ended.items() if not ending.over]
+    if not left or len(left) == len(ended) or any(e.left_by or e.kind not in LEFT for e in ended.values() if e.over):
+        return ""
+    first = view.rank(left[0])
+    doing = where(interpret(view), first.rank)
+    if first.stack is not None and first.stack.mentions("_shutdown") and first.stack.mentions("threading.py"):
+        others = [t.user_frame for t in first.stacks if t is not first.stack and t.user_frame is not None]
+        at = next((f" at {frame}" for frame in others if not frame.in_library), "")
+        doing = f"waiting for another of its threads to end{at}; a thread that is no daemon keeps its process alive"
+    return (
+        f"{ranks_do(left, 'have')} not ended since the others finished, and nothing has moved for"
+        f" {duration_text(quiet.seconds)}: rank {first.rank} is {doing}"
+    )
 
 
 def _pause(view: RunView, quiet: Stall) -> str:
