@@ -16,6 +16,8 @@ from dtobs.recording.arrivals import Arrival, lives, read_arrivals
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
+_INTERRUPTED = re.compile(r"KeyboardInterrupt|SystemExit|SIGTERMException|SignalException")
+"""Errors by which somebody from outside ends a rank."""
 _MAX_FINDINGS = 4
 _MAX_SHOWN = 8
 
@@ -27,7 +29,13 @@ def find(view: RunView, missing: bool) -> list[Finding]:
         for rank, arrival in read_arrivals(view.root).items()
         if not (len(view.pages) and arrival.attempt <= view.attempt)  # its session tells more
     }
-    ended = {r: a for r, a in arrivals.items() if a.state == "failed" and (a.uncaught or lives(a) is False)}
+    ended = {
+        rank: arrival
+        for rank, arrival in arrivals.items()
+        if arrival.state == "failed"
+        and (arrival.uncaught or lives(arrival) is False)
+        and not _INTERRUPTED.match(arrival.error)
+    }
     own = {r: a for r, a in ended.items() if not waited_for_peers(a.error)}
     alike: dict[tuple[str, str], dict[int, Arrival]] = {}
     for rank, arrival in (own or ({} if missing else ended)).items():

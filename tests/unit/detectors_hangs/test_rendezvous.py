@@ -195,6 +195,7 @@ def failed(rank: int, error: str, alive: bool = False, uncaught: bool = True, as
         ([failed(1, "ValueError: x (a.py:2 in f)", asked=False), *(waits(r, 5) for r in (0, 2))], [((1,), "certain")]),
         ([failed(r, f"OSError: eth{r} is down") for r in range(WORLD)], [((0, 1, 2, 3), "certain")]),
         ([failed(r, GONE_UP) for r in range(WORLD)], [((0, 1, 2, 3), "likely")]),  # nobody is missing
+        ([failed(r, "KeyboardInterrupt: ", uncaught=False) for r in range(WORLD)], []),
         ([become(failed(1, NO_CARD, alive=True), "met"), *(become(waits(r, 5), "met") for r in (0, 2, 3))], []),
     ],
 )
