@@ -84,44 +84,6 @@ def test_a_pause_that_is_no_stall_yet_is_noted(hung):
     )
 
 
-SHUTDOWN = """\
-Thread 0x00007f01 (most recent call first):
-  File "/home/ana/train.py", line 7 in upload
-  File "/usr/lib/python3.11/threading.py", line 982 in run
-
-Current thread 0x00007f02 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 1590 in _shutdown
-"""
-
-
-@pytest.mark.parametrize(
-    ("stacks", "doing"),
-    [
-        (
-            SHUTDOWN,
-            "waiting for another of its threads to end at /home/ana/train.py:7 in upload; a thread that is no daemon"
-            " keeps its process alive",
-        ),
-        ('Current thread 0x1 (most recent call first):\n  File "/home/ana/train.py", line 90 in <module>\n', "in data"),
-    ],
-)
-def test_a_rank_that_has_not_ended_though_the_others_finished(tmp_path, stacks, doing):
-    run = FakeRun(tmp_path / "run", 3)
-    run.steps(10)
-    for rank in (0, 2):
-        run.rank(rank).close()
-    run.rank(1).phase("data")
-    view = run.view(later=30, processes={1: ProcessState(77, alive=True)})
-    view.capture = Capture(
-        view.now_ns, "", "asked", {1: RankCapture(1, ProcessState(77, alive=True), stacks_text=stacks)}
-    )
-    told = diagnose(Evidence("x", view))
-    assert told.verdict is None
-    assert told.notes[0].startswith(
-        f"rank 1 has not ended since the others finished, and nothing has moved for 30 s: rank 1 is {doing}"
-    )
-
-
 def test_a_directory_is_a_target(hung):
     evidence = gather(hung.directory.root)
     assert evidence.view.ranks == [0, 1, 2]

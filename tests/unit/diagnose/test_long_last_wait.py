@@ -1,4 +1,4 @@
-"""A long save or evaluation before the last barrier: nobody does a step more, everybody finishes, nothing was wrong."""
+"""The last minutes of a job: a long save before the last barrier, or a rank that goes on when the others have ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 
 from dtobs.detectors import run_detectors
 from dtobs.diagnose import diagnose, gather
+from dtobs.diagnose.gather import Evidence
+from dtobs.host.process import ProcessState
 from dtobs.monitor.loop import Monitor
+from dtobs.recording.capture import Capture, RankCapture
 from dtobs.recording.journal import history, read_journal
 from dtobs.recording.view import RunView
 from dtobs.session.last_word import last_word
@@ -56,3 +59,41 @@ def test_what_came_at_last_and_finished_is_history(tmp_path: Path, comes: bool, 
     diagnosis = diagnose(gather(run.directory.root))
     assert [f.code for f in diagnosis.findings] == ([] if over else ["rank-not-joined"])
     assert any(note.startswith("over") for note in diagnosis.notes) == over
+
+
+SHUTDOWN = """\
+Thread 0x00007f01 (most recent call first):
+  File "/me/train.py", line 7 in upload
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f02 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 1590 in _shutdown
+"""
+
+
+@pytest.mark.parametrize(
+    ("stacks", "doing"),
+    [
+        (
+            SHUTDOWN,
+            "waiting for another of its threads to end at /me/train.py:7 in upload; a thread that is no daemon"
+            " keeps its process alive",
+        ),
+        ('Current thread 0x1 (most recent call first):\n  File "/me/train.py", line 90 in <module>\n', "in data"),
+    ],
+)
+def test_a_rank_that_has_not_ended_though_the_others_finished(tmp_path, stacks, doing):
+    run = FakeRun(tmp_path / "run", 3)
+    run.steps(10)
+    for rank in (0, 2):
+        run.rank(rank).close()
+    run.rank(1).phase("data")
+    view = run.view(later=30, processes={1: ProcessState(77, alive=True)})
+    view.capture = Capture(
+        view.now_ns, "", "asked", {1: RankCapture(1, ProcessState(77, alive=True), stacks_text=stacks)}
+    )
+    told = diagnose(Evidence("x", view))
+    assert told.verdict is None
+    assert told.notes[0].startswith(
+        f"rank 1 has not ended since the others finished, and nothing has moved for 30 s: rank 1 is {doing}"
+    )
