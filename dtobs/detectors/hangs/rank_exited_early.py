@@ -6,12 +6,20 @@ closed its session or exited with code 0, and its last sequence number is behind
 
 from __future__ import annotations
 
+import numpy as np
+
 from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import LEFT, Absence, Situation, Told
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
+_LEAST_STEPS, _MOST_SKIPPED = 8, 4
+_SKIPPED_NEXT = (
+    "Look at what makes this rank skip a batch (an error that is handled, `continue`): from there on its peers average"
+    " their gradients with those of another batch."
+)
 _LEFT_NEXT = "Look at what made this rank leave (sys.exit, an error it handled) while its peers went on."
 
 
@@ -28,9 +36,10 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
     first = gone[0]
     done, others = (int(view.page(r)["steps_done"]) for r in (first.rank, first.waiting[0]))
     steps = f" after {done} steps, of which its peers did {others}" if done != others else f" after {done} steps"
+    skipped = _skipped(view, first.rank, first.waiting[0]) if len(ranks) == 1 else ""
     return Finding(
         "rank-exited-early",
-        f"{ranks_text(ranks)} {_how(situation, first.rank)}{steps}, {_peers(situation, first, len(ranks))}",
+        f"{ranks_text(ranks)} {_how(situation, first.rank)}{steps}, {_peers(situation, first, len(ranks))}{skipped}",
         ranks,
         Confidence.CERTAIN,
         step=int(view.page(first.rank)["step"]),
@@ -39,8 +48,25 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
             *({"what": "end", "rank": r, "how": situation.endings[r].kind.value} for r in ranks[:8]),
             *waiting_evidence(situation, first),
         ),
-        next_step="" if not situation.endings[first.rank].exit_code else _LEFT_NEXT,
+        next_step=_SKIPPED_NEXT if skipped else _LEFT_NEXT if situation.endings[first.rank].exit_code else "",
         since_ns=first.since_ns,
+    )
+
+
+def _skipped(view: RunView, rank: int, peer: int) -> str:
+    """Where it went through more micro-batches than it usually does, and its peer did not: it left out a step there."""
+    own, other = view.rank_steps(rank), view.rank_steps(peer)
+    if min(len(own), len(other)) < _LEAST_STEPS:
+        return ""
+    usual = int(np.median(own["micro_batches"]))
+    more = own[own["micro_batches"] > usual]
+    theirs = other["step"][other["micro_batches"] > usual]
+    if not 0 < len(more) <= _MOST_SKIPPED or np.isin(more["step"], theirs).any():
+        return ""
+    steps = ", ".join(map(str, more["step"].tolist()))
+    return (
+        f"; in step {steps} it went through {int(more['micro_batches'][0])} micro-batches where it usually takes {usual},"
+        " so it left out an optimizer step there, as a loop does that handles an error and goes on"
     )
 
 

@@ -166,6 +166,28 @@ def test_exited_early_while_peers_wait(training):
     assert "rank 1 ended normally after 20 steps, of which its peers did 21" in finding.summary
 
 
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        (((1, 2), (1, 1)), True),
+        (((2, 4), (2, 2)), True),
+        (((1, 2), (1, 2)), False),  # its peer does so as well
+        (((1, 1), (1, 2)), False),  # what is left over at the end of an epoch
+    ],
+)
+def test_exited_early_because_it_skipped_a_batch(tmp_path, batches, said):
+    run = FakeRun(tmp_path, 2)
+    for rank, (usual, odd) in zip(reversed(run.ranks), batches, strict=True):
+        for step in range(20):
+            rank.step(micro_batches=odd if step == 12 else usual).collective()
+    run.rank(1).close()
+    run.rank(0).collective(wait=True)
+    (finding,) = found(run.view(later=61, processes={1: gone(0)})).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
+    assert ("; in step 12 it went through" in finding.summary) == said
+    assert ("skip a batch" in finding.next_step) == said
+
+
 def test_exited_early_and_the_connection_was_lost(training):
     run = training(2)
     run.rank(1).close()
