@@ -64,9 +64,10 @@ def _skipped(view: RunView, rank: int, peer: int) -> str:
     if not 0 < len(more) <= _MOST_SKIPPED or np.isin(more["step"], theirs).any():
         return ""
     steps = ", ".join(map(str, more["step"].tolist()))
+    there = int(more["micro_batches"][0])
     return (
-        f"; in step {steps} it went through {int(more['micro_batches'][0])} micro-batches where it usually takes {usual},"
-        " so it left out an optimizer step there, as a loop does that handles an error and goes on"
+        f"; in step {steps} it went through {there} micro-batches where it usually takes {usual}, so it left out an"
+        " optimizer step there, as a loop does that handles an error and goes on"
     )
 
 
