@@ -37,6 +37,8 @@ class Exceptions(Probe):
     """Chains ``sys.excepthook`` and ``threading.excepthook``; the ones that were there run as before.
 
     A program that handles what ended its training and leaves by ``sys.exit(1)`` or ``os._exit(1)`` failed all the same.
+    Another exit code is the program's own word for how it ended (to be queued again, for one): it is written down as
+    that, with the error.
     """
 
     name = "exceptions"
@@ -72,10 +74,15 @@ class Exceptions(Probe):
         """``sys.exit`` is called; whether the program does leave is known when the interpreter ends (`left`)."""
         if _says_failure(code):
             error = sys.exc_info()[1] or SystemExit(code)
-            said = self._described(error)
+            said, failed = self._described(error), _fails(error)
             if error.__traceback__ is None:  # nothing is raised yet
                 said["frame"] = self._frame_here()
-            self._leaving = _Leaving(self.context.step, id(error), said, _fails(error))
+            if isinstance(code, int):
+                said["exit_code"] = code
+                if failed and code != 1:
+                    failed, why = False, f"{said['type'].rpartition('.')[2]}: {said['message']}"
+                    said |= {"type": "SystemExit", "message": why}
+            self._leaving = _Leaving(self.context.step, id(error), said, failed)
 
     def _leave_at_once(self, code: object = None) -> None:
         error = sys.exc_info()[1]

@@ -74,7 +74,10 @@ class Ending:
     @property
     def exit_code(self) -> int:
         """The exit code it asked for or was seen to end with; 0 when unknown, or when a signal came after its close."""
-        said = (self.exception or {}).get("message", "") if self.kind is End.EXITED else ""
+        exception = (self.exception or {}) if self.kind is End.EXITED else {}
+        said, asked = exception.get("message", ""), exception.get("exit_code")
+        if isinstance(asked, int):
+            return asked
         if isinstance(said, str) and said.isdigit():
             return int(said)
         code = (self.process.exit_code or 0) if self.process is not None else 0
@@ -155,10 +158,11 @@ def _ending(view: RunView, rank: int) -> Ending:
     gone = process is not None and not process.alive
     raised = _last_exception(view, rank) if state in (RankState.FAILED, RankState.CLOSED) or gone else None
     kind = _kind_of_exception(raised) if raised is not None else End.OPEN
-    if state == RankState.CLOSED and kind not in (End.INTERRUPTED, End.EXITED):
+    by_itself = raised is not None and (kind is End.INTERRUPTED or _name(raised) == "SystemExit")
+    if state == RankState.CLOSED and not by_itself:
         # Whatever happens after close() is not the training's: Gloo aborts about one exit in ten there.
         return Ending(rank, _kind_of_close(process, heard), offset + int(page["heartbeat_ns"]), None, process, heard)
-    if raised is not None and (state == RankState.FAILED or kind in (End.INTERRUPTED, End.EXITED)):
+    if raised is not None and (state == RankState.FAILED or by_itself):
         at = offset + int(raised.get("t_ns") or page["heartbeat_ns"])
         return Ending(rank, kind, at, raised, process, heard)
     if process is None or process.alive:
@@ -212,16 +216,22 @@ def _last_exception(view: RunView, rank: int) -> dict[str, Any] | None:
 
 def _kind_of_exception(exception: dict[str, Any]) -> End:
     """What the exception says of its rank: the first link of its chain that is a consequence makes it one."""
-    name = str(exception.get("type", "")).rpartition(".")[2]
+    name = _name(exception)
     if name == "KeyboardInterrupt":
         return End.INTERRUPTED
-    if name == "SystemExit":
-        return End.EXITED
+    if name == "SystemExit":  # its message is the error for which the program left with a code of its own
+        kind = _kind_of_link(exception)
+        return kind if kind in (End.PEER_LOST, End.TIMED_OUT) else End.EXITED
     for link in (exception, *_chain(exception)):
         kind = _kind_of_link(link)
         if kind is not End.EXCEPTION:
             return kind
     return End.EXCEPTION
+
+
+def _name(exception: dict[str, Any]) -> str:
+    """The exception's class, without its module."""
+    return str(exception.get("type", "")).rpartition(".")[2]
 
 
 def _kind_of_link(link: dict[str, Any]) -> End:

@@ -424,6 +424,17 @@ def test_a_job_that_all_ranks_left_with_an_exit_code(training, codes, said):
     assert [n for n in diagnose(Evidence(str(view.root), view)).notes if "left with" in n] == said
 
 
+def test_who_leaves_with_a_code_of_its_own_because_it_lost_a_peer_is_no_cause(training):
+    run = training(2)
+    run.rank(0).collective(wait=True)
+    for rank, why in ((run.rank(1), "ValueError: bad batch"), (run.rank(0), f"RuntimeError: {GLOO_CLOSED}")):
+        rank.meta("exception", type="SystemExit", message=why, exit_code=7, t_ns=rank.clock_ns)
+        rank.close()
+    (finding,) = found(run.view(later=1, processes={0: gone(7), 1: gone(7)})).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
+    assert "rank 1 left with exit code 7 (ValueError: bad batch) after" in finding.summary
+
+
 def test_what_a_handler_of_sigterm_raises_is_no_cause(training):
     run = training(2)
     for rank in run.ranks:

@@ -42,6 +42,7 @@ FAILED, CLOSED = RankState.FAILED, RankState.CLOSED
 ENDS: dict[str, tuple[Callable[[Callable[[], object]], object], list[str], RankState]] = {
     "sys.exit(1)": (lambda _: fail(lambda: sys.exit(1)), ["ValueError"], FAILED),
     "sys.exit(text)": (lambda _: fail(lambda: sys.exit("no data")), ["ValueError"], FAILED),
+    "sys.exit(85), as for a job to be queued again": (lambda _: fail(lambda: sys.exit(85)), ["SystemExit"], CLOSED),
     "os._exit(1)": (lambda _: fail(lambda: os._exit(1)), ["ValueError"], FAILED),
     "sys.exit(0), as at an early stop": (lambda _: fail(lambda: sys.exit(0)), [], CLOSED),
     "os._exit(0)": (lambda _: fail(lambda: os._exit(0)), [], CLOSED),
