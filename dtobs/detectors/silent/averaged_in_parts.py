@@ -134,7 +134,7 @@ _CUT = (
 _SPREAD = (
     "read samples of their own, exchange activations and gradients of them in each step",
     "as expert-parallel ranks do",
-    "its gradients have to be averaged over the ranks",
+    "their gradients have to be averaged over the ranks",
 )
 """What such ranks do, who does so, and what the rest of the model then needs."""
 

@@ -52,7 +52,7 @@ def optimizer_stale(view: RunView) -> list[Finding]:
 
 
 def _replaced(view: RunView) -> list[Finding]:
-    """Parameters that were made anew after the optimizer, which steps those that the model no longer has."""
+    """Parameters that were made anew after the optimizer, which holds what they were before."""
     said = {rank: settings_of(view, rank, int(view.page(rank)["step"])).get(REPLACED, "") for rank in view.ranks}
     ranks = tuple(rank for rank, names in said.items() if names and int(view.page(rank)["steps_done"]) > STEPS)
     if not ranks:
