@@ -41,8 +41,7 @@ def optimizer_stale(view: RunView) -> list[Finding]:
     left_out = [_left_out(view, group) for group in _peers(view) if _hold_no_copies(view, group)]
     left_out += [_left_out(view, group) for group in _pipelines(view)]
     return [
-        *_replaced(view),
-        *_at_rest(view),
+        *(_replaced(view) or _at_rest(view)),
         *never,
         *_unused(view, named),
         *_one_of_several(view),
@@ -66,7 +65,6 @@ def _replaced(view: RunView) -> list[Finding]:
             ranks,
             Confidence.CERTAIN,
             step=1,
-            group=REPLACED,
             next_step="Make the optimizer after everything that replaces parameters of the model.",
             evidence=tuple({"what": REPLACED, "rank": rank, "parameters": said[rank]} for rank in ranks[:16]),
         )
