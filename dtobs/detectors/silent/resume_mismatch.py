@@ -5,8 +5,9 @@ learning rate of each, the loss, which must lie within what the steps before it 
 whose ratio must be near 1 for what it varies by from step to step. A job that reads other data after its restart is
 not judged; in one that counts its steps anew, the data tells which steps are the same. And an optimizer that kept
 moments or a momentum before must not begin without them, or without those of some parameters, in the midst of the
-data. Where nothing tells which steps are done again, the loss must not be back where it began while the optimizer has
-its state.
+data; nor with second moments of zero while it counts the steps that it has done. Where nothing tells which steps are
+done again, the loss must not be back where it began while the optimizer has its state; and an optimizer must not be
+without its state while the schedule of the learning rate goes on where it was, or the loss does.
 
 Why it hurts: a scheduler that starts over warms up again; weights or optimizer state that were not loaded undo what
 was learned.
@@ -15,12 +16,15 @@ was learned.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from dtobs.detectors.silent.audit import audits
 from dtobs.detectors.silent.config_mismatch import KEPT_BY
-from dtobs.detectors.silent.restarts import LEAST_STEPS, Redone, before, optimizer_states, redone
+from dtobs.detectors.silent.restarts import LEAST_STEPS, Earlier, Redone, before, optimizer_states, redone
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.meta import Meta
 from dtobs.recording.view import RunView
@@ -38,14 +42,16 @@ _NOT_LOADED = "its weights were probably not loaded"
 
 def resume_mismatch(view: RunView) -> list[Finding]:
     """One finding for each quantity that differs, with all its ranks."""
-    pairs = [pair for pair in redone(view) if pair.same_inputs()]
+    aligned = list(redone(view))
+    pairs = [pair for pair in aligned if pair.same_inputs()]
+    without = [*_without_state(view, aligned), *_moments_of_zero(view)]
     found = []
     for name, called, words, is_odd in _QUANTITIES:
         if odd := [pair for pair in pairs if is_odd(pair, name)]:
             found.append(_redone_finding(name, called, words, odd))
             if words.endswith(_NOT_LOADED):
-                return [*found, *_without_state(view)]
-    return [*found, *_without_state(view), *_learned_again(view, {p.rank for p in pairs})]
+                return [*found, *without]
+    return [*found, *without, *_learned_again(view, {p.rank for p in pairs})]
 
 
 def _redone_finding(name: str, called: str, words: str, odd: Sequence[Redone]) -> Finding:
@@ -79,7 +85,7 @@ def _learned_again(view: RunView, compared: Collection[int]) -> list[Finding]:
 
     Only of ranks that are not in `compared`: nothing tells which of their steps are done again.
     """
-    back: dict[int, tuple[float, float, float]] = {}
+    back: dict[int, _Losses] = {}
     for rank in view.ranks if view.attempt else ():
         earlier = before(view, rank)
         if rank in compared or earlier is None:
@@ -87,52 +93,82 @@ def _learned_again(view: RunView, compared: Collection[int]) -> list[Finding]:
         then, now = optimizer_states(earlier.meta), optimizer_states(view.meta(rank))
         if not any(then.get(name, [""])[0] == "empty" and states[0] == "kept" for name, states in now.items()):
             continue  # it begins anew, or nobody saw the beginning
-        past, again = (steps["loss"][np.isfinite(steps["loss"])] for steps in (earlier.steps, view.rank_steps(rank)))
-        if int(earlier.steps["stamp"][0]) != 1 or len(past) < 3 * EDGE or len(again) < EDGE:
-            continue
-        first, last, begun = (float(np.median(part)) for part in (past[:EDGE], past[-2 * EDGE :], again[:EDGE]))
-        apart = min(past[:EDGE].min(), again[:EDGE].min()) > past[-2 * EDGE :].max()
-        if apart and first - last > FALL * abs(first) and begun >= last + BACK * (first - last):
-            back[rank] = first, last, begun
+        losses = _losses(view, rank, earlier)
+        if losses is not None and losses.begun >= losses.last + BACK * (losses.first - losses.last):
+            back[rank] = losses
     if not back:
         return []
-    first, last, begun = next(iter(back.values()))
+    losses = next(iter(back.values()))
     return [
         Finding(
             "resume-mismatch",
-            f"{ranks_do(back, 'have')} gone on after a restart with the optimizer's state and a loss of {begun:.4g}, as"
-            f" at the beginning of the attempt before ({first:.4g}), which had come to {last:.4g}: {_NOT_LOADED}",
+            f"{ranks_do(back, 'have')} gone on after a restart with the optimizer's state and a loss of"
+            f" {losses.begun:.4g}, as at the beginning of the attempt before ({losses.first:.4g}), which had come to"
+            f" {losses.last:.4g}: {_NOT_LOADED}",
             tuple(back),
             Confidence.LIKELY,
             step=int(view.rank_steps(min(back))["step"][0]),
             group="loss",
-            evidence=({"what": "median loss", "beginning": first, "end": last, "after the restart": begun},),
+            evidence=(
+                {
+                    "what": "median loss",
+                    "beginning": losses.first,
+                    "end": losses.last,
+                    "after the restart": losses.begun,
+                },
+            ),
         )
     ]
 
 
-def _without_state(view: RunView) -> list[Finding]:
+@dataclass(frozen=True)
+class _Losses:
+    """Medians: of the first and the last losses of the attempt before, and of the first ones of this attempt."""
+
+    first: float
+    last: float
+    begun: float
+
+
+def _losses(view: RunView, rank: int, earlier: Earlier) -> _Losses | None:
+    """None where they do not tell the beginning of the attempt before from its end."""
+    past, again = (steps["loss"][np.isfinite(steps["loss"])] for steps in (earlier.steps, view.rank_steps(rank)))
+    if int(earlier.steps["stamp"][0]) != 1 or len(past) < 3 * EDGE or len(again) < EDGE:
+        return None
+    first, last, begun = (float(np.median(part)) for part in (past[:EDGE], past[-2 * EDGE :], again[:EDGE]))
+    if past[:EDGE].min() <= past[-2 * EDGE :].max() or first - last <= FALL * abs(first):
+        return None
+    return _Losses(first, last, begun)
+
+
+def _goes_on(view: RunView, rank: int, earlier: Earlier) -> str:
+    """What tells that `rank` has loaded what the attempt before had learnt, where no step is known to be done again."""
+    rates, begun = earlier.steps["learning_rate"], view.rank_steps(rank)["learning_rate"][:EDGE]
+    if len(rates) >= 3 * EDGE and np.isfinite(rates).all() and int(earlier.steps["stamp"][0]) == 1:
+        change = float(np.abs(np.diff(rates[-2 * EDGE :])).max())
+        for rate in begun[np.abs(begun - rates[-1]) <= EDGE * change].tolist():
+            if np.abs(rates[:EDGE] - rate).min() > EDGE * change > 0:
+                return f"the schedule of the learning rate goes on ({rate:.4g})"
+    losses = _losses(view, rank, earlier)
+    if losses is None or losses.begun > losses.last + (1 - BACK) * (losses.first - losses.last):
+        return ""
+    return f"the loss goes on where it was ({losses.begun:.4g})"
+
+
+def _without_state(view: RunView, aligned: Sequence[Redone]) -> list[Finding]:
     """One finding for the ranks whose optimizers went on in the midst of the data without what they had kept."""
     lost: dict[int, list[str]] = {}
-    step = 0
-    for pair in redone(view):
-        earlier = before(view, pair.rank)
-        if earlier is None or (pair.numbered and int(pair.begun["step"][0]) <= 1) or not len(pair.begun):
+    step, why = 0, ""
+    pairs = {pair.rank: pair for pair in aligned}
+    for rank in view.ranks if view.attempt else ():
+        earlier, steps, pair = before(view, rank), view.rank_steps(rank), pairs.get(rank)
+        if earlier is None or not len(steps):
             continue
-        now_meta = view.meta(pair.rank)
-        then, now = optimizer_states(earlier.meta), optimizer_states(now_meta)
-        begun = {name: now[name][0] for name, states in then.items() if "kept" in states and now.get(name)}
-        alike = (
-            _trained(earlier.meta)[-1:] == _trained(now_meta)[:1]
-        )  # what is trained only now begins anew, and rightly
-        names = [
-            name.removesuffix(" state") + _only_a_part(state)
-            for name, state in begun.items()
-            if state == "empty" or (alike and state.startswith(KEPT_BY))
-        ]
-        if names:
-            lost[pair.rank] = names
-            step = int(pair.begun["step"][0])
+        told = "" if pair is not None else _goes_on(view, rank, earlier)
+        if not told and (pair is None or not len(pair.begun) or (pair.numbered and int(steps["step"][0]) <= 1)):
+            continue
+        if names := _lost(earlier.meta, view.meta(rank)):
+            lost[rank], step, why = names, int(steps["step"][0]), told
     if not lost:
         return []
     names = next(iter(lost.values()))
@@ -140,14 +176,68 @@ def _without_state(view: RunView) -> list[Finding]:
         Finding(
             "resume-mismatch",
             f"{ranks_do(lost, 'have')} gone on at step {step} after a restart without the state, such as the moments of"
-            f" Adam, of {' and '.join(f'the {name}' for name in names[:4])}",
+            f" Adam, of {' and '.join(f'the {name}' for name in names[:4])}{', while ' * bool(why)}{why}",
             tuple(lost),
-            Confidence.LIKELY,
+            Confidence.POSSIBLE if "loss" in why else Confidence.LIKELY,
             step=step,
             group="optimizer state",
+            fault="loss" not in why,
             evidence=({"what": "optimizers without the state that they had", "names": names[:16]},),
         )
     ]
+
+
+def _lost(then: Meta, now: Meta) -> list[str]:
+    """The optimizers that had a state and began without it, or without a part of it."""
+    states = optimizer_states(now)
+    begun = {name: states[name][0] for name, was in optimizer_states(then).items() if "kept" in was and name in states}
+    alike = _trained(then)[-1:] == _trained(now)[:1]  # what is trained only now begins anew, and rightly
+    return [
+        name.removesuffix(" state") + _only_a_part(state)
+        for name, state in begun.items()
+        if state == "empty" or (alike and state.startswith(KEPT_BY))
+    ]
+
+
+def _moments_of_zero(view: RunView) -> list[Finding]:
+    """One finding for the ranks whose first step after a restart found second moments of zero, and a count of steps.
+
+    What a window never had a gradient of has none either; so in all windows looked at later they must not be zero.
+    """
+    struck: dict[int, tuple[str, int, int]] = {}
+    for audit in audits(view) if view.attempt else ():
+        steps = view.rank_steps(audit.rank)
+        if audit.kind != "adam" or not len(steps) or not any(s[:1] == ["kept"] for s in _states(view, audit.rank)):
+            continue
+        done = audit.records["done"]
+        first: npt.NDArray[np.bool_] = audit.records["step"] == steps["step"][0]
+        empty = (~audit.inside | (audit.before[:, 3] == 0)).all(axis=1)
+        gradient = (audit.before[:, 1] != 0).sum(axis=1) > audit.inside.sum(axis=1) / 2
+        zeroed, later = empty & gradient & first & (done >= EDGE), ~first
+        if zeroed.any() and zeroed[first].all() and later.sum() >= EDGE and not empty[later].any():
+            n = int(np.flatnonzero(zeroed)[0])
+            struck[audit.rank] = audit.name(n), int(done[n]), int(audit.records["step"][n])
+    if not struck:
+        return []
+    name, counted, step = next(iter(struck.values()))
+    return [
+        Finding(
+            "resume-mismatch",
+            f"the optimizer of {ranks_text(struck)} has gone on at step {step} after a restart with moments of zero"
+            f" (seen in {name}) while it counts {counted} steps as done: it takes them for averages over these steps,"
+            " so its first steps are too large",
+            tuple(struck),
+            Confidence.LIKELY,
+            step=step,
+            group="optimizer state",
+            next_step="Load the moments with the step count, or begin the optimizer's state anew with neither.",
+            evidence=({"what": "update audit", "parameter": name, "steps_done": counted},),
+        )
+    ]
+
+
+def _states(view: RunView, rank: int) -> Iterable[list[str]]:
+    return optimizer_states(view.meta(rank)).values()
 
 
 def _trained(meta: Meta) -> list[str]:

@@ -2,8 +2,9 @@
 
 What it does: computes from the moments what each step should add to a window of a parameter (`audit`). Where, over at
 least `LEAST_LOOKS` windows with a learning rate of at least half its largest, in more than half nothing moves because
-every addition is below half a unit in the last place, the training stands still without a sign of it. Single tensors
-that do (a norm's weight near 1 in BF16) are common and left alone.
+every addition is below half a unit in the last place, the training stands still without a sign of it; `FEW_LOOKS` are
+enough where nothing moves in any. Single tensors that do (a norm's weight near 1 in BF16) are common and left alone,
+and nothing is said while the learning rate still rises.
 
 Why it hurts: the job costs what it costs and learns next to nothing.
 """
@@ -17,7 +18,7 @@ from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
-LEAST_LOOKS = 16
+LEAST_LOOKS, FEW_LOOKS = 16, 8
 MOST = 0.5
 
 
@@ -29,9 +30,12 @@ def updates_lost(view: RunView) -> list[Finding]:
         if not audit.kind or not np.isfinite(rate).any():
             continue
         full = rate >= 0.5 * np.nanmax(rate)
-        if full.sum() >= LEAST_LOOKS and audit.lost[full].mean() > MOST:
+        if rate[-1] > np.nanmax(rate[:-FEW_LOOKS], initial=0.0):
+            continue  # it rises
+        share, looks = audit.lost[full].mean(), full.sum()
+        if (looks >= LEAST_LOOKS and share > MOST) or (looks >= FEW_LOOKS and share == 1.0):
             first = int(np.flatnonzero(audit.lost & full)[0])
-            struck[audit.rank] = float(audit.lost[full].mean()), int(audit.records["step"][first]), audit.dtypes[0]
+            struck[audit.rank] = float(share), int(audit.records["step"][first]), audit.dtypes[0]
     if not struck:
         return []
     share, step, dtype = struck[min(struck)]

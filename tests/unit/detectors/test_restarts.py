@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,6 +156,7 @@ def test_the_data_aligns_loops_that_count_anew(
 
 
 ADAM = ("empty", "kept", "kept")
+UNKNOWN_LOSS = {"loss": lambda there: math.nan}
 SOME = "kept by 5 of 8 parameters, not by head.weight"
 
 
@@ -176,6 +178,17 @@ SOME = "kept by 5 of 8 parameters, not by head.weight"
         (500, ADAM, (), {"loss": lambda there: 0.8}, ""),
         (500, ADAM, (), {"loss": lambda there: 0.1}, ""),
         (500, ("empty", "kept", "empty"), (), {"loss": lambda there: 4.0 / (there - 499)}, ""),  # it begins anew
+        (500, ("empty", "kept", "empty"), (), {"loss": lambda there: 0.2}, "resume-mismatch"),  # the weights did not
+        (500, ("empty", "kept", "empty"), (), {"loss": lambda there: 2.0}, ""),
+        (500, ("empty", "empty", "empty"), (), {"loss": lambda there: 0.2}, ""),
+        (
+            500,
+            ("empty", "kept", "empty"),
+            (),
+            UNKNOWN_LOSS | {"learning_rate": lambda n: 1e-4 * (n - 469)},
+            "resume-mismatch",
+        ),
+        (500, ("empty", "kept", "empty"), (), UNKNOWN_LOSS | {"learning_rate": lambda n: 1e-4 * (n - 499)}, ""),
         (500, ("kept", "kept", "kept"), (), {"loss": lambda there: 4.0 / (there - 499)}, ""),
         (20, ADAM, (), {"local_norm": lambda there: 3.0 + 0.1 * (there % 2)}, "resume-mismatch"),
         (20, ADAM, (), {"local_norm": lambda there: 1.2 + 0.1 * (there % 2)}, ""),

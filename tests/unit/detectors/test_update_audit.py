@@ -13,6 +13,7 @@ from torch import nn
 
 import dtobs
 from dtobs.detectors.silent.audit import Audit, audits
+from dtobs.detectors.silent.resume_mismatch import resume_mismatch
 from dtobs.detectors.silent.state_changed_at_rest import state_changed_at_rest
 from dtobs.detectors.silent.update_mismatch import update_mismatch
 from dtobs.detectors.silent.updates_lost import updates_lost
@@ -165,6 +166,38 @@ def test_updates_below_the_format_are_found(tmp_path: Path):
     assert (one.code, one.ranks) == ("updates-lost", (0,))
     assert "lost to rounding in bfloat16" in one.summary
     assert found(train(tmp_path / "fp32", lambda p: AdamW(p, 1e-6))) == []
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> None:
+    rates = (3e-7 * step for step in range(1, 100))
+
+    def next_rate(optimizer: Any, *_: object) -> None:
+        optimizer.param_groups[0]["lr"] = next(rates)
+
+    optimizer.register_step_pre_hook(next_rate)
+
+
+def test_a_rate_that_still_rises_loses_nothing_yet(tmp_path: Path):
+    assert found(train(tmp_path, lambda p: AdamW(p, 1e-6), dtype=torch.bfloat16, prepare=warm_up)) == []
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_moments_of_zero_beside_a_count_of_steps(tmp_path: Path, zeroed: bool):
+    kept: dict[str, Any] = {}
+
+    def keep(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        kept.update(optimizer.state_dict())
+
+    def load(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.load_state_dict(kept)
+        for state in optimizer.state.values() if zeroed else ():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+
+    train(tmp_path, OPTIMIZERS["adamw foreach"], keep)
+    told = resume_mismatch(train(tmp_path, OPTIMIZERS["adamw foreach"], prepare=load))
+    assert [(f.code, f.ranks, f.group) for f in told] == [("resume-mismatch", (0,), "optimizer state")] * zeroed
+    assert not zeroed or "while it counts 24 steps as done" in told[0].summary
 
 
 def clamp(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
