@@ -4,8 +4,8 @@ Every comparison between ranks rests on what the job says of its layout. Where t
 rank is alone, nothing is found, and that must not look like "nothing is wrong". What has nothing to compare by its
 nature, such as the copies of a fully sharded model or the peers of a single process, is left out. What ranks may do
 apart on purpose (copies that are averaged now and then, batch norm of each rank) is told here too, and is no finding;
-so are a model that trains on in evaluation mode after a validation and a validation in training mode, which some do on
-purpose.
+so are a model that trains on in evaluation mode after a validation, a validation in training mode and parameters that
+nothing trains, which some do on purpose.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtobs.detectors.peers import data_groups
-from dtobs.detectors.silent.config_mismatch import settings_of
+from dtobs.detectors.silent.config_mismatch import UNGRADED, UNHELD, settings_of
 from dtobs.detectors.silent.learned_copies import learned_keys
 from dtobs.detectors.silent.replica_divergence import apart_on_purpose
 from dtobs.detectors.silent.seed_policy import dropping_alike
@@ -26,6 +26,13 @@ from dtobs.words import count, ranks_text
 
 MOST = 16
 _EVALUATION_STEPS = 16
+UNTRAINED_STEPS = 32
+_UNTRAINED = {
+    UNHELD: "{} of {} get gradients, but no optimizer holds them, and they do not change: if they are to be trained,"
+    " give them to the optimizer; if not, requires_grad_(False) saves their part of the backward",
+    UNGRADED: "the optimizer holds {} of {}, which have had no gradient in any step looked at, and do not change: if"
+    " they are to be trained, look for a branch that is not called, or for a detach()",
+}
 _LAYERS = "dropout and batch-norm layers in training mode"
 
 
@@ -49,6 +56,7 @@ def comparisons_off(view: RunView) -> list[Off]:
         *_failed(view),
         *_in_evaluation(view),
         *_validated_in_training_mode(view),
+        *_untrained(view),
     ]
     if view.world_size > 1 and len(view.ranks) > 1:
         known = [rank for rank in view.ranks if view.meta(rank).layout]
@@ -177,6 +185,32 @@ def _batch_norm(view: RunView) -> Iterator[Off]:
                 " alone, so the same samples on another number of ranks train another model;"
                 " torch.nn.SyncBatchNorm.convert_sync_batchnorm makes them those of all ranks",
             )
+
+
+def _untrained(view: RunView) -> Iterator[Off]:
+    """Parameters that get gradients and are in no optimizer, and those in one that get none: they rest."""
+    for setting, text in _UNTRAINED.items():
+        found: dict[str, list[int]] = {}
+        for rank in view.ranks:
+            if int(view.page(rank)["steps_done"]) >= UNTRAINED_STEPS:
+                said = settings_of(view, rank, int(view.page(rank)["step"])).get(setting, "")
+                if said and _rest(view, rank, said):
+                    found.setdefault(said, []).append(rank)
+        if found:
+            said, ranks = next(iter(found.items()))
+            names = said.partition(" (")[2].removesuffix(")")
+            yield Off("parameters", setting.removeprefix("parameters "), text.format(names, ranks_text(ranks)))
+
+
+def _rest(view: RunView, rank: int, said: str) -> bool:
+    """Whether the digests of all parameters that a setting names are the same in all steps."""
+    names = set(said.partition(" (")[2].removesuffix(")").split(", ")) - {"…"}
+    history, params = view.digests(rank), view.meta(rank).params
+    rows = [row for row, p in enumerate(params) if p.name in names]
+    if len(rows) < len(names) or len(history) < 2 or history["digest"].shape[1] <= max(rows, default=0):
+        return False
+    looks = history["digest"][:, rows]
+    return bool((looks == looks[:1]).all())
 
 
 def _unrecorded(view: RunView) -> Iterator[Off]:

@@ -48,12 +48,13 @@ class Settings(Probe):
         self._looked = 0
         self._without = 0  # passes without gradients in training mode since the last step; -1 once they were told
         self._groups: dict[int, tuple[Any, ...]] = {}  # by the optimizer's number
+        self._ungraded: dict[int, set[int]] = {}  # by its number, ids of what has had no gradient at any look
         self._modules: list[weakref.ref[nn.Module]] = []
         self._autocast = ""
 
     def install(self) -> None:
         """Remember the modules whose behaviour depends on their mode."""
-        self._looked, self._groups = 0, {}
+        self._looked, self._groups, self._ungraded = 0, {}, {}
         model = self.context.model
         self._modules = (
             [weakref.ref(m) for m in model.modules() if isinstance(m, _BY_MODE)] if model is not None else []
@@ -97,7 +98,7 @@ class Settings(Probe):
         fields = _hyperparameters(stepping, number, groups)
         fields["optimizer shares"] = "" if _trained(context.model) <= context.trained_by() else "a part"
         if often:
-            fields["replaced parameters"] = _replaced(context)
+            fields |= _without_an_optimizer(context) | self._without_a_gradient(number, stepping)
             first = number not in self._groups
             fields[f"{_called(number)} state"] = _state_at_first(stepping, context.model) if first else _state(stepping)
             fields |= _model(context.model, self._modules) | _arithmetic()
@@ -111,6 +112,20 @@ class Settings(Probe):
             self._changes += 1
             self._known |= changed
             context.recorder.meta.add("settings", step=context.step, fields=changed)
+
+    def _without_a_gradient(self, number: int, stepping: torch.optim.Optimizer) -> dict[str, str]:
+        """What `stepping` holds and trains, and that had no gradient at any look; empty while that still changes."""
+        now = {id(p) for g in stepping.param_groups for p in g["params"] if p.requires_grad and p.grad is None}
+        known = self._ungraded.get(number, now)
+        self._ungraded[number] = known & now
+        if known - now or self._looked <= FIRST_STEPS or self.context.model is None:
+            return {}
+        ids = set().union(*self._ungraded.values())
+        return {
+            "parameters without a gradient": _listed(
+                [n for n, p in plain_parameters(self.context.model) if id(p) in ids]
+            )
+        }
 
 
 def _ignore(_: object) -> None:
@@ -135,24 +150,33 @@ def _trained(model: nn.Module | None) -> set[int]:
     return {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
 
 
-def _replaced(context: Context) -> str:
-    """ "2 (a.weight, a.bias)": parameters that get gradients and that no optimizer holds, while one holds as many
-    tensors of their shapes that get none and that the model does not have: they were made anew after the optimizer.
+def _without_an_optimizer(context: Context) -> dict[str, str]:
+    """The parameters that get gradients and that no optimizer holds; of these the ones that were made anew after it.
+
+    That are those for which an optimizer holds as many tensors of their shapes that get no gradient and that the model
+    does not have.
     """
     model = context.model
     if model is None:
-        return ""
+        return {}
     parameters = {id(p): (name, p) for name, p in plain_parameters(model)}
     held = [p for each in context.watched_optimizers().values() for group in each.param_groups for p in group["params"]]
-    left = Counter(tuple(p.shape) for p in held if id(p) not in parameters and p.grad is None)
-    if not left:
-        return ""
-    known, names = set(map(id, held)), []
+    stale = Counter(tuple(p.shape) for p in held if id(p) not in parameters and p.grad is None)
+    known = set(map(id, held))
+    replaced, without = [], []
     for number, (name, parameter) in parameters.items():
+        if number in known or parameter.grad is None:
+            continue
+        without.append(name)
         shape = tuple(parameter.shape)
-        if number not in known and parameter.grad is not None and left[shape] > 0:
-            left[shape] -= 1
-            names.append(name)
+        if stale[shape] > 0:
+            stale[shape] -= 1
+            replaced.append(name)
+    return {"replaced parameters": _listed(replaced), "parameters without an optimizer": _listed(without)}
+
+
+def _listed(names: list[str]) -> str:
+    """ "2 (a.weight, a.bias)"; empty where there are none."""
     return f"{len(names)} ({', '.join(names[:MOST_NAMES])}{', …' if len(names) > MOST_NAMES else ''})" if names else ""
 
 

@@ -23,7 +23,9 @@ KEPT_BY = "kept by "
 _OF_AN_OPTIMIZER = ("optimizer.", "optimizer", "learning rate of group")
 REPLACED = "replaced parameters"
 """The setting that names parameters which were made anew after the optimizer (`silent.optimizer_stale`)."""
-_MAY_DIFFER = ("optimizer shares", REPLACED)
+UNHELD, UNGRADED = "parameters without an optimizer", "parameters without a gradient"
+"""The settings that name parameters which nothing trains (`comparisons`)."""
+_MAY_DIFFER = ("optimizer shares", REPLACED, UNHELD, UNGRADED)
 _WEAK = ("program", "Python", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 """Fields that can differ without harm: said as possible."""
 _EACH = 8

@@ -195,3 +195,57 @@ def test_a_validation_in_training_mode(
     assert not said or texts[0].startswith(
         "passes without gradients on rank 0, first in step 9, ran with 1 dropout or batch-norm layer in training mode"
     )
+
+
+class Branches(nn.Module):
+    """`used` is trained; `other` is called in the steps of `calls`."""
+
+    def __init__(self, calls: set[int]) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls, self.step = calls, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return self.used(x) + (self.other(x) if self.step in self.calls else 0.0)
+
+
+ALWAYS, NEVER = set(range(100)), set[int]()
+
+
+@pytest.mark.parametrize(
+    ("calls", "held", "by_hand", "said"),
+    [
+        (ALWAYS, True, False, ""),
+        (
+            NEVER,
+            True,
+            False,
+            "the optimizer holds other.weight, other.bias of rank 0, which have had no gradient in any",
+        ),
+        ({16, 32}, True, False, ""),  # an expert that is seldom chosen
+        (NEVER, False, False, ""),  # frozen, as it were
+        (
+            ALWAYS,
+            False,
+            False,
+            "other.weight, other.bias of rank 0 get gradients, but no optimizer holds them, and they",
+        ),
+        (ALWAYS, False, True, ""),  # the loop updates them itself
+    ],
+)
+def test_parameters_that_nothing_trains(tmp_path: Path, calls: set[int], held: bool, by_hand: bool, said: str):
+    model = Branches(calls)
+    optimizer = torch.optim.AdamW(model.parameters() if held else model.used.parameters(), 0.01)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False, replicas="auto"):
+        for _ in range(40):
+            model.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            if by_hand:
+                with torch.no_grad():
+                    for parameter in model.other.parameters():
+                        parameter -= 0.01 * parameter.grad
+    texts = [off.text for off in comparisons_off(load_run(tmp_path)) if off.check == "parameters"]
+    assert len(texts) == bool(said)
+    assert not said or texts[0].startswith(said)
