@@ -20,6 +20,7 @@ from dtobs.detectors.silent.fp16_underflow import fp16_underflow
 from dtobs.detectors.silent.gradient_ledger import gradient_ledger
 from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.detectors.silent.gradients_kept import gradients_kept
+from dtobs.detectors.silent.gradients_lost import gradients_lost
 from dtobs.detectors.silent.learning_rate_mismatch import learning_rate_mismatch
 from dtobs.detectors.silent.learning_rate_not_scaled import learning_rate_not_scaled
 from dtobs.detectors.silent.local_gradient_outlier import local_gradient_outlier
@@ -51,6 +52,7 @@ DETECTORS: tuple[Detector, ...] = (
     loss_nonfinite,
     loss_weights,
     gradients_kept,
+    gradients_lost,
     clipped_scaled,
     optimizer_stale,
     update_mismatch,

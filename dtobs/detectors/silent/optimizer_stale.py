@@ -193,6 +193,7 @@ def _never_stepped(view: RunView, group: list[int]) -> Finding | None:
         idle,
         Confidence.LIKELY,
         step=1,
+        next_step="Call the optimizer's step on every rank, or send what the ranks that step have made of the model.",
         evidence=tuple(
             {"what": "steps", "rank": rank, "steps": int(page["steps_done"]), "collectives": int(page["collectives"])}
             for rank, page in list(pages.items())[:16]
