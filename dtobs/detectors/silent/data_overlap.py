@@ -7,13 +7,16 @@ same prompts): ranks whose gradients differ all the same, without dropout, are n
 ``session.policy(data="differ")`` says that the data must differ; ``session.policy(data="same")`` says that it need not.
 
 Samples that ranks share in any order are counted from the digests of single ones (`sample_ledger`), of the time before
-a rank reads anything for the second time, when its epoch may have ended. It is only said as possible: each rank may
-draw from all data on purpose.
+a rank reads anything for the second time, when its epoch may have ended; where only some steps were looked at, fewer
+are seen to be shared in proportion. It is only said as possible: each rank may draw from all data on purpose. Parts
+that a DistributedSampler deals out are meant to be apart, and are not where ranks shuffle by other seeds or epochs.
 
 Why it hurts: the ranks compute the same gradient: twice the price for the progress of one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +33,8 @@ LEAST_SHARE = 0.5
 LEAST_SAMPLES = 64
 LEAST_SHARED = 0.25
 """Of a rank's samples that others read as well."""
+EXPECTED = 8
+"""Samples in common that chance would give to shuffled parts of the same data."""
 
 
 def data_overlap(view: RunView) -> list[Finding]:
@@ -76,7 +81,8 @@ def data_overlap(view: RunView) -> list[Finding]:
                 )
             )
         if not any(set(f.ranks) <= set(group) for f in found):
-            found += _in_any_order(view, [rank for rank in group if rank not in on_purpose])
+            rest = [rank for rank in group if rank not in on_purpose]
+            found += _shuffled_apart(view, rest) or _in_any_order(view, rest)
     return found
 
 
@@ -87,20 +93,62 @@ def _first(view: RunView, ranks: list[int], seen: int) -> int:
     return int(same[0]) if len(same) else seen
 
 
+def _shuffled_apart(view: RunView, group: list[int]) -> list[Finding]:
+    """One finding for the ranks of `group` whose samplers deal out parts of different permutations."""
+    passes = {rank: [p for p in view.meta(rank).passes if p["shuffles"] and p["replicas"] > 1] for rank in group}
+    for dealt in zip(*passes.values(), strict=False):
+        orders = {rank: (p["seed"], p["epoch"]) for rank, p in zip(passes, dealt, strict=True)}
+        # A DistributedSampler seeds its permutation with the sum of both.
+        if len({sum(order) for order in orders.values()}) > 1 and len({p["samples"] for p in dealt}) == 1:
+            break
+    else:
+        return []
+    whole = dealt[0]["samples"] * dealt[0]["replicas"]
+    read = [np.unique(s.digests) for s in streams(view, group)]
+    known = min((len(digests) for digests in read), default=0)
+    if len(read) > 1 and known * known >= EXPECTED * whole and not _common(read).size:
+        return []  # each has data of its own
+    said = [f"rank {rank} has seed {seed} and epoch {epoch}" for rank, (seed, epoch) in orders.items()]
+    return [
+        Finding(
+            "data-overlap",
+            f"the samplers of {ranks_text(group)} deal out parts of different permutations, so these overlap and some"
+            f" samples are read by nobody: {', '.join(said[:4])}{', …' if len(said) > 4 else ''}",
+            tuple(group),
+            Confidence.LIKELY,
+            step=min(p["step"] for p in dealt),
+            group="shuffled apart",
+            next_step="Give DistributedSampler the same seed on all ranks, and call set_epoch(epoch) on all of them.",
+            evidence=({"what": "passes over training data", "passes": list(dealt)[:16]},),
+        )
+    ]
+
+
+def _common(read: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:
+    """What more than one of them has, each of which has nothing twice."""
+    together, times = np.unique(np.concatenate(read), return_counts=True)
+    found: npt.NDArray[np.uint64] = together[times > 1]
+    return found
+
+
 def _in_any_order(view: RunView, group: list[int]) -> list[Finding]:
     """One finding for the ranks of `group` that share samples before any of them begins anew."""
     each = streams(view, group)
     ends = [end for stream in each if (end := stream.first_repeat()) is not None]
-    read = {s.rank: np.unique(s.digests[s.steps < min(ends)] if ends else s.digests) for s in each}
+    end = min(ends, default=int(view.steps(1).steps[-1]) + 1)
+    read = {s.rank: np.unique(s.digests[s.steps < end]) for s in each}
     if len(read) < 2 or min(len(samples) for samples in read.values()) < LEAST_SAMPLES:
         return []
-    together, times = np.unique(np.concatenate(list(read.values())), return_counts=True)
-    twice = together[times > 1]
-    shares = {rank: float(np.isin(samples, twice).mean()) for rank, samples in read.items()}
+    twice = _common(list(read.values()))
+    begin = min(int(s.steps.min()) for s in each)
+    looked = min((s.batches[:, 0] < end).sum() for s in each) / max(1, end - begin)
+    shares = {rank: float(np.isin(samples, twice).mean() / min(1.0, looked)) for rank, samples in read.items()}
+    if len(twice) < LEAST_SHARED * LEAST_SAMPLES:
+        return []
     ranks = [rank for rank, share in shares.items() if share >= LEAST_SHARED]
     if len(ranks) < 2:
         return []
-    most = max(shares.values())
+    most = min(1.0, max(shares.values()))
     return [
         Finding(
             "data-overlap",

@@ -48,6 +48,8 @@ def write(recorder: Any, steps: int, reads: Reads, rank: int) -> None:
     for step in range(steps):
         record = np.zeros((), SAMPLES.dtype)
         samples = reads(rank, step)
+        if not len(samples):
+            continue  # not looked at
         record["step"], record["rows"], record["count"] = step, len(samples), len(samples)
         record["digest"][: len(samples)] = (samples + 1) * 0x9E3779B97F4A7C15 % (1 << 63)
         ring.append(record)
@@ -115,7 +117,41 @@ def test_equal_prompts_with_answers_of_each_rank_are_quiet_in_any_order(tmp_path
     )
 
 
-@pytest.mark.parametrize("reads", [own_part, own_part_each_epoch, one_batch, with_replacement, stream])
+def every_third(rank: int, step: int, mine: bool = True) -> np.ndarray:
+    """Of epochs of 60 steps, looked at in a third of them: one part or parts of two orders."""
+    order = permuted(step // 60 + 100 * rank * (not mine), 960)[rank::2]
+    return order[step % 60 * BATCH : step % 60 * BATCH + BATCH] if step % 3 == 0 else order[:0]
+
+
+def test_what_ranks_share_is_found_though_few_steps_are_looked_at(tmp_path: Path):
+    (one,) = read(tmp_path, lambda rank, step: every_third(rank, step, mine=False), steps=60)
+    assert (one.group, one.confidence) == ("any order", Confidence.POSSIBLE)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "epochs", "shared", "told"),
+    [
+        ((0, 1), (0, 0), True, "rank 0 has seed 0 and epoch 0, rank 1 has seed 1 and epoch 0"),
+        ((7, 7), (1, 0), True, "rank 0 has seed 7 and epoch 1, rank 1 has seed 7 and epoch 0"),
+        ((0, 0), (3, 3), True, ""),
+        ((0, 1), (1, 0), True, ""),  # the same permutation
+        ((0, 1), (0, 0), False, ""),  # each rank has data of its own
+    ],
+)
+def test_samplers_that_shuffle_apart(
+    tmp_path: Path, seeds: tuple[int, int], epochs: tuple[int, int], shared: bool, told: str
+):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        said = {"shuffles": True, "seed": seeds[rank.number], "epoch": epochs[rank.number], "replicas": 2}
+        rank.meta("pass", step=0, sampler=0, samples=80, **said)
+        write(rank.recorder, 20, own_part if not shared else all_of_it, rank.number)
+    run.steps(20)
+    found = [f for f in data_overlap(run.view()) if f.group == "shuffled apart"]
+    assert [f.summary.partition("by nobody: ")[2] for f in found] == [told] * bool(told)
+
+
+@pytest.mark.parametrize("reads", [own_part, own_part_each_epoch, one_batch, with_replacement, stream, every_third])
 def test_healthy_reading_is_quiet(tmp_path: Path, reads: Reads):
     assert read(tmp_path, reads) == []
 
