@@ -135,7 +135,7 @@ def _in_any_order(view: RunView, group: list[int]) -> list[Finding]:
     """One finding for the ranks of `group` that share samples before any of them begins anew."""
     each = streams(view, group)
     ends = [end for stream in each if (end := stream.first_repeat()) is not None]
-    end = min(ends, default=int(view.steps(1).steps[-1]) + 1)
+    end = min(ends, default=max((int(s.steps.max()) for s in each if len(s.steps)), default=0) + 1)
     read = {s.rank: np.unique(s.digests[s.steps < end]) for s in each}
     if len(read) < 2 or min(len(samples) for samples in read.values()) < LEAST_SAMPLES:
         return []
