@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dtobs.events import RankState
+from dtobs.host.blocked import waits_for
 from dtobs.host.kernel_log import XID_NOTE, read_xids
 from dtobs.host.process import ProcessState, read_process
 from dtobs.host.stacks import parse_stacks
@@ -81,11 +82,14 @@ def capture_ranks(
     looks: dict[int, dict[str, Future[Any]]] = {}
     pool = ThreadPoolExecutor(min(_MAX_THREADS, 2 * len(targets)), thread_name_prefix="capture")
     states = {t.rank: _process(t) for t in targets}
+    ranks_by_pid = {t.pid: t.rank for t in targets}
+    # Before anybody is asked: a signal ends what some calls wait for.
+    waits = {t.rank: waits_for(t.pid, ranks_by_pid) if states[t.rank].alive else "" for t in targets}
     try:
         for target in targets:
             looks[target.rank] = _start(pool, target, states[target.rank], deadline)
         wait_for([f for asked in looks.values() for f in asked.values()], deadline - time.monotonic())
-        ranks = {t.rank: _collect(t, states[t.rank], looks[t.rank]) for t in targets}
+        ranks = {t.rank: replace(_collect(t, states[t.rank], looks[t.rank]), waits_for=waits[t.rank]) for t in targets}
         ranks = _with_device_errors(ranks, targets)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -31,6 +31,7 @@ class RankCapture:
     stacks_text: str = ""
     flight_recorder: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    waits_for: str = ""  #: what its main thread waits for in the kernel, see `host.blocked`
 
     @cached_property
     def stacks(self) -> list[ThreadStack]:
@@ -63,7 +64,10 @@ class Capture:
             "taken_ns": self.taken_ns,
             "taken_utc": self.taken_utc,
             "reason": self.reason,
-            "ranks": {str(r): {"process": c.process, "gil": c.gil, "notes": c.notes} for r, c in self.ranks.items()},
+            "ranks": {
+                str(r): {"process": c.process, "gil": c.gil, "notes": c.notes, "waits_for": c.waits_for}
+                for r, c in self.ranks.items()
+            },
         }
         write_json(folder / "capture.json", summary)  # last: a capture without it is unfinished
 

@@ -109,6 +109,15 @@ def where(situation: Situation, rank: int) -> str:
     return " ".join(part for part in (f"in {phase}" if phase else "", line) if part) or "at a place nobody recorded"
 
 
+def waits_there(situation: Situation, rank: int) -> str:
+    """The end of a clause about where `rank` is: ", where it waits for its child process 71 (sleep 9)"; or "".
+
+    Only of a rank whose stack was seen at the same moment.
+    """
+    seen = situation.view.capture.ranks.get(rank) if situation.view.capture is not None else None
+    return f", where it waits for {seen.waits_for}" if seen is not None and seen.waits_for and seen.stacks_text else ""
+
+
 def _in_construction(situation: Situation, rank: int) -> str:
     name = constructing(situation.view, rank)
     return f" in {name} {line_of(situation, rank)}" if name else ""

@@ -16,6 +16,7 @@ from dtobs.detectors.hangs.describe import (
     still_working,
     waiters,
     waiting_evidence,
+    waits_there,
     where,
     working_evidence,
 )
@@ -37,12 +38,14 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
         seen = situation.main_stack(ranks[0]) is not None
         awaited = bool(absence.waiting) and situation.blocked[absence.waiting[0]].peer < 0
         thread = communicating_thread(situation.view, ranks[0])
+        waits = waits_there(situation, ranks[0]) if thread is None else ""
         sure = bool(absence.group) and (seen or awaited) and situation.overdue(ranks)
         found.append(
             Finding(
                 "rank-not-joined",
                 f"{ranks_do(ranks, 'have')} not joined: {waiters(situation, absence)}, "
-                f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{_quiet(situation, ranks[0])}"
+                f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{waits}"
+                f"{_quiet(situation, ranks[0], alone=not waits)}"
                 f"{still_working(situation, ranks)}{_handed_over(thread)}",
                 ranks,
                 Confidence.POSSIBLE if thread is not None else Confidence.CERTAIN if sure else Confidence.LIKELY,
@@ -121,7 +124,9 @@ def _handed_over(thread: ThreadStack | None) -> str:
     return f"; there it waits for a thread of its own, which is in {call}: a rank that has not called that may be why"
 
 
-def _quiet(situation: Situation, rank: int) -> str:
+def _quiet(situation: Situation, rank: int, *, alone: bool) -> str:
     page = situation.view.page(rank)
     silent = (situation.view.now_ns - int(page["heartbeat_ns"])) / 1e9
-    return f" and has not been heard of for {duration_text(silent)}" if silent > 1 else ""
+    if silent <= 1:
+        return ""
+    return f"{'' if alone else ','} and has not been heard of for {duration_text(silent)}"

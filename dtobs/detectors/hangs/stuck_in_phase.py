@@ -14,6 +14,7 @@ from dtobs.detectors.hangs.describe import (
     still_working,
     waiters,
     waiting_evidence,
+    waits_there,
     working_evidence,
 )
 from dtobs.detectors.hangs.situation import Situation, Told
@@ -55,7 +56,7 @@ def _finding(situation: Situation, mine: list[int], code: str, phase: Phase, doi
     page = situation.view.page(ranks[0])
     since = int(page["phase_begin_ns"])
     taken = duration_text((situation.view.now_ns - since) / 1e9)
-    line = line_of(situation, ranks[0])
+    line = line_of(situation, ranks[0]) + waits_there(situation, ranks[0])
     peers = f", while {waiters(situation, absence)}" if absence.waiting else ""
     does = f"{verb(len(ranks), 'have')} {doing.format(taken=taken)}"
     sure = situation.main_stack(ranks[0]) is not None and situation.overdue(ranks)

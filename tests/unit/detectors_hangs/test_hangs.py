@@ -41,6 +41,23 @@ def test_rank_not_joined_names_the_line(training):
 
 
 @pytest.mark.parametrize(
+    ("phase", "there"),
+    [
+        ("forward", "is in forward at /home/me/train.py:9 in main, where it waits for the file /data/x, and has not"),
+        ("data", "for data at /home/me/train.py:9 in main, where it waits for the file /data/x, while rank 0 has"),
+    ],
+)
+def test_what_the_kernel_says_that_a_rank_waits_for(training, phase, there):
+    run = training(2)
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).phase(phase)
+    view = captured(run.view(later=75), rank_1=stack("/home/me/train.py:9 main"))
+    view.capture.ranks[1] = replace(view.capture.ranks[1], waits_for="the file /data/x")
+    (finding,) = found(view).values()
+    assert there in finding.summary
+
+
+@pytest.mark.parametrize(
     ("phase", "code"),
     [("forward", "rank-not-joined"), ("data", "stuck-in-dataloader"), ("checkpoint", "stuck-in-checkpoint")],
 )

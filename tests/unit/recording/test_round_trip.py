@@ -129,7 +129,9 @@ def test_meta_define_writes_once(tmp_path: Path) -> None:
 
 
 def test_capture(tmp_path: Path) -> None:
-    seen = RankCapture(1, ProcessState(12, alive=True, state="D"), "held", "Thread 0x1\n", {"entries": []}, ("n",))
+    seen = RankCapture(
+        1, ProcessState(12, alive=True, state="D"), "held", "Thread 0x1\n", {"entries": []}, ("n",), "a pipe"
+    )
     capture = Capture(5, "20261120T120000Z", "stall", {1: seen})
     capture.save(tmp_path / "captures" / "20261120T120000Z")
     (tmp_path / "captures" / "20261121T000000Z").mkdir()  # begun, never finished
