@@ -199,7 +199,9 @@ def _follows(finding: Finding, hang: Finding, world: Collection[int]) -> bool:
     if finding.code == "uncaught-exception":  # a rank that gave up waiting, though its error does not say so plainly
         return finding.confidence is Confidence.POSSIBLE
     recoverable = Trait.RECOVERABLE in hang.traits and hang.code != "network-stalled"
-    return Trait.DISAGREEMENT in finding.traits and recoverable and not hang.early
+    # What a handler of the interruption calls meets what others wait in: it differs, or seems to get no answer.
+    called = Trait.DISAGREEMENT in finding.traits or finding.code == "network-stalled"
+    return called and recoverable and not hang.early
 
 
 def as_it_ended(view: RunView, finding: Finding) -> Finding:

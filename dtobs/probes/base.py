@@ -75,6 +75,7 @@ class Context:
     """What this step's loss was multiplied with; a 0-d tensor where only a device knows it."""
     loss_divisor: int = 1  #: what a schedule that is running divides the sum of its micro-batches' gradients by
     stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it
+    steps_open: int = 0  #: calls of optimizers' ``step`` in progress, one inside another
     progress: Progress = field(init=False)
     failed: list[Probe] = field(default_factory=list)  #: since `take_out_failed` was last called
 
@@ -193,7 +194,10 @@ class Probe:
         """``torch.autograd.backward`` returned, or raised."""
 
     def before_optimizer(self) -> None:
-        """The optimizer is about to step: gradients are reduced (and clipped, where the loop clips)."""
+        """The optimizer is about to step: gradients are reduced (and clipped, where the loop clips).
+
+        Where the loop gives the step a closure, that is when it has returned for the first time.
+        """
 
     def after_optimizer(self) -> None:
         """The optimizer has stepped."""

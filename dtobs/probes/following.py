@@ -60,7 +60,7 @@ class Following(Probe):
 
     def backward_begin(self, tensors: Any) -> None:
         """Listen anew where a compiler has turned up since; torch is calling no hook of an optimizer now."""
-        if not self._compiler and self.context.stepping is None and compiler_is_there():
+        if not (self._compiler or self.context.steps_open) and compiler_is_there():
             self.undo.close()
             self._listen()
 
@@ -78,7 +78,7 @@ class Following(Probe):
     def _steps(self, optimizer: Any, _args: Any, _named: Any) -> None:
         """Before any step of any optimizer; torch has not yet looked at the optimizer's own hooks."""
         known = self._known.get(id(optimizer))
-        if (known is not None and known() is optimizer) or self.context.stepping is not None:
+        if (known is not None and known() is optimizer) or self.context.steps_open:
             return  # one that another wraps is not seen by itself
         context = self.context
         if not any(each() is optimizer for each in context.optimizers):

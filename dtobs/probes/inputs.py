@@ -5,7 +5,7 @@ The input is what ``session.batch(...)`` is given; where nobody calls it, the ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from dtobs.probes.modules import around_call, roots, trains
 
 MAX_BYTES = 1 << 20
 """Of a larger tensor (images, video) this much is read, spread evenly over its elements."""
+MOST_TENSORS, MOST_NESTED = 32, 3
+"""Tensors of a micro-batch that are read, and how deep in containers they may lie."""
 
 
 class InputProbe(Probe):
@@ -96,8 +98,19 @@ def _ignore(_: object) -> None:
     """The root's forward as such is another probe's business."""
 
 
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [v for v in values if isinstance(v, torch.Tensor) and v.numel() and not v.is_sparse]
+def _tensors(values: Iterable[Any], depth: int = 0) -> list[torch.Tensor]:
+    """The tensors among `values`; where there is none, those in the containers among them (``model(batch)``).
+
+    What a container has beside a tensor is left out: it may be a state that the loop carries on (``model(x, (h, c))``).
+    """
+    given = list(values)
+    found = [v for v in given if isinstance(v, torch.Tensor)]
+    for value in given if not found and depth < MOST_NESTED else ():
+        if isinstance(value, Mapping):
+            found += _tensors((value[key] for key in sorted(value, key=str)), depth + 1)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value, depth + 1)
+    return [v for v in found[:MOST_TENSORS] if v.numel() and not v.is_sparse]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -115,11 +115,27 @@ def around_call(probe: Probe, module: torch.nn.Module, begin: Callable[..., Any]
         probe.around(compiled.OptimizedModule, "__call__", begin_compiled, end_compiled, when_compiled)
 
 
+def _closure(args: Any, kwargs: Any) -> Callable[..., Any] | None:
+    """What the loop gave ``step`` to evaluate the model with; `args` begin with the optimizer."""
+    given = kwargs.get("closure") if isinstance(kwargs, dict) else None
+    if given is None and isinstance(args, tuple) and len(args) > 1:
+        given = args[1]
+    return given if callable(given) else None
+
+
+def _with_closure(closure: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of ``step`` with another closure."""
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
 class OptimizerSteps(Probe):
     """An optimizer's step is a phase; when it has stepped, the step ends unless the user says where steps end.
 
     Of several optimizers each one's step counts: those that step one after another, with nothing between, share a step,
-    and so do those that step inside one backward. Of optimizers that wrap others only the outermost is seen.
+    and so do those that step inside one backward. Of optimizers that wrap others only the outermost is seen. One that
+    is given a closure, which goes forward and backward, begins to step when that has returned for the first time.
 
     `before` and `after` are what other probes do around it; ``context.stepping`` is the optimizer.
     """
@@ -130,13 +146,11 @@ class OptimizerSteps(Probe):
     def __init__(self) -> None:
         super().__init__()
         self._depth: int | None = -1
-        self._inside = 0
         self.before: list[Callable[[], object]] = []
         self.after: list[Callable[[], object]] = []
 
     def install(self) -> None:
-        # A model may turn up in a closure, inside a step whose end is still to come.
-        self._inside, self._compiler = int(self.context.stepping is not None), compiler_is_there()
+        self._compiler = compiler_is_there()
         optimizers = self.context.watched_optimizers()
         others = len(self.context.optimizers) > 1
         for number, optimizer in optimizers.items():
@@ -147,31 +161,35 @@ class OptimizerSteps(Probe):
 
     def backward_begin(self, tensors: Any) -> None:
         """Hook in anew where a compiler has turned up since; torch is calling no hook of an optimizer now."""
-        if not (self._compiler or self._inside) and compiler_is_there():  # a closure runs inside a step
+        if not (self._compiler or self.context.steps_open) and compiler_is_there():  # a closure runs inside a step
             self.undo.close()
             self.install()
 
     def _follow(self, number: int, optimizer: torch.optim.Optimizer, *, others: bool) -> None:
-        begin, end = self.guard(self._begin), self.guard(self._end)
-        stepped = self.guard(self.context.progress.optimizer_stepped)
+        context, end = self.context, self.guard(self._end)
+        stepped = self.guard(context.progress.optimizer_stepped)
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self._inside += 1
-            if self._inside > 1:
-                return
-            self.context.stepping = optimizer
-            for hook in self.before:
-                hook()
-            begin(optimizer)
+        def before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            context.steps_open += 1
+            if context.steps_open > 1:
+                return None
+            closure = _closure(args, kwargs)
+            if closure is None:
+                self._start(optimizer)
+                return None
+            return _with_closure(self._followed(closure, optimizer), args, kwargs)
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self._inside -= 1
-            if self._inside:
+            if not context.steps_open:
+                return  # this step began before anybody looked
+            context.steps_open -= 1
+            if context.steps_open:
                 return
-            end()
-            for hook in self.after:
-                hook()
-            self.context.stepping = None
+            if context.stepping is not None:
+                end()
+                for hook in self.after:
+                    hook()
+                context.stepping = None
             stepped(number, others=others)
 
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -192,6 +210,31 @@ class OptimizerSteps(Probe):
             lambda called: after(called, None, None),
             lambda called, *_args: mine() is called,
         )
+
+    def _start(self, optimizer: Any) -> None:
+        """The gradients of this step are there."""
+        self.context.stepping = optimizer
+        for hook in self.before:
+            hook()
+        self.guard(self._begin)(optimizer)
+
+    def _followed(self, closure: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+        """`closure`, after whose first call the step begins. One that raises ends the step."""
+        context, start, end = self.context, self._start, self.guard(self._end)
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                value = closure(*args, **kwargs)
+            except BaseException:
+                if context.stepping is not None:
+                    end()
+                context.steps_open, context.stepping = 0, None
+                raise
+            if context.stepping is None and context.steps_open == 1:
+                start(optimizer)
+            return value
+
+        return evaluate
 
     def _begin(self, optimizer: Any) -> None:
         context = self.context

@@ -50,6 +50,15 @@ def test_a_wait_that_ran_into_its_timeout_follows_from_the_standstill_before_the
     assert ([f.code for f in found], [f.code for f in caused]) == (["p2p-unmatched"], ["uncaught-exception"])
 
 
+@pytest.mark.parametrize("code", ["network-stalled", "collective-mismatch"])
+def test_what_a_handler_of_the_interruption_calls_is_no_matter_of_its_own(code: str):
+    called = Finding(code, "all ranks issued a broadcast", (1,), Confidence.LIKELY, since_ns=90)
+    found, caused = without_consequences([called, HANG], [entry(HANG), replace(entry(called), t_ns=2)], (0, 1))
+    assert ([f.code for f in found], [f.code for f in caused]) == (["rank-not-joined"], [code])
+    found, _ = without_consequences([called, HANG], [entry(called), replace(entry(HANG), t_ns=2)], (0, 1))
+    assert code in [f.code for f in found], "it was there first"
+
+
 def test_merge_drops_what_was_outgrown_or_only_guessed():
     assert merge([dead(0, 1)], [entry(dead(0))]) == [dead(0, 1)]
     guess = Finding("uncaught-exception", "lost a peer", (0,), Confidence.POSSIBLE)

@@ -8,7 +8,9 @@ import math
 import os
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +49,40 @@ def test_every_field_is_filled_in(tmp_path: Path):
     assert (window.records["losses"] == 1).all()
     assert len(np.unique(window.records["input_digest"])) == 3
     assert load_run(tmp_path).digests(0)["step"].tolist() == [0, 1, 2]
+
+
+class OfABatch(nn.Module):
+    """Called with one container, as Lightning's and many other models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, batch: Any, number: int = 0) -> torch.Tensor:
+        found = batch["x"] if isinstance(batch, dict) else batch[0]
+        return self.inner(found[0] if isinstance(found, tuple) else found)
+
+
+@pytest.mark.parametrize(
+    ("pack", "elements"),
+    [
+        (lambda x, y: [x, y], 12),
+        (lambda x, y: {"y": y, "x": x}, 12),
+        (lambda x, y: {"x": (x, {"deep": [y]})}, 12),
+        (lambda x, y: [x.tolist() and x, "a word", None], 12),
+    ],
+)
+def test_inputs_are_found_in_containers(tmp_path: Path, pack: Callable[..., Any], elements: int):
+    model = OfABatch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for step in range(3):
+            model(pack(torch.full((4, 3), float(step)), torch.ones(4)), step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    steps = load_run(tmp_path).rank_steps(0)
+    assert steps["input_elements"].tolist() == [elements] * 3
+    assert len(set(steps["input_digest"].tolist()) - {0}) == 3
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
