@@ -5,7 +5,7 @@ rank is alone, nothing is found, and that must not look like "nothing is wrong".
 nature, such as the copies of a fully sharded model or the peers of a single process, is left out. What ranks may do
 apart on purpose (copies that are averaged now and then, batch norm of each rank) is told here too, and is no finding;
 so are a model that trains on in evaluation mode after a validation, a validation in training mode and parameters that
-nothing trains, which some do on purpose.
+nothing trains, which some do on purpose, and a NaN that the loop has skipped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from dtobs.detectors.peers import data_groups
 from dtobs.detectors.silent.config_mismatch import UNGRADED, UNHELD, settings_of
+from dtobs.detectors.silent.gradient_nonfinite import skipped_nan
 from dtobs.detectors.silent.learned_copies import learned_keys
 from dtobs.detectors.silent.replica_divergence import apart_on_purpose
 from dtobs.detectors.silent.seed_policy import dropping_alike
@@ -57,6 +58,7 @@ def comparisons_off(view: RunView) -> list[Off]:
         *_in_evaluation(view),
         *_validated_in_training_mode(view),
         *_untrained(view),
+        *(Off("gradients", "a NaN was skipped", text) for text in [skipped_nan(view)] if text),
     ]
     if view.world_size > 1 and len(view.ranks) > 1:
         known = [rank for rank in view.ranks if view.meta(rank).layout]

@@ -4,7 +4,8 @@ What it does: looks at each rank's own gradients, before they are reduced, so th
 NaN and not those that received it; the parameter is the first one in model order. Only the first step of a row of bad
 steps counts: after it the NaN may be everywhere. Where the parameters held a NaN before, or only the gradient that the
 optimizer was given shows it, nobody is accused: it arose in a tensor that was not sampled, in or before that step. With
-a loss scaler single overflows are its way to find its scale; then a row of `SCALER_PATIENCE` steps is needed.
+a loss scaler single overflows are its way to find its scale; then a row of `SCALER_PATIENCE` steps is needed. A NaN
+that a backward began with, and that nothing shows afterwards, was skipped by the loop, which is no finding.
 
 Why it hurts: one NaN in one gradient makes every parameter of every rank NaN with the next optimizer step.
 """
@@ -27,6 +28,8 @@ from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
 SCALER_PATIENCE = 10
+_LATER = 2
+"""Steps after one that began with a NaN, by which it shows in parameters where it got there."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,27 @@ def gradient_nonfinite(view: RunView) -> list[Finding]:
             found.setdefault(ranks, _describe(view, step, bad[step]))
         previous = step
     return list(found.values())
+
+
+def skipped_nan(view: RunView) -> str:
+    """Words about a backward that began with a NaN which no gradient that was used and no parameter has; or ""."""
+    first: dict[int, int] = {}
+    for rank in view.ranks:
+        meta = view.meta(rank)
+        if not meta.forward or meta.pipeline or _has_scaler(view, rank):
+            continue
+        step = min(meta.forward)
+        if step + _LATER < int(view.page(rank)["steps_done"]) and step in view.rank_steps(rank)["step"]:
+            first[rank] = step
+    if not first or gradient_nonfinite(view):
+        return ""
+    step = min(first.values())
+    ranks = [rank for rank, at in first.items() if at == step]
+    return (
+        f"{ranks_do(ranks, 'have')} gone backward from a NaN or an infinity in step {step}"
+        f"{in_the_forward(view, ranks[0], step)}; no gradient that an optimizer got and no parameter has one, so it"
+        " was skipped or replaced: look at that batch where it happens often"
+    )
 
 
 def _first_unseen(view: RunView) -> Unseen | None:

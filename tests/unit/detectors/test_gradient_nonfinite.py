@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.detectors.comparisons import comparisons_off
+from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.events import Kind
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import findings, hand_on, noisy_run, only
@@ -210,3 +212,15 @@ def test_overflow_is_how_a_loss_scaler_finds_its_scale(tmp_path: Path):
 
     assert findings(noisy_run(tmp_path / "a", 2, change=overflow(0, 6))) == []
     assert only(noisy_run(tmp_path / "b", 2, change=overflow(5, 40))).code == "gradient-nonfinite"
+
+
+@pytest.mark.parametrize(("scaled", "ends", "told"), [(False, 40, True), (True, 40, False), (False, 31, False)])
+def test_a_nan_that_the_loop_skipped_is_a_fact(tmp_path: Path, scaled: bool, ends: int, told: bool):
+    run = noisy_run(tmp_path, 2, ends)
+    run.rank(1).meta("forward", step=30, finite="block", entered="", place=3)
+    if scaled:
+        run.rank(1).meta("process", loss_scaler="GradScaler")
+    assert gradient_nonfinite(run.view()) == []
+    said = [off.text for off in comparisons_off(run.view()) if off.reason == "a NaN was skipped"]
+    assert len(said) == told
+    assert not told or said[0].startswith("rank 1 has gone backward from a NaN or an infinity in step 30, in the")
