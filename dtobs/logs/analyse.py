@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from dtobs.findings import Confidence, Finding
 from dtobs.logs import meetings, quality
@@ -66,7 +67,7 @@ def analyse_logs(files: Sequence[LogFile]) -> LogAnalysis:
     """Read the logs and judge them."""
     evidence = LogEvidence()
     for index, (file, place) in enumerate(zip(files, places([file.name for file in files]), strict=True)):
-        evidence.begin(index, file.name, place)
+        evidence.begin(index, file.name, place, partial(getattr, file, "head"))
         for number, raw in file.lines(ANCHORS, lambda: evidence.hot):
             evidence.add_line(number, raw)
     evidence.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from dtobs.logs import prefix, progress
@@ -129,14 +130,16 @@ class LogEvidence:
         self._order = 0
         self._section: int | None = None  #: whose output a launcher repeats
         self._file, self._name, self._place = 0, "", LogPlace()
+        self._head: Callable[[], bytes] | None = None  #: until it was asked
+        self._column: re.Pattern[str] | None = None
 
     @property
     def hot(self) -> bool:
         """Whether a traceback, a stack or a table is open."""
         return bool(self._traces) or bool(self._stacks) or self._table is not None
 
-    def begin(self, file: int, name: str, place: LogPlace) -> None:
-        """Lines of another file follow."""
+    def begin(self, file: int, name: str, place: LogPlace, head: Callable[[], bytes] = bytes) -> None:
+        """Lines of another file follow; once there is one, `head` says how the file begins."""
         self.end()
         self._traces.clear()
         self._announced.clear()
@@ -145,6 +148,7 @@ class LogEvidence:
         self._dull.clear()
         self._table = self._section = None
         self._file, self._name, self._place = file, name, place
+        self._head, self._column = head, None
         self.attempt_of[file] = place.node, place.attempt
 
     def end(self) -> None:
@@ -153,12 +157,14 @@ class LogEvidence:
         self._skipped.clear()
         for order, number, raw in latest:
             self._order = order
-            origin, text = prefix.split(prefix.plain(raw))
+            origin, text = prefix.split(prefix.plain(raw), self._column)
             self._progress(self._writer(origin), text, f"{self._name}:{number}", raw)
         self._order = now
 
     def add_line(self, number: int, raw: bytes) -> None:
         """Read one line, or those that a collector or a lost line end made one."""
+        if self._head is not None:
+            self._column, self._head = prefix.columns(self._head()), None
         self._order += 1
         shape = raw[:_SHAPED].translate(None, _DIGITS)
         if not (self._traces or self._stacks or self._table is not None):
@@ -177,7 +183,7 @@ class LogEvidence:
             self._read(number, raw, shape)
 
     def _read(self, number: int, raw: bytes, shape: bytes) -> None:
-        origin, text = prefix.split(prefix.plain(raw))
+        origin, text = prefix.split(prefix.plain(raw), self._column)
         writer = self._writer(origin)
         nccl = _NCCL.match(text) if "NCCL" in text or ":" in text[:90] else None
         if nccl is not None:

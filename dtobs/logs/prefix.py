@@ -3,7 +3,8 @@
 torchrun ``[default3]:`` and ``[node0:default3]:``, torch ``[rank3]:`` (and torchtitan's ``[rank1]:[rank3]:``, the first
 of which is local), srun ``3:``, mpirun ``[1,3]<stderr>:``, kubectl
 ``[pod/…]``, ray ``(Worker pid=1)``, pdsh ``host:``, journald and container runtimes, times, the head of a C++ log line,
-ANSI colours. Collectors that write JSON put the line itself under one of a few names: `unwrapped`.
+ANSI colours. Collectors that write JSON put the line itself under one of a few names: `unwrapped`. What a viewer puts
+before every line of a file (stern ``pod container``, CloudWatch ``stream``) is learned from its beginning: `columns`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LOGGER = re.compile(
 _STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT)(?:: ?| [FP] )")
 _HOST = re.compile(r"(?!E[A-Z]\d{4}:)([A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}): (?=[\[{T(*\dWEI ])")
 _TIME = re.compile(
-    r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \|)? ?"
+    r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \||\t)? ?"
 )
 _SYSLOG = re.compile(
     r"(?:<\d{1,3}>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d ([\w.\-]{1,80}) (?:[\w.\-/]{1,60}\[\d{1,9}\]: )?"
@@ -59,6 +60,17 @@ _PY_WORD = re.compile(r"\.(?:py|cpp|cc|sh|hpp)$")
 
 _LINE_UNDER = ("log", "message", "MESSAGE", "msg", "textPayload", "jsonPayload")
 """Under which name Docker, Fluent Bit, journald, structlog and cloud consoles keep the line that a program wrote."""
+
+
+_COLUMN = re.compile(r"([\w.\-/:$\[\]]{1,160})([ \t|]|$)")
+_NUMBERED = re.compile(r"(?=.*\d)(?=.*[\-/])[a-z\d.\-/$\[\]]+$")
+"""As pods and streams are called, and not as modules of Python or words of a log are."""
+_CONTAINER = re.compile(r"[a-z][a-z\d\-]*$")
+_LEAST_LINES, _MOST_LINES = 8, 400
+_SAME = 4
+"""Of so many lines one may have another pod, or another stream, on average."""
+_TELLING = frozenset({"step", "epoch", "iter", "iteration", "loss", "train", "training", "info", "error", "warning"})
+"""Words with which every line of a file may begin by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +121,50 @@ def apart(raw: bytes) -> list[bytes]:
     return _GLUED.split(raw) if is_glued(raw) else [raw]
 
 
-def split(text: str) -> tuple[Origin, str]:
-    """The origin of a line and the line without its prefixes. Leading spaces of what is left stay: tracebacks."""
+def columns(head: bytes) -> re.Pattern[str] | None:
+    """What stands before every line of a file, by its beginning `head`: a name, the first group, and what follows it.
+
+    None where there is none, or where lines may begin alike by themselves.
+    """
+    lines = [line for line in head.split(b"\n")[:_MOST_LINES] if line.strip()]
+    texts = [split(plain(line))[1] for line in lines]
+    pattern = ""
+    for _ in range(2):
+        found = [_COLUMN.match(text) for text in texts]
+        names = {f[1] for f in found if f is not None}
+        shapes, ends = {_shape(name) for name in names}, {f[2] for f in found if f is not None} - {""}
+        if len(lines) < _LEAST_LINES or None in found or len(shapes) != 1 or len(ends) != 1:
+            break
+        (shape,), (end,) = shapes, ends
+        if pattern:
+            fits = len(names) == 1 and bool(_CONTAINER.match(shape)) and shape not in _TELLING
+        else:
+            fits = len(names) <= max(1, len(lines) // _SAME) and (bool(_NUMBERED.match(shape)) or end == "\t")
+        if not fits:
+            break
+        word = r"\d+".join(map(re.escape, shape.split("0")))
+        pattern += f"(?:{word})(?:{end}|$)" if pattern else f"({word})(?:{re.escape(end)}|$)"
+        texts = [text[f.end() :] for text, f in zip(texts, found, strict=True) if f is not None]
+    return re.compile(pattern) if pattern else None
+
+
+def _shape(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
+
+
+def split(text: str, column: re.Pattern[str] | None = None) -> tuple[Origin, str]:
+    """The origin of a line and the line without its prefixes. Leading spaces of what is left stay: tracebacks.
+
+    `column` is what `columns` found of the file.
+    """
     rank = local = task = outer = None
     node = ""
     for _ in range(_LAYERS):
         if not text or text[0] not in "[(<0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz":
             break
-        if (found := _RANK.match(text)) and not text.startswith(_WATCHDOG_WORDS, found.end()):
+        if column is not None and (found := column.match(text)):
+            node, column = node or found[1], None
+        elif (found := _RANK.match(text)) and not text.startswith(_WATCHDOG_WORDS, found.end()):
             outer, rank = rank, int(found[1])
         elif found := _ROLE_RANK.match(text):
             local, rank = int(found[1]), int(found[2])

@@ -20,6 +20,7 @@ import numpy as np
 
 PIECE = 1 << 20
 MAX_LINE = 8192
+_BEGINNING = 1 << 16
 _GZIP = b"\x1f\x8b"
 _HEAD = 4096
 _BOMB_BYTES = 128 << 20
@@ -37,6 +38,7 @@ class LogFile:
         self.name = "standard input" if path is None else str(path)
         self.problem = ""  #: why reading ended before the end
         self.bytes_read = 0
+        self.head = b""  #: its first whole lines, once any was handed out
 
     def lines(self, anchors: tuple[bytes, ...], hot: Callable[[], bool]) -> Iterator[Line]:
         """Lines that hold an anchor, and every line while `hot()`."""
@@ -50,6 +52,7 @@ class LogFile:
                 data, number, skipping = data[end + 1 :], number + 1, False
             data = rest + data if rest else data
             end = data.rfind(b"\n") + 1
+            self.head = self.head or data[: min(end, _BEGINNING)].rpartition(b"\n")[0]
             yield from _chosen(data[:end], number, anchors, hot)
             number += data.count(b"\n", 0, end)
             rest = data[end:]

@@ -21,6 +21,28 @@ def test_excerpt(tmp_path: Path, text: str, answer: Answer):
         assert not found.findings
 
 
+VIEWERS = {
+    "stern": "trainer-worker-0 pytorch {}",
+    "aws logs tail": "2026-11-26T05:15:00.123000+00:00 algo-1/abc {}",
+    "a table of a console": "2026-11-26T05:15:00.123Z\talgo-1\t{}",
+}
+BOXED = "a traceback in a box, as rich draws it"
+
+
+@pytest.mark.parametrize("viewer", VIEWERS)
+def test_what_a_viewer_puts_before_every_line_changes_no_answer(tmp_path: Path, viewer: str):
+    path, differ = tmp_path / "viewed.log", []
+    for name, text, answer in EXCERPTS:
+        lines = text.splitlines()
+        if len([line for line in lines if line.strip()]) < 8 or name == BOXED:
+            continue  # too few to learn it from; columns beside a box
+        path.write_text("".join(VIEWERS[viewer].format(line) + "\n" for line in lines))
+        verdict = diagnose_logs([str(path)]).verdict
+        if (None if verdict is None else (verdict.code, verdict.ranks)) != answer:
+            differ.append(name)
+    assert differ == []
+
+
 ELSEWHERE = "Process 12345 has 60.10 GiB memory in use. "
 OWN = "Including non-PyTorch memory, this process has 17.00 GiB memory in use. "
 AS_A_CONTAINER_HAS_IT = "Process 777 has 74.53 GiB memory in use. "
