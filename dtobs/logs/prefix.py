@@ -66,7 +66,7 @@ _COLUMN = re.compile(r"([\w.\-/:$\[\]]{1,160})([ \t|]|$)")
 _NUMBERED = re.compile(r"(?=.*\d)(?=.*[\-/])[a-z\d.\-/$\[\]]+$")
 """As pods and streams are called, and not as modules of Python or words of a log are."""
 _CONTAINER = re.compile(r"[a-z][a-z\d\-]*$")
-_LEAST_LINES, _MOST_LINES = 8, 400
+_LEAST_LINES, _MOST_LINES = 8, 64
 _SAME = 4
 """Of so many lines one may have another pod, or another stream, on average."""
 _TELLING = frozenset({"step", "epoch", "iter", "iteration", "loss", "train", "training", "info", "error", "warning"})
