@@ -21,6 +21,7 @@ from dtobs.diagnose.status import statuses
 from dtobs.events import RankState
 from dtobs.findings import CATALOGUE, Confidence, Finding, Severity, Trait
 from dtobs.host.process import ProcessState
+from dtobs.host.stacks import in_library
 from dtobs.recording.arrivals import read_arrivals
 from dtobs.recording.journal import Entry
 from dtobs.recording.rank import END_SIGNALS
@@ -99,7 +100,7 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
         if same is None or earlier.confidence.order > same.confidence.order or (same.early and not earlier.early):
             found[earlier.key] = earlier
         elif earlier.confidence is same.confidence and _says_where(earlier) and not _says_where(same):
-            found[earlier.key] = earlier  # the process is gone, and no stack can be taken any more
+            found[earlier.key] = earlier  # the process is gone or on its way out, and no stack tells any more
         elif earlier.since_ns and (not same.since_ns or earlier.since_ns < same.since_ns):
             found[earlier.key] = replace(same, since_ns=earlier.since_ns)
     return list(found.values())
@@ -242,7 +243,9 @@ def _it(finding: Finding) -> str:
 
 
 def _says_where(finding: Finding) -> bool:
-    return any(record["what"] == "stack" for record in finding.evidence)
+    """Whether it has a line of the user's own: an interpreter that shuts down shows none any more."""
+    stacks = (record.get("frames", ()) for record in finding.evidence if record["what"] == "stack")
+    return any(not in_library(str(frame)) for frames in stacks for frame in frames)
 
 
 def _outgrown(earlier: Finding, now: Iterable[Finding]) -> bool:

@@ -41,6 +41,8 @@ def test_where_a_rank_stood_stays_known_when_its_process_is_gone():
     assert merge([HANG], [entry(seen)]) == [seen]
     elsewhere = replace(HANG, summary="away at train.py:30 in save", evidence=({**stack, "frames": ["save"]},))
     assert merge([elsewhere], [entry(seen)]) == [elsewhere]
+    leaving = replace(HANG, evidence=({**stack, "frames": ["/usr/lib/python3.11/threading.py:1139 in _shutdown"]},))
+    assert merge([leaving], [entry(seen)]) == [seen]
 
 
 def test_a_wait_that_ran_into_its_timeout_follows_from_the_standstill_before_the_alarm():
