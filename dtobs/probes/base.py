@@ -55,8 +55,8 @@ class Context:
     phase: int = 0  #: the phase in progress, an `events.Phase` or the number of a custom one
     record: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros((), STEP_DTYPE))
     probes: list[Probe] = field(default_factory=list)
-    last_issued: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Group and sequence number of the collective that the calling thread issued last; zeros for none."""
+    last_issued: Callable[..., tuple[int, int]] = lambda what="issued": (0, 0)
+    """Group and sequence number of what the calling thread issued last, see `Collectives`; zeros for none."""
     on_split_backward: list[Callable[[Any], object]] = field(default_factory=list)
     """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
     on_inputs: list[Callable[[Any], object]] = field(default_factory=list)

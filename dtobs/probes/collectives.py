@@ -54,9 +54,13 @@ class Collectives(Probe):
         context.last_issued = self.last_of_thread
         self._progress.dimensions = self.groups.dimensions
 
-    def last_of_thread(self) -> tuple[int, int]:
-        """Group number and sequence number of what this thread issued last; (0, 0) when nothing."""
-        return getattr(self._last, "issued", (0, 0))
+    def last_of_thread(self, what: str = "issued") -> tuple[int, int]:
+        """Group number and sequence number of what this thread issued last; (0, 0) when nothing.
+
+        With the name of an operator, such as "send" or "all_reduce", the last of these; where there is none, of all.
+        """
+        said: dict[str, tuple[int, int]] = self._last.__dict__
+        return said.get(what) or said.get("issued", (0, 0))
 
     def _kernel(self, operator: Operator, redispatch: Any, mask: Any) -> Callable[..., Any]:
         """What runs in front of `operator`. Everything it needs is bound here: it runs thousands of times a step."""
@@ -138,14 +142,16 @@ class Collectives(Probe):
                 peer = group.global_rank(root)
                 counts = group.sent if name == "send" else group.received
                 seq = counts[peer] = counts.get(peer, 0) + 1
-                last.issued = (group.number, seq)
+                said = last.__dict__
+                said["issued"] = said[name] = (group.number, seq)
                 progress.sends = True
                 write(p2p, phase, context.step, group.number, op, site, thread_id(), seq, float(peer))
             else:
                 if scale:
                     size *= len(group.ranks)
                 seq = group.seq = group.seq + 1
-                last.issued = (group.number, seq)
+                said = last.__dict__
+                said["issued"] = said[name] = (group.number, seq)
                 progress.sends = False
                 now = write(collective, phase, context.step, group.number, op, site, thread_id(), seq, float(size))
                 # Point to point counts per pair: the page's sequence number is that of the group's collectives.

@@ -118,6 +118,30 @@ def test_levels(tmp_path: Path, level: str):
     ]
 
 
+def waits_later(rank: int, world: int, folder: Path) -> None:
+    with attach(folder):
+        other, x = dist.new_group([0, 1]), torch.ones(4)
+        for _ in range(3):
+            dist.broadcast(x, src=0)
+        message = dist.isend(x, 1) if rank == 0 else dist.irecv(torch.empty(4), 0)
+        reduced = dist.all_reduce(x, group=other, async_op=True)
+        dist.barrier()
+        assert message is not None
+        assert reduced is not None
+        message.wait()
+        reduced.wait()
+
+
+def test_a_wait_is_that_of_the_call_it_is_for(tmp_path: Path):
+    """Also where others were issued since."""
+    run_ranks(waits_later, 2, tmp_path / "run")
+    view = load_run(tmp_path / "run")
+    for rank in (0, 1):
+        assert waits(view, rank)[-6::2] == [(Kind.WAIT_BEGIN, 4), (Kind.WAIT_BEGIN, 1), (Kind.WAIT_BEGIN, 1)]
+        begun = [e for e in view.events(rank) if e["kind"] == Kind.WAIT_BEGIN][-3:]
+        assert begun[0]["group"] == begun[1]["group"] != begun[2]["group"]
+
+
 def groups_and_threads(rank: int, world: int, folder: Path) -> None:
     with attach(folder):
         pair = dist.new_group([0, 1], group_desc="the pair")
