@@ -19,20 +19,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.events import Phase
 from dtobs.probes.base import Probe
+from dtobs.probes.layout import is_fsdp, wrapper_around
 
 MOST_NAMED = 16
 """Optimizers whose names are kept: some loops have one for each parameter."""
 
 
 class Forward(Probe):
-    """Forward begins and ends when the root module is called; one that trains nothing counts as validation."""
+    """Forward begins and ends when the root module is called; one that trains nothing counts as validation.
+
+    When the first one begins, a model that was wrapped in DDP or sharded since it was given is looked at again.
+    """
 
     name = "forward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look_again: Callable[[], None] = lambda: None  #: set by the session
+        self._given: tuple[int, ...] | None = None  # the `_shape` of the model that was given, until its first forward
 
     def install(self) -> None:
         context = self.context
         if context.model is None:
             return
+        self._given = () if context.progress.steps_seen or self._given == () else _shape(context.model)
         self._progress = context.progress
         for number, root in enumerate(roots(context.model)):
             # Every micro-batch goes through all of them: it counts once.
@@ -41,6 +51,10 @@ class Forward(Probe):
                 around_call(self, root.module, self._begin_wrapped, self._progress.end)
 
     def _begin_first(self, root: torch.nn.Module, *_args: Any, **_named: Any) -> int:
+        if self._given:
+            given, self._given, model = self._given, (), self.context.model
+            if model is not None and (_shape(model) != given or any(wrapper_around(r) is not r for r in roots(model))):
+                self.look_again()
         depth = self._begin(root)
         self._progress.micro_batches += trains(root)
         return depth
@@ -55,6 +69,11 @@ class Forward(Probe):
     def _begin_wrapped(self, inside: torch.nn.Module, *_args: Any, **_named: Any) -> int | None:
         """Inside the wrapper's own forward, and where a backward computes it again, there is nothing to begin."""
         return None if self.context.phase in (Phase.FORWARD, Phase.BACKWARD) else self._begin(inside)
+
+
+def _shape(model: torch.nn.Module) -> tuple[int, ...]:
+    """What sharding a model changes: its parameters, and how many of its modules are sharded."""
+    return (*map(id, model.parameters()), sum(map(is_fsdp, model.modules())))
 
 
 def compiler_is_there() -> bool:

@@ -16,7 +16,7 @@ from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.following import Following
 from dtobs.probes.layout import Together, wrapper_around
-from dtobs.probes.modules import OptimizerSteps
+from dtobs.probes.modules import Forward, OptimizerSteps
 from dtobs.probes.progress import Progress, phase_number
 from dtobs.probes.table import DISTRIBUTED, OFF, make_probes
 from dtobs.session.reports import Reports
@@ -155,6 +155,8 @@ class ProbeSet:
                 probe.before, probe.after = bound("before_optimizer"), bound("after_optimizer")
             if isinstance(probe, Following):
                 probe.follow = self._follow
+            if isinstance(probe, Forward):
+                probe.look_again = lambda: self._watch(_parts(self.context.model), None)
             if isinstance(probe, Backward):
                 probe.before, probe.after = bound("backward_begin"), bound("backward_end")
         self._batched = bound("batch")

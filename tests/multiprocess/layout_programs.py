@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -129,3 +130,21 @@ def wrap(rank: int, world_size: int) -> list[bool]:
     inner, other = nn.Linear(4, 4), nn.Linear(4, 4)
     outer = DistributedDataParallel(inner)
     return [wrapper_around(inner) is outer, wrapper_around(outer) is outer, wrapper_around(other) is other]
+
+
+def given_before_it_is_wrapped(rank: int, world_size: int, folder: Path, kind: str) -> None:
+    """Train a model that dtobs is given first, and that is wrapped in DDP or sharded afterwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=folder, monitor=False):
+        called: nn.Module = model
+        if kind == "ddp":
+            called = DistributedDataParallel(model)
+        elif kind == "fsdp":
+            fully_shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(8):
+            optimizer.zero_grad()
+            called(torch.full((2, 4), float(rank + step))).square().mean().backward()
+            optimizer.step()

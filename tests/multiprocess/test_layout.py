@@ -10,7 +10,13 @@ import pytest
 from dtobs.detectors import run_detectors
 from dtobs.recording.view import load_run
 from tests.harness import run_ranks
-from tests.multiprocess.layout_programs import describe_mesh, train_by_hand, train_tensor_parallel, wrap
+from tests.multiprocess.layout_programs import (
+    describe_mesh,
+    given_before_it_is_wrapped,
+    train_by_hand,
+    train_tensor_parallel,
+    wrap,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +88,16 @@ def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how
 
 def test_the_wrapper_of_a_model_that_the_program_goes_past():
     assert [result.value for result in run_ranks(wrap, 2)] == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])
+def test_a_model_that_is_wrapped_after_it_was_given(tmp_path: Path, kind: str):
+    run_ranks(given_before_it_is_wrapped, 2, tmp_path, kind)
+    view = load_run(tmp_path)
+    for rank in (0, 1):
+        steps, page = view.rank_steps(rank), view.page(rank)
+        assert (int(page["probe_failures"]), int(page["steps_done"])) == (0, 8)
+        assert view.meta(rank).layout["kind"] == kind
+        assert steps["micro_batches"].tolist() == [1] * 8
+        assert np.isfinite(steps["local_norm"][1:]).all()
+        assert len(view.meta(rank).params) == 4
