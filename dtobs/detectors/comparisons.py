@@ -57,6 +57,7 @@ def comparisons_off(view: RunView) -> list[Off]:
         *_failed(view),
         *_in_evaluation(view),
         *_validated_in_training_mode(view),
+        *_never_called(view),
         *_untrained(view),
         *(Off("gradients", "a NaN was skipped", text) for text in [skipped_nan(view)] if text),
     ]
@@ -187,6 +188,28 @@ def _batch_norm(view: RunView) -> Iterator[Off]:
                 " alone, so the same samples on another number of ranks train another model;"
                 " torch.nn.SyncBatchNorm.convert_sync_batchnorm makes them those of all ranks",
             )
+
+
+def _never_called(view: RunView) -> Iterator[Off]:
+    """Ranks that go backward in every step and whose model is never called itself."""
+    ranks = []
+    for rank in view.ranks:
+        meta, steps = view.meta(rank), view.recent_steps(rank, _EVALUATION_STEPS)
+        trains = (
+            (steps["backward_ns"] > 0)
+            & (steps["micro_batches"] == 0)
+            & (steps["forward_ns"] + steps["validation_ns"] == 0)
+        )
+        if meta.params and not meta.pipeline and len(steps) == _EVALUATION_STEPS and trains.all():
+            ranks.append(rank)
+    if ranks:
+        yield Off(
+            "forward",
+            "model never called",
+            f"the model of {ranks_text(ranks)} is never called itself, but a method of it or its parts: the time of its"
+            " forward is under other, and its inputs are not compared; give dtobs.attach the parts that the loop calls,"
+            ' or use session.batch(…) and session.phase("forward")',
+        )
 
 
 def _untrained(view: RunView) -> Iterator[Off]:

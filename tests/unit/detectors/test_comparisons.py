@@ -249,3 +249,20 @@ def test_parameters_that_nothing_trains(tmp_path: Path, calls: set[int], held: b
     texts = [off.text for off in comparisons_off(load_run(tmp_path)) if off.check == "parameters"]
     assert len(texts) == bool(said)
     assert not said or texts[0].startswith(said)
+
+
+@pytest.mark.parametrize(("parts", "told"), [(False, True), (True, False)])
+def test_a_model_of_which_the_loop_calls_a_method_only(tmp_path: Path, parts: bool, told: bool):
+    model = Branches(ALWAYS)
+    given = [model.used, model.other] if parts else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dtobs.attach(given, optimizer, run_dir=tmp_path, monitor=False):
+        for _ in range(20):
+            model.zero_grad()
+            model.forward(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    texts = [off.text for off in comparisons_off(load_run(tmp_path)) if off.reason == "model never called"]
+    assert len(texts) == told
+    assert not told or texts[0].startswith(
+        "the model of rank 0 is never called itself, but a method of it or its parts"
+    )
