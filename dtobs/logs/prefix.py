@@ -143,7 +143,7 @@ def columns(head: bytes) -> re.Pattern[str] | None:
         if not fits:
             break
         word = r"\d+".join(map(re.escape, shape.split("0")))
-        pattern += f"(?:{word})(?:{end}|$)" if pattern else f"({word})(?:{re.escape(end)}|$)"
+        pattern += f"({'?:' if pattern else ''}{word})(?:{re.escape(end)}|$)"
         texts = [text[f.end() :] for text, f in zip(texts, found, strict=True) if f is not None]
     return re.compile(pattern) if pattern else None
 

@@ -153,8 +153,7 @@ def _trained(model: nn.Module | None) -> set[int]:
 def _without_an_optimizer(context: Context) -> dict[str, str]:
     """The parameters that get gradients and that no optimizer holds; of these the ones that were made anew after it.
 
-    That are those for which an optimizer holds as many tensors of their shapes that get no gradient and that the model
-    does not have.
+    Of the latter an optimizer holds as many tensors with their shapes, which get no gradient and are not in the model.
     """
     model = context.model
     if model is None:
