@@ -191,17 +191,20 @@ def _batch_norm(view: RunView) -> Iterator[Off]:
 
 
 def _never_called(view: RunView) -> Iterator[Off]:
-    """Ranks that go backward in every step and whose model is never called itself."""
+    """Ranks that go backward in every step and whose model is never called itself; none where the first calls its own.
+
+    It is the program that does so, and the steps of a thousand ranks are not read at each look to see one do.
+    """
     ranks = []
     for rank in view.ranks:
-        meta, steps = view.meta(rank), view.recent_steps(rank, _EVALUATION_STEPS)
-        trains = (
-            (steps["backward_ns"] > 0)
-            & (steps["micro_batches"] == 0)
-            & (steps["forward_ns"] + steps["validation_ns"] == 0)
-        )
-        if meta.params and not meta.pipeline and len(steps) == _EVALUATION_STEPS and trains.all():
-            ranks.append(rank)
+        meta = view.meta(rank)
+        if not meta.params or meta.pipeline:
+            continue
+        steps = view.recent_steps(rank, _EVALUATION_STEPS)
+        alone = (steps["micro_batches"] == 0) & (steps["forward_ns"] + steps["validation_ns"] == 0)
+        if len(steps) < _EVALUATION_STEPS or not (alone & (steps["backward_ns"] > 0)).all():
+            break
+        ranks.append(rank)
     if ranks:
         yield Off(
             "forward",
@@ -217,10 +220,9 @@ def _untrained(view: RunView) -> Iterator[Off]:
     for setting, text in _UNTRAINED.items():
         found: dict[str, list[int]] = {}
         for rank in view.ranks:
-            if int(view.page(rank)["steps_done"]) >= UNTRAINED_STEPS:
-                said = settings_of(view, rank, int(view.page(rank)["step"])).get(setting, "")
-                if said and _rest(view, rank, said):
-                    found.setdefault(said, []).append(rank)
+            said = next((f[setting] for _, f in reversed(view.meta(rank).settings) if setting in f), "")
+            if said and int(view.page(rank)["steps_done"]) >= UNTRAINED_STEPS and _rest(view, rank, said):
+                found.setdefault(said, []).append(rank)
         if found:
             said, ranks = next(iter(found.items()))
             names = said.partition(" (")[2].removesuffix(")")

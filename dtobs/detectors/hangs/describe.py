@@ -112,10 +112,13 @@ def where(situation: Situation, rank: int) -> str:
 def waits_there(situation: Situation, rank: int) -> str:
     """The end of a clause about where `rank` is: ", where it waits for its child process 71 (sleep 9)"; or "".
 
-    Only of a rank whose stack was seen at the same moment.
+    Only of a rank whose stack was seen at the same moment, and which has not moved since.
     """
-    seen = situation.view.capture.ranks.get(rank) if situation.view.capture is not None else None
-    return f", where it waits for {seen.waits_for}" if seen is not None and seen.waits_for and seen.stacks_text else ""
+    capture = situation.view.capture
+    if capture is None or situation.main_stack(rank) is None:
+        return ""
+    waits_for = capture.ranks[rank].waits_for
+    return f", where it waits for {waits_for}" if waits_for else ""
 
 
 def _in_construction(situation: Situation, rank: int) -> str:

@@ -12,7 +12,7 @@ Why it hurts: all ranks but one compute for nothing, and the run learns from a p
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import numpy as np
 
@@ -116,17 +116,23 @@ def _only_the_model_travels(view: RunView, rank: int, steps: int = 0) -> bool:
     if not model or meta.pipeline or (events["kind"] == Kind.P2P).any():
         return False
     calls = events[events["kind"] == Kind.COLLECTIVE]
-    sent, other = Counter[int](), Counter[int]()
-    for step, number in calls[["step", "op"]].tolist():
-        op = meta.ops.get(number)
-        if op is None:
-            return False
-        (sent if op.op == _BROADCAST else other)[step] += sum(math.prod(shape) for shape in op.shapes)
+    numbers, places = np.unique(calls["op"], return_inverse=True)
+    ops = [meta.ops.get(number) for number in numbers.tolist()]
+    if None in ops or not any(op.op == _BROADCAST for op in ops if op is not None):
+        return False
+    sizes = np.array([sum(map(math.prod, op.shapes)) for op in ops if op is not None])[places]
+    is_sent = np.array([op.op == _BROADCAST for op in ops if op is not None])[places]
+    sent, other = int(sizes[is_sent].sum()), int(sizes[~is_sent].sum())
     if steps:
-        return model * MOST_STEPS * steps <= sum(sent.values()) <= SENT_TWICE * model * steps and (
-            sum(other.values()) < NO_GRADIENT * model * steps
-        )
+        whole = MOST_STEPS * model * steps <= sent <= SENT_TWICE * model * steps
+        return whole and other < NO_GRADIENT * model * steps
     begun = np.unique(events["step"][events["kind"] == Kind.STEP_BEGIN])[1:]  # the first one may not be whole
-    whole = [MOST_STEPS * model <= sent[step] <= SENT_TWICE * model for step in begun.tolist()]
-    little = all(other[step] < NO_GRADIENT * model for step in begun.tolist())
-    return len(whole) >= FIRST_PERIOD and float(np.mean(whole)) >= MOST_STEPS and little
+    if len(begun) < FIRST_PERIOD:
+        return False
+    inside = np.isin(calls["step"], begun)
+    row = np.searchsorted(begun, calls["step"][inside])
+    sent_in, other_in = (
+        np.bincount(row, np.where(which, sizes, 0)[inside], len(begun)) for which in (is_sent, ~is_sent)
+    )
+    carried = (MOST_STEPS * model <= sent_in) & (sent_in <= SENT_TWICE * model)
+    return bool(carried.mean() >= MOST_STEPS and (other_in < NO_GRADIENT * model).all())
