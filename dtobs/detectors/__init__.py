@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from dtobs.detectors.base import Detector
+from dtobs.detectors.hangs.stall import moved_on
+from dtobs.detectors.performance.throughput_drop import lasts
 from dtobs.expectations import is_declared
-from dtobs.findings import Finding, Severity
+from dtobs.findings import Finding, Severity, Trait
 from dtobs.recording.view import RunView
 
 FAMILIES = ("hangs", "silent", "performance")
@@ -24,7 +26,7 @@ _RESTING = ("silent",)
 KNOWN = "findings"
 """In the memo of a view: what each detector found at an earlier look."""
 
-__all__ = ["FAMILIES", "Detector", "detectors", "run_detectors"]
+__all__ = ["FAMILIES", "Detector", "detectors", "is_over", "run_detectors"]
 
 
 def detectors(families: Sequence[str] = FAMILIES) -> tuple[Detector, ...]:
@@ -61,6 +63,18 @@ def run_detectors(view: RunView, families: Sequence[str] = FAMILIES) -> list[Fin
             earlier[name] = _Known(view.now_ns, time.thread_time() - begin, _states(view), findings)
     view.shared.clear()  # of thousands of ranks it is much, and views are kept
     return sorted(found, key=_order)
+
+
+def is_over(view: RunView, finding: Finding, found_ns: int, found: Sequence[Finding]) -> bool:
+    """Whether what a look of `found_ns` has told and the present one does not tell any more has come to its end.
+
+    A hang is over when the run trains again, and a fall of its pace when the pace is back or is told in other words.
+    """
+    if finding.traits & Trait.HANG:
+        return moved_on(view, found_ns)
+    if finding.code == "throughput-drop":
+        return any(other.code == finding.code for other in found) or not lasts(view, finding)
+    return True
 
 
 def _meant(view: RunView, finding: Finding) -> bool:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from dtobs.detectors import run_detectors
+from dtobs.detectors import is_over, run_detectors
 from dtobs.detectors.hangs.apart import standing_apart
 from dtobs.detectors.hangs.situation import interpret
-from dtobs.detectors.hangs.stall import finished, last_movement_ns, moved_on, stall
+from dtobs.detectors.hangs.stall import finished, last_movement_ns, stall
 from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.events import RankState
 from dtobs.exporters.look import MonitorSnapshot
@@ -260,7 +260,7 @@ class Monitor:
                 found,
                 time.monotonic_ns(),
                 may_clear=moving,
-                over=lambda finding, found_ns: not finding.traits & hang or moved_on(view, found_ns),
+                over=lambda finding, found_ns: is_over(view, finding, found_ns, found),
                 done=lambda finding, found_ns: bool(finding.traits & hang) and finished(view, finding.ranks, found_ns),
             )
             for entry in changes:

@@ -3,7 +3,8 @@
 What it does: takes the work of each step over its time: tokens where the training says how many, else the elements of
 its inputs, else steps. It looks for the one step at which the level falls most, with at least `LEAST_STEPS` and
 `LEAST_SECONDS` on each side, and tells a fall to below `FALL` of the level before when `SURE` of the steps after it are
-slower than most before it. What changed most at that step is named: a part of the step on all ranks or on one, garbage
+slower than most before it. Where steps are short, so many are looked at that those seconds fit in; a fall that the newest
+steps do not show any more lasts until their level is back (`lasts`). What changed most at that step is named: a part of the step on all ranks or on one, garbage
 collection, processor time, other processes on the host, a device whose clock fell or that somebody else computes on.
 
 Why it hurts: nobody looks at a run that goes on.
@@ -18,11 +19,16 @@ import numpy as np
 from dtobs.detectors.performance.devices import device_change
 from dtobs.detectors.performance.window import MOST_STEPS, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.ring import STEP_CAPACITY
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text, ranks_text
 
 LEAST_STEPS, LEAST_SECONDS = 24, 15.0
+WINDOW_SECONDS = 60.0
+MOST_RECORDS = 128 << 10
+"""Of all ranks together, beyond `MOST_STEPS` a rank."""
 FALL, SURE = 0.75, 0.9
+LEVELS = "work a second"
 EXPLAINS = 0.3
 _WORDS = {
     "gc": "collecting garbage",
@@ -41,11 +47,11 @@ class _Drop:
 
 def throughput_drop(view: RunView) -> list[Finding]:
     """At most one finding, of the whole run."""
-    times = step_times(view, list(range(len(view.ranks))), last=MOST_STEPS)
+    times = _newest(view)
     if times is None or len(times.steps) < 2 * LEAST_STEPS:
         return []
     wall = np.median(times.wall, axis=0)
-    work = _work(times)
+    unit, work = _work(times)
     drop = _fall(work / np.maximum(wall, 1e-9), wall)
     if drop is None:
         return []
@@ -64,7 +70,8 @@ def throughput_drop(view: RunView) -> list[Finding]:
             step=step,
             evidence=(
                 {
-                    "what": "work a second",
+                    "what": LEVELS,
+                    "unit": unit,
                     "before": drop.before,
                     "after": drop.after,
                     "steps": len(wall) - drop.at,
@@ -77,14 +84,36 @@ def throughput_drop(view: RunView) -> list[Finding]:
     ]
 
 
-def _work(times: Times) -> Floats:
+def lasts(view: RunView, finding: Finding) -> bool:
+    """Whether the run is still as slow as a finding of this code says, however long ago it fell."""
+    times = step_times(view, list(range(len(view.ranks))), last=2 * LEAST_STEPS)
+    levels = next((e for e in finding.evidence if e.get("what") == LEVELS), None)
+    if times is None or levels is None:
+        return False
+    unit, work = _work(times)
+    rate = np.median(work / np.maximum(np.median(times.wall, axis=0), 1e-9))
+    return unit == levels.get("unit") and bool(rate <= FALL * float(levels["before"]))
+
+
+def _newest(view: RunView) -> Times | None:
+    """So many of the newest steps that a fall and the time before it fit in."""
+    rows = list(range(len(view.ranks)))
+    times = step_times(view, rows, last=MOST_STEPS)
+    if times is None or len(times.steps) < MOST_STEPS:
+        return times
+    wanted = int(WINDOW_SECONDS / max(float(np.median(times.wall)), 1e-9))
+    last = min(wanted, STEP_CAPACITY, MOST_RECORDS // len(rows))
+    return step_times(view, rows, last=last) if last > MOST_STEPS else times
+
+
+def _work(times: Times) -> tuple[str, Floats]:
     """float64[steps]: what a step does, in the best unit that is known for all of them."""
     for name in ("tokens", "input_elements", "micro_batches"):
         values = times.records[name].astype(np.float64)
         if (values > 0).all() and np.isfinite(values).all():
             done: Floats = values.sum(axis=0)
-            return done
-    return np.ones(len(times.steps))
+            return name, done
+    return "steps", np.ones(len(times.steps))
 
 
 def _fall(rate: Floats, wall: Floats) -> _Drop | None:

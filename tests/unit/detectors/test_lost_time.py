@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dtobs.detectors import is_over
 from dtobs.events import Kind, Phase, identify
 from dtobs.recording.meta import Op
 from dtobs.recording.plan import Plan
@@ -334,6 +336,23 @@ class TestThroughputDrop:
         (drop,) = [f for f in findings(noisy_run(tmp_path, 3, 120, change)) if f.code == "throughput-drop"]
         assert drop.ranks == (1,)
         assert "forward on rank 1" in drop.summary
+
+    def test_short_steps_are_looked_at_for_as_long(self, tmp_path: Path):
+        def change(rank: int, step: int) -> dict[str, float]:
+            return slow(0.02 if step < 900 else 0.04)(rank, step)
+
+        (drop,) = [f for f in findings(noisy_run(tmp_path, 2, 1500, change)) if f.code == "throughput-drop"]
+        assert abs((drop.step or 0) - 900) <= 4
+
+    def test_it_is_not_over_before_the_pace_is_back(self, tmp_path: Path):
+        found = only(noisy_run(tmp_path / "then", 2, 120, after(60, 0.4)))
+        later = noisy_run(tmp_path / "later", 2, 700, after(60, 0.4))
+        assert findings(later) == []
+        assert not is_over(later.view(), found, 0, [])
+        assert is_over(later.view(), found, 0, [replace(found, ranks=(1,))])
+        change = after(60, 0.4)
+        back = noisy_run(tmp_path / "back", 2, 700, lambda r, step: (slow(0.5) if step > 600 else change)(r, step))
+        assert is_over(back.view(), found, 0, [])
 
     @pytest.mark.parametrize(
         "change",
