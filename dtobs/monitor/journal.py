@@ -147,7 +147,7 @@ class Journal:
 
 
 def _says_more(new: Finding, old: Finding) -> bool:
-    """Whether a matter seen again is worth another line: it became surer, or has twice the evidence.
+    """Whether a matter seen again is worth another line: it became surer, has a line of code, or twice the evidence.
 
     Evidence often grows with every step; doubling keeps the journal short.
     """
@@ -155,4 +155,10 @@ def _says_more(new: Finding, old: Finding) -> bool:
         return True
     if new.confidence.order != old.confidence.order:
         return new.confidence.order > old.confidence.order
+    if _has_line(new) and not _has_line(old):
+        return True
     return len(new.evidence) >= 2 * max(1, len(old.evidence)) or (not old.evidence and bool(new.evidence))
+
+
+def _has_line(finding: Finding) -> bool:
+    return any(record["what"] == "line" for record in finding.evidence)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import TypeVar
 
 from dtobs.detectors import is_over, run_detectors
@@ -31,6 +31,7 @@ from dtobs.monitor.devices import Devices
 from dtobs.monitor.exits import ProcessWatch
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.leftovers import remove_socket_folder
+from dtobs.monitor.lines import AskForLines
 from dtobs.monitor.on_hang import OnHang, hang_of
 from dtobs.monitor.ranks import NodeRanks
 from dtobs.monitor.shared_files import SharedFiles
@@ -69,15 +70,6 @@ class Timing:
     restart: float = 30.0  #: after the last rank died under an agent with restarts left, for a new attempt
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one that is made in its place; None where there is none."""
-    try:
-        found = folder.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 class Monitor:
     """One node's monitor. `run` returns when the ranks are gone or after `stop`."""
 
@@ -104,6 +96,7 @@ class Monitor:
         self.on_hang = OnHang(on_hang or Policy(), run, node, lambda text: self.fail("on-hang", text))
         self.shared_files = SharedFiles(run.shared_files(node), run.root)
         self.devices = Devices(run, node)
+        self.lines = AskForLines(run)
         self.damaged: list[str] = []  #: what the last pass could not read
         self.totals = StepTotals()
         self._simulate = RecentWhatIf()
@@ -121,7 +114,7 @@ class Monitor:
         self._watched_s = 0.0
         self._cores: dict[int, float] = {}
         self._starter = os.getppid()
-        self._folder = _identity(run.root)
+        self._folder = run.identity()
         self._began = time.monotonic()
 
     @property
@@ -203,12 +196,15 @@ class Monitor:
 
     def _look_around(self) -> None:
         """See which files ranks write over together, and how their devices are."""
-        looks = (("files", self.shared_files.look), ("devices", self.devices.look))
-        for what, look in looks:
-            try:
-                look(self.ranks)
-            except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
-                self.fail(what, f"the ranks' {what} cannot be looked at: {type(error).__name__}: {error}")
+        self._safely("files", "the ranks' files cannot be looked at", partial(self.shared_files.look, self.ranks))
+        self._safely("devices", "the ranks' devices cannot be looked at", partial(self.devices.look, self.ranks))
+
+    def _safely(self, part: str, text: str, act: Callable[[], None]) -> None:
+        """Do what the monitor can do without: a failure is counted and said, and the monitor goes on."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(part, f"{text}: {type(error).__name__}: {error}")
 
     def _settled(self) -> bool:
         """Whether the other nodes, if there are any, have told their part in what happens."""
@@ -254,19 +250,19 @@ class Monitor:
             early, found = [f for f in found if f.early], [f for f in found if not f.early]
             if not (early and self._ending(view)):  # a rank that is being ended shows no standstill any more
                 self.journal.standing(early, time.monotonic_ns())
-
-            hang = Trait.HANG
             changes = self.journal.update(
                 found,
                 time.monotonic_ns(),
                 may_clear=moving,
                 over=lambda finding, found_ns: is_over(view, finding, found_ns, found),
-                done=lambda finding, found_ns: bool(finding.traits & hang) and finished(view, finding.ranks, found_ns),
+                done=lambda old, found_ns: bool(old.traits & Trait.HANG) and finished(view, old.ranks, found_ns),
             )
             for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)
                 self._tell(entry)
             self._look_apart(view, found)
+            if moving:
+                self._safely("lines", "nobody can be asked", partial(self.lines.consider, view, self.journal.findings))
             if self._acts_on(found):
                 self.journal.flush()  # what follows is worth knowing the reason of
         self._enter_pass(view)
@@ -297,14 +293,11 @@ class Monitor:
 
     def _tell(self, entry: Entry) -> None:
         """Say on the training's console what a person there has to know."""
-        try:
-            if entry.event == "found":
-                self.console.found(entry.finding, self.ranks.watched)
-            elif entry.finding.since_ns:
-                lost = (entry.until_ns - entry.finding.since_ns) / 1e9
-                self.console.cleared(entry.finding, lost, self.ranks.watched, run_ended=not self.ranks.any_at_work())
-        except Exception as error:  # noqa: BLE001 - counted and said; the monitor goes on
-            self.fail("console", f"the console cannot be written: {type(error).__name__}: {error}")
+        say = partial(self.console.found, entry.finding, self.ranks.watched)
+        if entry.event != "found":
+            ended = not self.ranks.any_at_work()
+            say = partial(self.console.cleared, entry.finding, entry.lost_seconds, self.ranks.watched, run_ended=ended)
+        self._safely("console", "the console cannot be written", say)
 
     def _acts_on(self, found: list[Finding]) -> bool:
         """Let the run's policy act on a hang; whether it does."""
@@ -406,7 +399,7 @@ class Monitor:
 
     def _removed(self) -> bool:
         """Whether somebody has removed the run directory, or put another one in its place."""
-        return self._folder is not None and _identity(self.run_dir.root) != self._folder
+        return self._folder is not None and self.run_dir.identity() != self._folder
 
     def _remove_leftovers(self) -> None:
         """A rank that was killed could not remove its socket."""

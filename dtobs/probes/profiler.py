@@ -1,4 +1,4 @@
-"""A profile of some steps when somebody asks for it: torch.profiler, from one step border to another.
+"""What somebody asks a rank that trains: a profile of some steps by torch.profiler, or at which lines it spends time.
 
 Private torch: ``torch.autograd.profiler._is_profiler_enabled``, tried with 2.13: whether the training profiles itself.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 
 from dtobs.errors import DtobsError
 from dtobs.probes.base import Probe
+from dtobs.probes.lines import StackLooks
+from dtobs.recording.lines import lines_path, read_lines_request
 from dtobs.recording.profiling import LOOK_SECONDS, Request, read_request, request_path
 from dtobs.recording.rundir import private_folder
 
 
 class Profiler(Probe):
-    """Looks for a request between two steps, twice a second. Costs nothing more until there is one."""
+    """Looks for requests between two steps, twice a second. Costs nothing more until there is one."""
 
     name = "profiler"
     about_model = False
@@ -30,21 +33,26 @@ class Profiler(Probe):
         self._request: Request | None = None
         self._running: Any = None
         self._step: Any = None  # the mark of the step in progress in the trace
+        self._looks: StackLooks | None = None
 
     def install(self) -> None:
         """Say that this rank can be asked."""
         recorder = self.context.recorder
         self._run, self._path = recorder.run_dir, request_path(recorder.run_dir)
+        self._lines = lines_path(recorder.run_dir)
         self._seen = _changed(self._path)  # what was asked of an attempt before is over
+        self._seen_lines = _changed(self._lines)
         recorder.meta.add("process", profiler=True)
 
     def remove(self) -> None:
-        """A profile in progress is thrown away."""
+        """A profile in progress is thrown away, and so are looks at the stack."""
         self._leave()
+        if self._looks is not None:
+            self._looks.stop()
         super().remove()
 
     def abandon(self) -> None:
-        self._running = self._step = self._request = None
+        self._running = self._step = self._request = self._looks = None
 
     def step_begin(self) -> None:
         """Begin, go on, or end."""
@@ -61,6 +69,7 @@ class Profiler(Probe):
         if now >= self._next:
             self._next = now + LOOK_SECONDS
             self._look()
+            self._look_for_lines()
         if self._request is not None and step >= self._request.first:
             self._start(self._request, step)
 
@@ -74,6 +83,22 @@ class Profiler(Probe):
         except DtobsError:  # said by the command that wrote it
             return
         self._request = request if request is not None and self.context.rank in request.ranks else None
+
+    def _look_for_lines(self) -> None:
+        if self._looks is not None:
+            if self._looks.is_alive():
+                return
+            looks, self._looks = self._looks, None
+            if looks.found is not None:
+                self.context.recorder.meta.add("lines", **asdict(looks.found))
+        changed = _changed(self._lines)
+        if changed in (0, self._seen_lines):
+            return
+        self._seen_lines = changed
+        request = read_lines_request(self._run)
+        if request is not None and self.context.rank in request.ranks:
+            self._looks = StackLooks(request, self.context.step)
+            self._looks.start()
 
     def _start(self, request: Request, step: int) -> None:
         if step > request.last:

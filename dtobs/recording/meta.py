@@ -2,7 +2,7 @@
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
 ``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``,
-``pass``, ``save``, ``written``, ``unobserved``. A last line cut by a kill is left out.
+``pass``, ``save``, ``written``, ``unobserved``, ``lines``. A last line cut by a kill is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from dtobs.codec import DecodeError, decode, encode, parse
 from dtobs.errors import RecordingDisabled
+from dtobs.recording.lines import Lines
 from dtobs.recording.rundir import private_folder
 from dtobs.words import ranks_text
 
@@ -214,6 +215,7 @@ class Meta:
     nonfinite: dict[str, tuple[int, int]] = field(default_factory=dict)  #: by where a NaN was seen: first step, row
     forward: dict[int, ForwardEnd] = field(default_factory=dict)  #: by step, of forward passes that ended in a NaN
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
+    lines: Lines | None = None  #: at which lines of code it was, when the monitor asked last
     damaged: int = 0  #: lines that could not be understood
 
 
@@ -299,6 +301,8 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "unobserved":
             said = {name: decode(str, e[name]) for name in ("what", "why")}
             meta.unobserved.append({**said, "step": decode(int, e["step"])})
+        case "lines":
+            meta.lines = decode(Lines, e)
         case "settings":
             meta.settings.append((decode(int, e["step"]), decode(dict[str, str], e["fields"])))
         case _:

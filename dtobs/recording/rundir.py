@@ -2,7 +2,7 @@
 
 ::
 
-    RUN_DIR/run.json  monitor.json  findings.jsonl  token
+    RUN_DIR/run.json  monitor.json  findings.jsonl  token  profile.json  lines.json
             nodes/00000/{pages.bin, exits.jsonl, monitor.log, lead.json, contact.json, devices.json}
             ranks/00000/{events-0.ring, steps-0.ring, digests-0.ring, pipeline-0.ring, meta-0.jsonl, stacks-0.txt}
             ranks/00000/{stdout.log, stderr.log}
@@ -143,6 +143,14 @@ class RunDirectory:
             for path in paths
             if path.exists() and not os.access(path, os.R_OK)
         ]
+
+    def identity(self) -> tuple[int, int] | None:
+        """What tells this folder from another one that is made in its place; None where there is none."""
+        try:
+            found = self.root.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
     def create(self) -> None:
         """Make the directory, private to the user. Raises RecordingDisabled."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dtobs.detectors.performance.lines import line_alone
 from dtobs.detectors.performance.window import step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -38,16 +39,21 @@ def data_starved(view: RunView) -> list[Finding]:
     worst = max(starved, key=lambda r: (starved[r][0], -r))
     share, typical, _, _ = starved[worst]
     upto = "up to " if len(starved) > 1 else ""
+    seen = next((line for rank in starved if (line := line_alone(view, rank, starved[rank][0])) is not None), None)
+    at = f", mostly at {seen.short}" if seen is not None else ""
     return [
         Finding(
             "data-starved",
-            f"{ranks_do(starved, 'wait')} for data {upto}{share:.0%} of the time ({duration_text(typical)} a step)",
+            f"{ranks_do(starved, 'wait')} for data {upto}{share:.0%} of the time ({duration_text(typical)} a step){at}",
             tuple(starved),
             Confidence.CERTAIN,
             step=min(step for _, _, step, _ in starved.values()),
-            evidence=tuple(
-                {"what": "data time", "rank": r, "share": s, "median_seconds": t}
-                for r, (s, t, _, _) in sorted(starved.items())[:16]
+            evidence=(
+                *(
+                    {"what": "data time", "rank": r, "share": s, "median_seconds": t}
+                    for r, (s, t, _, _) in sorted(starved.items())[:16]
+                ),
+                *([seen.evidence] if seen is not None else ()),
             ),
             since_ns=min(since for _, _, _, since in starved.values()),
         )

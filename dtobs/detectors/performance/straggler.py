@@ -21,6 +21,7 @@ import numpy as np
 from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.detectors.performance.cause import Cause, cause_of
 from dtobs.detectors.performance.devices import device_cause
+from dtobs.detectors.performance.lines import SlowLine, line_of
 from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -46,6 +47,7 @@ class _Slow:
     part: str
     seconds: float
     cause: Cause | None
+    line: SlowLine | None
     step: int
     since_ns: int
     evidence: dict[str, object]
@@ -83,11 +85,12 @@ def _finding(slow: list[_Slow]) -> Finding:
     who = f"{ranks_text(ranks)} on {hosts.pop()}" if len(hosts) == 1 else ranks_text(ranks)
     longer = f"({slowest.part} +{duration_text(slowest.seconds)} per step)"
     why = f" because {slowest.cause.words}" if slowest.cause else ""
+    at = f", most of that at {slowest.line.short}" if slowest.line is not None else ""
     if len(slow) == 1:
-        text = f"{who} works {slowest.ratio:.2f} times as long as its peers {longer}{why}; they wait for it"
+        text = f"{who} works {slowest.ratio:.2f} times as long as its peers {longer}{why}{at}; they wait for it"
     else:
         each = f", each{why}" if why else ""
-        text = f"{who} work up to {slowest.ratio:.2f} times as long as their peers {longer}{each}; the others wait"
+        text = f"{who} work up to {slowest.ratio:.2f} times as long as their peers {longer}{each}{at}; the others wait"
     return Finding(
         "straggler",
         text,
@@ -98,10 +101,19 @@ def _finding(slow: list[_Slow]) -> Finding:
             *(one.evidence for one in slow[:16]),
             {"what": "longest part", "part": slowest.part, "seconds_longer": slowest.seconds},
             *([{"what": "cause", "cause": c.name, "seconds": c.seconds}] if (c := slowest.cause) is not None else ()),
+            *(one.line.evidence for one in slow[:16] if one.line is not None),
         ),
-        next_step=slowest.cause.next_step if slowest.cause is not None else "",
+        next_step=_next_step(slowest),
         since_ns=min(one.since_ns for one in slow),
     )
+
+
+def _next_step(slowest: _Slow) -> str:
+    if slowest.cause is not None:
+        return slowest.cause.next_step
+    if slowest.line is None:
+        return ""
+    return f"Look at what {slowest.line.where} does on rank {slowest.rank}, and whether it has to be done in each step."
 
 
 def _slow(times: Times) -> list[int]:
@@ -143,6 +155,7 @@ def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> _S
         key=lambda item: item[1],
     )
     cause = cause_of(times, member, typical) or device_cause(view, times, group, member, typical)
+    share = typical / max(float(np.median(times.wall[member])), 1e-9)
     return _Slow(
         rank,
         str(view.meta(rank).process.get("host") or ""),
@@ -150,6 +163,7 @@ def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> _S
         part,
         longer,
         cause,
+        line_of(view, rank, group, share),
         int(times.steps[0]),
         int(times.end_ns[member, 0]),
         {

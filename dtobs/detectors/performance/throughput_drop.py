@@ -3,9 +3,10 @@
 What it does: takes the work of each step over its time: tokens where the training says how many, else the elements of
 its inputs, else steps. It looks for the one step at which the level falls most, with at least `LEAST_STEPS` and
 `LEAST_SECONDS` on each side, and tells a fall to below `FALL` of the level before when `SURE` of the steps after it are
-slower than most before it. Where steps are short, so many are looked at that those seconds fit in; a fall that the newest
-steps do not show any more lasts until their level is back (`lasts`). What changed most at that step is named: a part of the step on all ranks or on one, garbage
-collection, processor time, other processes on the host, a device whose clock fell or that somebody else computes on.
+slower than most before it. Where steps are short, so many are looked at that those seconds fit in; a fall that the
+newest steps do not show any more lasts until their level is back (`lasts`). What changed most at that step is named: a
+part of the step on all ranks or on one, garbage collection, processor time, other processes on the host, a device whose
+clock fell or that somebody else computes on.
 
 Why it hurts: nobody looks at a run that goes on.
 """
