@@ -109,26 +109,26 @@ def _unobserved(view: RunView) -> Iterator[Off]:
 
 
 def _audit(view: RunView) -> Iterator[Off]:
-    """Of several optimizers one is audited, and of few is the arithmetic known."""
+    """Of few optimizers is the arithmetic known."""
     for rank in view.ranks:
-        entry = view.meta(rank).laws.get(UPDATES.name, {})
-        if entry and not entry.get("kind"):
-            named = settings_of(view, rank, int(view.page(rank)["step"])).get("optimizer", "this optimizer")
+        kinds = view.meta(rank).laws.get(UPDATES.name, {}).get("kinds", {})
+        unknown = [n for n, kind in kinds.items() if not kind and n.isdecimal()] if isinstance(kinds, dict) else []
+        if unknown:
+            settings = settings_of(view, rank, int(view.page(rank)["step"]))
+            named = dict.fromkeys(settings.get(_optimizer(int(number)), "an optimizer") for number in unknown)
             yield Off(
                 "updates",
                 "arithmetic not known",
-                f"the updates of {named} are not computed again: that is done for AdamW, Adam and SGD of torch.optim,"
-                " not for other classes or subclasses; whether anything but the optimizer writes its parameters is"
-                " looked at all the same",
-            )
-        made = view.meta(rank).process.get("optimizer_count")
-        if isinstance(made, int) and made > 1:
-            yield Off(
-                "updates",
-                "one of several optimizers",
-                f"of the {made} optimizers only the last one's updates are computed again",
+                f"the updates of {' and '.join(named)} are not computed again: that is done for AdamW, Adam and SGD of"
+                " torch.optim, not for other classes or subclasses; whether anything but the optimizer writes its"
+                " parameters is looked at all the same",
             )
             return
+
+
+def _optimizer(number: int) -> str:
+    """Its field in the settings that a rank recorded."""
+    return f"optimizer {number + 1}" if number else "optimizer"
 
 
 def _in_evaluation(view: RunView) -> Iterator[Off]:

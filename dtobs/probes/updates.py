@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -37,12 +39,17 @@ SUMMED = 1 << 14
 
 @dataclass
 class _Row:
+    """A parameter, and where the optimizer that trains it has it."""
+
     name: str
     parameter: weakref.ref[torch.Tensor]
     group: int
+    number: int  #: of the optimizer
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    kind: str
 
 
-@dataclass
+@dataclass(eq=False)
 class _Look:
     """One window: `before`, `after` and `rest` as in the ring, flat. `numbers` are lr to done of the record."""
 
@@ -67,34 +74,31 @@ class UpdateProbe(Probe):
 
     def __init__(self) -> None:
         super().__init__()
-        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._rows: list[_Row] = []
         self._rotation = Rotation(0)
-        self._kind = ""
         self._step: int | None = None
+        self._chosen: list[int] = []  # rows to look at in this step
+        self._stepped: set[int] = set()  # ids of the optimizers that have begun in this step
         self._now: list[_Look] = []
         self._record = np.zeros((), UPDATES.dtype)
 
     def install(self) -> None:
-        """List the parameters that the optimizer trains; the audit takes its samples from them."""
+        """List the parameters that the optimizers train; one that several train is left out."""
         context = self.context
-        self._optimizer = context.optimizers[-1] if context.optimizers else None
-        optimizer = self._audited()
-        if optimizer is None:
-            return
-        others = [other for other in context.watched_optimizers().values() if other is not optimizer]
-        elsewhere = set().union(*(context.trained_by(other) for other in others))
+        watched = context.watched_optimizers()
+        times = Counter(chain.from_iterable(map(context.trained_by, watched.values())))
         named = model_tensors(context.model, context.replicas) if context.model is not None else []
         names = {id(each.tensor): each.name for each in named}
-        for number, group in enumerate(optimizer.param_groups):
-            for place_, parameter in enumerate(group["params"]):
-                mine = parameter.dtype in _FLOATS and id(parameter) not in elsewhere
-                if mine and len(self._rows) < _MOST_ROWS:
-                    name = names.get(id(parameter), f"parameter {place_} of group {number}")
-                    self._rows.append(_Row(name, weakref.ref(parameter), number))
+        for number, optimizer in watched.items():
+            kind, known = KINDS.get(type(optimizer), ""), weakref.ref(optimizer)
+            of = f" of optimizer {number}" if len(watched) > 1 else ""
+            for group, options in enumerate(optimizer.param_groups):
+                for place_, parameter in enumerate(options["params"]):
+                    if parameter.dtype in _FLOATS and times[id(parameter)] == 1 and len(self._rows) < _MOST_ROWS:
+                        name = names.get(id(parameter), f"parameter {place_} of group {group}{of}")
+                        self._rows.append(_Row(name, weakref.ref(parameter), group, number, known, kind))
         if not self._rows:
             return
-        self._kind = KINDS.get(type(optimizer), "")
         self._rotation = Rotation(len(self._rows), everything=context.levels.get(self.name) == "all")
         dtypes = [
             str(p.dtype).removeprefix("torch.") if (p := row.parameter()) is not None else "" for row in self._rows
@@ -103,7 +107,8 @@ class UpdateProbe(Probe):
             "law",
             name=UPDATES.name,
             since=context.step,
-            kind=self._kind,
+            kinds={str(row.number): row.kind for row in self._rows},
+            optimizers=[row.number for row in self._rows],
             rows=[row.name for row in self._rows],
             dtypes=dtypes,
         )
@@ -111,46 +116,54 @@ class UpdateProbe(Probe):
         context.on_rewritten.append(let_go)
         self.undo.callback(context.on_rewritten.remove, let_go)
 
-    def _audited(self) -> torch.optim.Optimizer | None:
-        """Of several optimizers, the last; a parameter that others train as well is left out."""
-        return self._optimizer() if self._optimizer is not None else None
-
     def remove(self) -> None:
         """Let go of everything; what the last step left is not read again."""
-        self._rows, self._now, self._step = [], [], None
+        self._rows, self._now, self._chosen, self._step = [], [], [], None
         super().remove()
 
     def before_optimizer(self) -> None:
         """See what became of the last step's windows, and open those of this one."""
-        step = self.context.step
-        if not self._rows or step == self._step or self.context.stepping is not self._audited():
-            return  # another step of the optimizer within the same step
+        stepping = self.context.stepping
+        if not self._rows or stepping is None:
+            return
         begin = time.perf_counter_ns()
-        for look in self._now:
+        step = self.context.step
+        if step != self._step:
+            self._step, self._chosen = step, self._rotation.rows(step)
+            self._stepped.clear()
+        mine = self._of(stepping)
+        chosen = [number for number in self._chosen if self._rows[number].optimizer() is stepping]
+        if id(stepping) in self._stepped or not (mine or chosen):
+            return  # another step of the optimizer within the same step, or nothing to look at
+        self._stepped.add(id(stepping))
+        for look in mine:
             self._finish(look)
-        self._now, self._step = [], step
-        for number in self._rotation.rows(step):
-            look_now = self._open(number, step)
-            if look_now is not None:
-                self._now.append(look_now)
-        if self._now:
-            self._rotation.spent(time.perf_counter_ns() - begin)
+            self._now.remove(look)
+        opened = (self._open(number, step) for number in chosen)
+        self._now += [look for look in opened if look is not None]
+        self._rotation.spent(time.perf_counter_ns() - begin)
 
     def after_optimizer(self) -> None:
         """What the optimizer made of it."""
-        if not self._now or self._now[0].after is not None or self.context.stepping is not self._audited():
+        stepping, begin = self.context.stepping, time.perf_counter_ns()
+        begun = [look for look in self._of(stepping) if look.after is None]
+        if not begun:
             return
-        begin = time.perf_counter_ns()
-        for look in self._now:
+        for look in begun:
             look.after = self._copy(look.row, look.first, look.count, gradient=False)
             look.sums, look.summed = self._sums(look)
             self._forget_if_changed(look)
-        self._now = [look for look in self._now if look.after is not None]
+            if look.after is None:
+                self._now.remove(look)
         self._rotation.spent(time.perf_counter_ns() - begin)
 
+    def _of(self, optimizer: torch.optim.Optimizer | None) -> list[_Look]:
+        """The looks at what one optimizer trains."""
+        return [look for look in self._now if self._rows[look.row].optimizer() is optimizer]
+
     def _open(self, number: int, step: int) -> _Look | None:
-        optimizer, row = self._audited(), self._rows[number]
-        parameter = row.parameter()
+        row = self._rows[number]
+        optimizer, parameter = row.optimizer(), row.parameter()
         if optimizer is None or parameter is None or parameter.grad is None or row.group >= len(optimizer.param_groups):
             return None
         size = local_tensor(parameter).numel()
@@ -160,19 +173,19 @@ class UpdateProbe(Probe):
         if before is None:
             return None
         group = optimizer.param_groups[row.group]
-        return _Look(number, step, first, count, _flags(group), self._numbers(group, parameter), before)
+        return _Look(number, step, first, count, _flags(group), self._numbers(row, group), before)
 
-    def _numbers(self, group: dict[str, Any], parameter: torch.Tensor) -> list[float | torch.Tensor]:
+    def _numbers(self, row: _Row, group: dict[str, Any]) -> list[float | torch.Tensor]:
         """Learning rate, weight decay, betas, eps, and the steps done: floats, or copies of what a device holds."""
         betas = group.get("betas", (group.get("momentum", math.nan), group.get("dampening", math.nan)))
-        state = self._state(parameter)
+        state = _state(row)
         found: list[float | torch.Tensor] = []
         values = (
             group.get("lr"),
             group.get("weight_decay"),
             *betas[:2],
             group.get("eps"),
-            state.get("step", 0.0 if self._kind == "adam" else None),
+            state.get("step", 0.0 if row.kind == "adam" else None),
         )
         for value in values:
             if isinstance(value, torch.Tensor) and not value.is_cpu:
@@ -181,20 +194,17 @@ class UpdateProbe(Probe):
                 found.append(float(value) if value is not None else math.nan)
         return found
 
-    def _state(self, parameter: torch.Tensor) -> Any:
-        optimizer = self._audited()
-        return optimizer.state.get(parameter, {}) if optimizer is not None else {}
-
     def _copy(self, number: int, first: int, count: int, *, gradient: bool) -> torch.Tensor | None:
         """The window in the parameter, its gradient and its moments, one after the other; None where it has none."""
-        parameter = self._rows[number].parameter()
-        if parameter is None or self._audited() is None:
+        row = self._rows[number]
+        parameter = row.parameter()
+        if parameter is None or row.optimizer() is None:
             return None
         held = local_tensor(parameter)
         if first + count > held.numel() or not _dense(held):
             return None
-        state = self._state(parameter)
-        moments = [state.get(name) for name in _MOMENTS[self._kind]]
+        state = _state(row)
+        moments = [state.get(name) for name in _MOMENTS[row.kind]]
         tensors = [held, parameter.grad, *moments] if gradient else [held, *moments]
         pieces: list[torch.Tensor] = []
         for tensor in tensors:
@@ -211,14 +221,15 @@ class UpdateProbe(Probe):
 
     def _sums(self, look: _Look) -> tuple[torch.Tensor | None, int]:
         """int64[3]: the sums of the words of the parameter and its moments, and how many bytes of each they cover."""
-        parameter = self._rows[look.row].parameter()
+        row = self._rows[look.row]
+        parameter = row.parameter()
         if parameter is None:
             return None, 0
         held = local_tensor(parameter)
-        state = self._state(parameter)
+        state = _state(row)
         found: list[torch.Tensor] = []
         covered = 0
-        for tensor in (held, *(state.get(name) for name in _MOMENTS[self._kind])):
+        for tensor in (held, *(state.get(name) for name in _MOMENTS[row.kind])):
             values = local_tensor(tensor) if isinstance(tensor, torch.Tensor) else None
             if values is None or values.dtype != held.dtype or not values.is_contiguous() or values.shape != held.shape:
                 found.append(torch.zeros((), dtype=torch.int64, device=held.device))
@@ -232,9 +243,9 @@ class UpdateProbe(Probe):
 
     def _forget_if_changed(self, look: _Look) -> None:
         """A learning rate that another hook of the step has set: which one was used is not known."""
-        optimizer = self._audited()
+        row = self._rows[look.row]
+        optimizer, group = row.optimizer(), row.group
         groups = optimizer.param_groups if optimizer is not None else []
-        group = self._rows[look.row].group
         now, then = groups[group].get("lr") if group < len(groups) else None, look.numbers[0]
         if isinstance(then, float) and (not isinstance(now, (int, float)) or now != then):
             look.numbers[0] = math.nan
@@ -295,6 +306,12 @@ def _sum_of_words(flat: torch.Tensor) -> torch.Tensor:
     if left.numel():
         total = total + left.view(_WORDS[left.element_size()]).to(torch.int64).sum()
     return total
+
+
+def _state(row: _Row) -> Any:
+    """What the optimizer keeps of the row's parameter."""
+    optimizer, parameter = row.optimizer(), row.parameter()
+    return optimizer.state.get(parameter, {}) if optimizer is not None and parameter is not None else {}
 
 
 def _flags(group: dict[str, Any]) -> int:

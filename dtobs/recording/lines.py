@@ -62,9 +62,8 @@ def counted(request: LinesRequest, step: int, stacks: Sequence[Sequence[str]]) -
         within.update(set(stack))
         deepest = {where: len(stack) - place - 1 for place, where in reversed(list(enumerate(stack)))}
         depth.update(deepest)
-    kept = (
-        Line(where, seen, at[where], round(depth[where] / seen, 2)) for where, seen in within.most_common(MOST_LINES)
-    )
+    most = sorted(within.items(), key=lambda item: (-item[1], item[0]))[:MOST_LINES]
+    kept = (Line(where, seen, at[where], round(depth[where] / seen, 2)) for where, seen in most)
     return Lines(request.number, step, len(stacks), tuple(kept))
 
 

@@ -81,7 +81,15 @@ def write_laws(run: FakeRun, looks: int) -> None:
         for place, rank in enumerate(ranks):
             fake = run.rank(rank).collective("all_reduce", group=number)
             fake.meta("law", name="ledger", since=0, rows=names, sets=[ranks], of=[0] * len(names))
-            fake.meta("law", name="updates", since=0, kind="", rows=names, dtypes=["float32"] * len(names))
+            fake.meta(
+                "law",
+                name="updates",
+                since=0,
+                kinds={"0": ""},
+                optimizers=[0] * len(names),
+                rows=names,
+                dtypes=["float32"] * len(names),
+            )
             ledger, updates, calls = (fake.recorder.law(law) for law in (LEDGER, UPDATES, CONSERVATION))
             for look in range(looks):
                 step, row = look, look % len(names)

@@ -32,7 +32,7 @@ SAME_RATIO = 0.02
 
 @dataclass(frozen=True)
 class Audit:
-    """The windows of one rank: `records` of UPDATES (N of them), and what they are of."""
+    """The windows of what one optimizer of a rank trains: `records` of UPDATES (N of them), and what they are of."""
 
     rank: int
     kind: str
@@ -214,7 +214,7 @@ def copies(view: RunView, found: list[Audit]) -> Iterator[tuple[str, int, list[W
 
 
 def audits(view: RunView) -> list[Audit]:
-    """What each rank looked at; ranks without an entry, or with a damaged one, are left out."""
+    """What each rank looked at, by optimizer; ranks without an entry, or with a damaged one, are left out."""
     if UPDATES.name not in view.shared:
         view.shared[UPDATES.name] = _audits(view)
     found: list[Audit] = view.shared[UPDATES.name]
@@ -227,14 +227,16 @@ def _audits(view: RunView) -> list[Audit]:
         entry: dict[str, Any] = view.meta(rank).laws.get(UPDATES.name, {})
         try:
             names, dtypes = [str(n) for n in entry["rows"]], [str(d) for d in entry["dtypes"]]
-            since, kind = int(entry.get("since", 0)), str(entry["kind"])
-        except (KeyError, TypeError, ValueError):
+            since, kinds = int(entry.get("since", 0)), {str(n): str(kind) for n, kind in entry["kinds"].items()}
+            of = np.array([int(number) for number in entry["optimizers"]], np.int64)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+            continue
+        if not len(names) == len(dtypes) == len(of):
             continue
         records = view.law(UPDATES, rank)
-        if len(names) != len(dtypes):
-            continue
         good = (records["step"] >= since) & (records["row"] < len(names)) & (records["count"] <= WINDOW)
         records = records[good]
-        if len(records):
-            found.append(Audit(rank, kind, names, dtypes, records))
+        for number in np.unique(of[records["row"]]).tolist():
+            mine = records[of[records["row"]] == number]
+            found.append(Audit(rank, kinds.get(str(number), ""), names, dtypes, mine))
     return found

@@ -76,14 +76,15 @@ def _moments(known: list[Audit]) -> Iterator[Finding]:
     """Moments that no gradient explains, now and then on some ranks only."""
     bad: dict[tuple[int, str], set[int]] = defaultdict(set)
     good: dict[tuple[int, str], set[int]] = defaultdict(set)
-    seldom = {}
+    seldom: dict[int, bool] = {}
     for audit in known:
         wrong = audit.state_wrong.any(axis=1) & audit.moved
-        seldom[audit.rank] = len(audit) - wrong.sum() >= LEAST_LOOKS and wrong.mean() <= SELDOM
+        few = len(audit) - wrong.sum() >= LEAST_LOOKS and wrong.mean() <= SELDOM
+        seldom[audit.rank] = few and seldom.get(audit.rank, True)
         for n, step in enumerate(audit.records["step"].tolist()):
             (bad if wrong[n] else good)[step, audit.name(n)].add(audit.rank)
     for (step, name), ranks in sorted(bad.items()):
-        alone = len(known) == 1 or good.get((step, name))
+        alone = len({audit.rank for audit in known}) == 1 or good.get((step, name))
         struck = [rank for rank in ranks if seldom[rank]]
         if struck and alone:
             yield Finding(

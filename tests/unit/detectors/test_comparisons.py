@@ -61,11 +61,22 @@ def test_nothing_is_off_where_all_is_known(tmp_path: Path):
     assert reasons(run_of(tmp_path, [layout(r, [0, 1], kind="ddp") for r in (0, 1)])) == []
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("", [("updates", "arithmetic not known")]), ("adam", [])])
-def test_an_optimizer_whose_arithmetic_is_not_known(tmp_path: Path, kind: str, expected: list[tuple[str, str]]):
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ({"0": ""}, [("updates", "arithmetic not known")]),
+        ({"0": "sgd", "1": ""}, [("updates", "arithmetic not known")]),
+        ({"0": "adam"}, []),
+        ({"0": "adam", "1": "sgd"}, []),
+        ({"first": ""}, []),  # not ours
+    ],
+)
+def test_an_optimizer_whose_arithmetic_is_not_known(
+    tmp_path: Path, kinds: dict[str, str], expected: list[tuple[str, str]]
+):
     run = run_of(tmp_path, [layout(r, [0, 1], kind="ddp") for r in (0, 1)])
     for rank in run.ranks:
-        rank.meta("law", name="updates", since=0, kind=kind, rows=["a"], dtypes=["float32"])
+        rank.meta("law", name="updates", since=0, kinds=kinds, optimizers=[0], rows=["a"], dtypes=["float32"])
     assert reasons(run) == expected
 
 

@@ -334,7 +334,15 @@ def copied(tmp_path: Path, change: Callable[[int, np.ndarray], object], world: i
     run = FakeRun(tmp_path / "all", world)
     for rank in run.ranks:
         rank.parameters(*(Parameter(name, (WINDOW,), "float32", "copies:3:x") for name in audit.names))
-        rank.meta("law", name="updates", since=0, kind="adam", rows=audit.names, dtypes=audit.dtypes)
+        rank.meta(
+            "law",
+            name="updates",
+            since=0,
+            kinds={"0": "adam"},
+            optimizers=[0] * len(audit.names),
+            rows=audit.names,
+            dtypes=audit.dtypes,
+        )
         records = audit.records.copy()
         change(rank.number, records)
         ring = rank.recorder.law(UPDATES)

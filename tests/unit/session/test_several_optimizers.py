@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from dtobs.detectors.silent.audit import audits
+from dtobs.detectors.silent.state_changed_at_rest import state_changed_at_rest
+from dtobs.detectors.silent.update_mismatch import update_mismatch
 from dtobs.recording.view import RunView, load_run
 from dtobs.session import Session
 from tests.unit.session.conftest import make_model, train
@@ -283,3 +286,43 @@ def test_an_optimizer_that_is_given_its_gradients_counts_steps(attach: Attach):
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
     assert len(steps_of(session)) == TURNS - 1, "the first one begins with the end of an update"
+
+
+def each(step: int) -> tuple[int, ...]:
+    """Both optimizers step in each step."""
+    return (0, 1)
+
+
+def seldom(step: int) -> tuple[int, ...]:
+    """The first optimizer steps in every third step."""
+    return (0, 1) if step % 3 == 0 else (1,)
+
+
+@pytest.mark.parametrize("turn", [each, seldom])
+@pytest.mark.parametrize("struck", [None, 0, 1])
+def test_what_each_optimizer_trains_is_audited(
+    attach: Attach, turn: Callable[[int], tuple[int, ...]], struck: int | None
+):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizers = [
+        torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9),
+        torch.optim.Adam(model[1].parameters(), 1e-3),
+    ]
+    with attach(model, optimizers, probes={"updates": "all"}) as session:
+        session.policy(at_rest="same")
+        for step in range(24):
+            model(torch.randn(4, 8)).square().mean().backward()
+            for number in turn(step):
+                optimizers[number].step()
+            model.zero_grad()
+            if step == 12 and struck is not None:
+                with torch.no_grad():
+                    model[struck].weight += 0.5
+    view = load_run(session.run_dir)
+    kinds = {audit.kind: {audit.name(n) for n in range(len(audit))} for audit in audits(view)}
+    assert kinds == {"sgd": {"0.weight", "0.bias"}, "adam": {"1.weight", "1.bias"}}
+    assert [f.code for f in update_mismatch(view)] == []
+    changed = state_changed_at_rest(view)
+    assert len(changed) == (0 if struck is None else 1)
+    assert all(f"{struck}.weight" in finding.summary for finding in changed)
