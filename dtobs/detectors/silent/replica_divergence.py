@@ -7,7 +7,8 @@ met again once are averaged now and then on purpose: they may go their own ways 
 ``session.policy(average_every=)`` says). Copies between which no gradient travels while they differ may be in the
 first such period (local SGD, DiLoCo): nothing is wrong with that, and `detectors.comparisons` says it as a fact, after
 `FIRST_PERIOD` steps. One tensor of one copy that differed in a single look, and never before or after, is no
-averaging: something overwrote what was then sent anew.
+averaging: something overwrote what was then sent anew. Where ranks that called collectives equally often did not do so
+any more just before the copies parted, that is told with it: they took different ways through the model.
 
 Why it hurts: from then on the ranks average gradients of different models. Nothing raises, the loss still falls.
 """
@@ -31,6 +32,13 @@ FIRST_PERIOD = 16
 """Steps that copies may be apart, with no gradient between them, before it is said."""
 LEAST_TOGETHER = 4
 """Looks in which tensors moved alike while others were apart."""
+MOST_SIDES = 4
+OTHER_WAY = (
+    "Look for a branch that not all ranks take: layers left out by a generator with a seed of its own, a skipped"
+    " batch, a condition on the rank's own data."
+)
+LEAST_SAME_CALLS = 3
+"""Steps with as many collectives on all ranks, before one that has not."""
 LEAST_EQUAL = 8
 """Looks in which all copies were equal, before one in which they were not is odd."""
 
@@ -193,6 +201,25 @@ def _between(copies: ReplicaSet, when: int, step: int) -> bool:
     return (int(copies.steps[when - 1]) if when else -1) < step <= int(copies.steps[when])
 
 
+def _calls_apart(view: RunView, copies: ReplicaSet, when: int) -> tuple[int, dict[int, int]] | None:
+    """The step before look `when` in which ranks called collectives unequally often for the first time, and how often.
+
+    None where they did not, or where that was not new.
+    """
+    last = int(copies.steps[when])
+    histories = [view.rank_steps(rank) for rank in copies.ranks]
+    steps = set.intersection(*(set(history["step"].tolist()) for history in histories))
+    calls: dict[int, list[int]] = {step: [] for step in sorted(steps) if step <= last}
+    for history in histories:
+        for step, made in history[["step", "collectives"]].tolist():
+            if step in calls:
+                calls[step].append(made)
+    first = next((step for step, made in calls.items() if len(set(made)) > 1), None)
+    if first is None or not _between(copies, when, first) or sum(step < first for step in calls) < LEAST_SAME_CALLS:
+        return None
+    return first, dict(zip(copies.ranks, calls[first], strict=True))
+
+
 def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Finding:
     differs = copies.differs
     apart: npt.NDArray[np.bool_] = np.any(differs, axis=1)
@@ -226,6 +253,11 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         summary = f"{ranks_do(odd, 'differ')} from {ranks_text(others)} in {name}{more}, first seen {since}"
     else:
         summary = f"{ranks_text(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
+    calls = None if left_out else _calls_apart(view, copies, when)
+    if calls is not None:
+        sides = {made: [rank for rank, n in calls[1].items() if n == made] for made in sorted(set(calls[1].values()))}
+        said = ", ".join(f"{made} of {ranks_text(ranks)}" for made, ranks in list(sides.items())[:MOST_SIDES])
+        summary += f"; step {calls[0]} is the first with unequal numbers of collective calls ({said})"
     return Finding(
         "replica-divergence",
         summary,
@@ -243,6 +275,6 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
                 "last_equal_step": int(copies.steps[when - 1]) if when else None,
             },
         ),
-        next_step=NEXT_STEP if left_out else "",
+        next_step=NEXT_STEP if left_out else OTHER_WAY if calls is not None else "",
         since_ns=int(copies.times_ns[:, when].max()),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,32 @@ def test_of_two_copies_none_is_accused_alone(tmp_path: Path):
     found = only(diverging(tmp_path, 2, odd=1))
     assert (found.ranks, found.confidence) == ((0, 1), Confidence.CERTAIN)
     assert "which of them is wrong cannot be told" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        (lambda number, step: 6 if number and step == 6 else 8, True),
+        (lambda number, step: 8, False),
+        (lambda number, step: 6 if number else 8, False),  # always
+        (lambda number, step: 6 if number and step >= 4 else 8, False),  # long before they parted
+        (lambda number, step: 6 if number and step == 7 else 8, False),  # later
+    ],
+)
+def test_copies_that_part_where_ranks_call_unequally_often(
+    tmp_path: Path, calls: Callable[[int, int], int], told: bool
+):
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*PARAMETERS).digests(1, 2, 3, step=-1)
+        for step in range(10):
+            wrong = number * (step >= 6)
+            rank.step(params_digest=99 + step + 50 * wrong, collectives=calls(number, step))
+            rank.digests(10 + step, 20 + step + 50 * wrong, 30 + step)
+    found = only(run)
+    said = "; step 6 is the first with unequal numbers of collective calls (6 of rank 1, 8 of rank 0)"
+    assert found.summary.endswith(said) == told
+    assert found.next_step.startswith("Look for a branch that not all ranks take") == told
 
 
 @pytest.mark.parametrize(("counts", "left_out"), [({9: 2}, True), ({9: 3}, True), ({}, False), ({9: 2, 10: 2}, False)])
