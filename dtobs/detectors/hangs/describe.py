@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtobs.detectors.hangs.situation import Absence, Situation, constructing
+from dtobs.detectors.hangs.situation import Absence, Situation, constructing, working_thread
 from dtobs.host.stacks import Frame, ThreadStack
 from dtobs.words import duration_text, ranks_do, ranks_text
 
@@ -110,13 +110,17 @@ def where(situation: Situation, rank: int) -> str:
 
 
 def waits_there(situation: Situation, rank: int) -> str:
-    """The end of a clause about where `rank` is: ", where it waits for its child process 71 (sleep 9)"; or "".
+    """The end of a clause about where `rank` is: ", where it waits for its child process 71 (sleep 9)", or for a thread
+    of its own; or "".
 
     Only of a rank whose stack was seen at the same moment, and which has not moved since.
     """
     capture = situation.view.capture
     if capture is None or situation.main_stack(rank) is None:
         return ""
+    thread = working_thread(situation.view, rank)
+    if thread is not None:
+        return f", where it waits for a thread of its own, which is at {thread.user_frame}"
     waits_for = capture.ranks[rank].waits_for
     return f", where it waits for {waits_for}" if waits_for else ""
 

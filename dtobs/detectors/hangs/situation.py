@@ -337,10 +337,30 @@ def _wait_begin_ns(view: RunView, rank: int) -> int:
 
 def communicating_thread(view: RunView, rank: int) -> ThreadStack | None:
     """The thread that communicates for the main one, which waits for it (an asynchronous checkpoint); None for none."""
+    return next((stack for stack in _handed_over_to(view, rank) if _in_communication(stack)), None)
+
+
+def working_thread(view: RunView, rank: int) -> ThreadStack | None:
+    """The only thread that is in the user's own code, and not idle, while the main one waits for one; else None."""
+    busy = [
+        stack
+        for stack in _handed_over_to(view, rank)
+        if any(not frame.in_library for frame in stack.frames) and not _idle(stack)
+    ]
+    return busy[0] if len(busy) == 1 else None
+
+
+def _handed_over_to(view: RunView, rank: int) -> list[ThreadStack]:
+    """The threads beside the main one where that waits for one of them."""
     main = view.rank(rank).stack
-    if main is None or not main.frames or not main.frames[0].file.endswith(_HANDING_OVER):
-        return None
-    return next((s for s in view.rank(rank).stacks if s is not main and _in_communication(s)), None)
+    if main is None or not _idle(main):
+        return []
+    return [stack for stack in view.rank(rank).stacks if stack is not main]
+
+
+def _idle(stack: ThreadStack) -> bool:
+    """Whether it waits for another thread, as a worker does for its next task."""
+    return bool(stack.frames) and stack.frames[0].file.endswith(_HANDING_OVER)
 
 
 def _in_communication(stack: ThreadStack | None) -> bool:

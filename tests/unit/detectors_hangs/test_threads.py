@@ -78,6 +78,25 @@ def test_without_the_call_nobody_else_is_accused_and_the_wait_is_said(training, 
         assert "it waits for a thread of its own, which is in gather_object" in finding.summary
     else:
         assert finding.confidence == "likely"
+        assert "at /home/me/train.py:22 in main, where it waits for a thread of its own, which is at" in finding.summary
+        assert "/home/me/upload.py:4 in put" in finding.summary
+
+
+@pytest.mark.parametrize(
+    "threads",
+    [
+        stack("/usr/lib/python3.11/queue.py:171 get", "/home/me/upload.py:4 put"),  # idle
+        stack("/x/site-packages/tqdm/_monitor.py:60 run"),  # nobody's of this program
+        stack("/home/me/a.py:4 put") + stack("/home/me/b.py:4 put"),  # which of them it waits for is not known
+    ],
+)
+def test_a_thread_that_is_idle_or_one_of_several_is_not_told(training, threads):
+    run = training(2)
+    _trained(run, 5)
+    run.rank(1).phase("backward").collective(wait=True)
+    (finding,) = found(captured(run.view(later=75), rank_0=threads + MAIN, rank_1=IN_BACKWARD)).values()
+    assert (finding.code, finding.ranks) == ("rank-not-joined", (0,))
+    assert "a thread of its own" not in finding.summary
 
 
 def test_a_save_that_all_have_joined_accuses_nobody_of_it(training):
