@@ -45,6 +45,10 @@ class Blocked:
     site: int = 0
 
 
+_NEEDS_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+"""Collectives that no rank completes before all have called them."""
+
+
 class Calls:
     """All calls that are still in the rings (and the last one of each page).
 
@@ -78,6 +82,20 @@ class Calls:
         """Members of `group` that recorded and have not issued `seq`, as far as their recording can be trusted."""
         known = set(self._view.ranks) - self.unreliable
         return [r for r in self.members(group) if r in known and self.issued(r, group) < seq]
+
+    def left_open(self, rank: int, last: Blocked) -> bool:
+        """Whether the main thread of `rank` waited in a call that is never complete before all members have made it.
+
+        The source of a broadcast need not wait for anybody, and who never asks for a result does not.
+        """
+        call = self.call(rank, last.group, last.seq)
+        if call is None or not self.behind(last.group, last.seq):
+            return False
+        events = self._view.events(rank)
+        events = events[(events["group"] == last.group) & (events["seq"] == last.seq)]
+        threads = events["thread"][events["kind"] == Kind.COLLECTIVE].tolist()
+        waited = threads == [int(self._view.page(rank)["pid"])] and bool((events["kind"] == Kind.WAIT_BEGIN).any())
+        return waited and self.op(rank, int(call["op"])).op.startswith(_NEEDS_ALL)
 
     def missed_aside(self, rank: int) -> Blocked | None:
         """The oldest call that a thread beside `rank`'s main one made last in a group and members have not made."""

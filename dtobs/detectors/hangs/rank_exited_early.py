@@ -1,14 +1,15 @@
 """``rank-exited-early``: a rank finished normally while its peers still train.
 
 Why it hurts: the peers wait for a collective that will never be joined, or lose the connection. The evidence: the rank
-closed its session or exited with code 0, and its last sequence number is behind what its peers wait in.
+closed its session or exited with code 0, and its last sequence number is behind what its peers wait in, or waited in
+before they ended normally as well.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence
+from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence, waits_in
 from dtobs.detectors.hangs.endings import End
 from dtobs.detectors.hangs.situation import LEFT, Absence, Situation, Told
 from dtobs.findings import Confidence, Finding
@@ -20,6 +21,10 @@ _SKIPPED_NEXT = (
     "Look at what makes this rank skip a batch (an error that is handled, `continue`): from there on its peers average"
     " their gradients with those of another batch."
 )
+_HANDLED_NEXT = (
+    "Look at the output of this rank for an error that it handled, and end with another exit code than 0 after one: who"
+    " starts the job takes it for complete."
+)
 _LEFT_NEXT = "Look at what made this rank leave (sys.exit, an error it handled) while its peers went on."
 
 
@@ -27,7 +32,12 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for all ranks that left their peers waiting."""
     lost = any(e.kind is End.PEER_LOST for e in situation.endings.values())
     gone = [a for a in situation.absences if situation.endings[a.rank].kind in LEFT and a.rank in left]
-    return situation.told([_finding(situation, gone)] if gone and (situation.stuck or lost) else [])
+    return situation.told([_finding(situation, gone)] if gone and (situation.stuck or lost or _over(situation)) else [])
+
+
+def _over(situation: Situation) -> bool:
+    """Whether the peers that waited ended normally as well: they handled what the call that could not end raised."""
+    return all(ending.kind in LEFT for ending in situation.endings.values())
 
 
 def _finding(situation: Situation, gone: list[Absence]) -> Finding:
@@ -48,7 +58,7 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
             *({"what": "end", "rank": r, "how": situation.endings[r].kind.value} for r in ranks[:8]),
             *waiting_evidence(situation, first),
         ),
-        next_step=_SKIPPED_NEXT if skipped else _LEFT_NEXT if situation.endings[first.rank].exit_code else "",
+        next_step=_next_step(situation, first.rank, skipped),
         since_ns=first.since_ns,
     )
 
@@ -71,7 +81,19 @@ def _skipped(view: RunView, rank: int, peer: int) -> str:
     )
 
 
+def _next_step(situation: Situation, rank: int, skipped: str) -> str:
+    if skipped:
+        return _SKIPPED_NEXT
+    if _over(situation):
+        return _HANDLED_NEXT
+    return _LEFT_NEXT if situation.endings[rank].exit_code else ""
+
+
 def _peers(situation: Situation, absence: Absence, count: int) -> str:
+    if _over(situation):
+        call = waits_in(situation, absence.waiting[0]).removeprefix("in ")
+        waited = ranks_text(absence.waiting, 4)
+        return f"without {call}, which {waited} waited in and then ended normally as well: an error was handled there"
     lost = [rank for rank in absence.waiting if situation.endings[rank].kind is End.PEER_LOST]
     if absence.group or not lost:
         return f"while {waiters(situation, absence)}"

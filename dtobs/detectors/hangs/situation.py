@@ -227,6 +227,7 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
     standing = set(stalled.ranks) if stalled is not None else set()  # of a run that was ended, as it was seen last
     if stalled is not None and all_told(ended):
         standing |= {rank for rank in view.ranks if ended[rank].told}
+    all_left = all(e.kind in LEFT for e in ended.values()) and not any(c.lost for c in view.contacts.values())
     for rank in view.ranks:
         page = view.page(rank)
         last = Blocked(int(page["collective_group"]), int(page["collective_seq"]))
@@ -236,7 +237,8 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
             aside = calls.missed_aside(rank) if last.seq and not calls.behind(last.group, last.seq) else None
             found[rank] = aside or last
         elif ended[rank].over and rank not in standing:
-            continue
+            if all_left and calls.left_open(rank, last):
+                found[rank] = last
         elif int(page["wait_since_ns"]):
             opened = calls.open_waits.get(rank)
             found[rank] = opened if opened is not None and opened.group else last
