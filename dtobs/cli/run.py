@@ -25,7 +25,7 @@ from threading import Thread
 
 from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
-from dtobs.errors import DependencyMissing, RecordingDisabled, TargetError, UsageError
+from dtobs.errors import DependencyMissing, DtobsError, RecordingDisabled, TargetError, UsageError
 from dtobs.expectations import EXPECTATIONS
 from dtobs.findings import Severity, Trait
 from dtobs.integrations.launch import UNSEEN, Command, environment
@@ -95,12 +95,23 @@ def run(args: argparse.Namespace) -> int:
             values = {**environment(os.environ, root, args.name, args.hang_timeout), UNSEEN: str(unseen)}
             code = _train(Command(words, values), root, args)
             spawned = len(set(unseen.read_text().split())) if unseen.exists() else 0
-        _conclude(None if recorded and _recordings(root) == recorded else root, words, code, spawned)
+        records = not recorded or _recordings(root) != recorded
+        if records:
+            _note_exit(RunDirectory(root), code)
+        _conclude(root if records else None, words, code, spawned)
     finally:
         with contextlib.suppress(OSError):  # where nothing was recorded they are empty
             for made in new:
                 made.rmdir()
     return code
+
+
+def _note_exit(run: RunDirectory, code: int) -> None:
+    """Keep how the command ended: where it failed and no rank recorded why, it is all there is."""
+    with contextlib.suppress(TargetError, RecordingDisabled):
+        info = run.read_run()
+        if info and info.get("exit_code", 0) != code:
+            run.write_run(info | {"exit_code": code})
 
 
 def _train(command: Command, root: Path, args: argparse.Namespace) -> int:
@@ -158,7 +169,7 @@ def _watch_rendezvous(root: Path) -> None:
         try:
             note_living(root)
             found = rendezvous_incomplete.find(load_run(root))
-        except TargetError:  # nobody has started yet
+        except (DtobsError, OSError):  # nobody has started yet, or the folder is being changed
             continue
         if found and not said:
             _say(f"{found[0].code}: {found[0].summary}")
@@ -185,7 +196,8 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> N
         met = root is None or not read_arrivals(root)  # ranks of several record from their process group on
         why = "its ranks had no process group yet" if not met else "no process built a torch optimizer"
         why = "no rank built a torch optimizer" if spawned else why
-        _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else why))
+        failed = f"; the command ended with exit code {code}: its output may say why" if code else ""
+        _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else why) + failed)
         if code and met and Path(words[0]).name.startswith("python") and "RANK" not in os.environ:
             _say("a distributed script needs a launcher: dtobs run -- torchrun --nproc-per-node 2 train.py")
         return
@@ -202,7 +214,7 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> N
     if diagnosis.verdict is None and not stood:
         _say("nothing found")
     for note in diagnosis.notes:
-        if note.startswith("interrupted after") or " left with exit code " in note:
+        if note.startswith("interrupted after") or " exit code " in note:
             _say(note)
     if diagnosis.verdict is not None or stood:
         _say(f"read more with: dtobs diagnose {root}")

@@ -25,7 +25,7 @@ from dtobs.host.stacks import in_library
 from dtobs.recording.arrivals import read_arrivals
 from dtobs.recording.journal import Entry
 from dtobs.recording.rank import END_SIGNALS
-from dtobs.recording.rundir import total_steps
+from dtobs.recording.rundir import command_failed, total_steps
 from dtobs.recording.summary import summarise
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text, ranks_do, ranks_text
@@ -61,6 +61,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if len(view.pages) and not caused and (ended := _ended_from_outside(view)):
         notes.append(ended)
     notes += _left_by_themselves(view) if len(view.pages) and not ordered else []
+    if not ordered and not any(ending.told for ending in endings(view).values()):
+        notes += _failed(view)
     notes += _unwatched(view)
     notes += spent.lines() if spent is not None and spent.settled else []
     notes += [off.text for off in comparisons_off(view)] if len(view.pages) else []
@@ -344,6 +346,13 @@ def _left_by_themselves(view: RunView) -> list[str]:
         ways.setdefault(ending.left_by, []).append(rank)
     told = all_told(ended) or any(not e.over for e in ended.values())
     return [] if told else [f"{ranks_text(ranks)} {way}" for way, ranks in list(ways.items())[:_MAX_PAST] if way]
+
+
+def _failed(view: RunView) -> list[str]:
+    """That the command which started the ranks has failed, where nothing says why."""
+    code = command_failed(view.info)
+    said = f"the command ended with exit code {code}, and nothing that was recorded says why: its output may"
+    return [said] if code else []
 
 
 def _past(entry: Entry) -> str:

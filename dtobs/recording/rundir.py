@@ -185,6 +185,12 @@ def setting(info: Mapping[str, Any], *path: str) -> float | None:
     return float(value) if good else None
 
 
+def command_failed(info: Mapping[str, Any]) -> int:
+    """The exit code of the command that `dtobs run` observed; 0 where it was 0, or is not known."""
+    code = info.get("exit_code")
+    return code if isinstance(code, int) and 0 < code < 1 << 16 else 0
+
+
 def total_steps(info: Mapping[str, Any]) -> int | None:
     """How many steps the run is to take, where run.json says it."""
     said = setting(info, "run", "steps")

@@ -18,6 +18,7 @@ import pytest
 from dtobs.cli import main
 from dtobs.diagnose import gather, holds_logs
 from dtobs.errors import TargetError
+from dtobs.recording.rundir import RunDirectory
 from dtobs.testing.fake_run import FakeRun
 from dtobs.testing.layout import JobLayout
 from dtobs.testing.synthetic_dumps import SimulatedJob, write_dumps
@@ -203,3 +204,19 @@ def test_a_command_that_records_nothing_is_not_told_what_another_job_recorded(tm
     said = capfd.readouterr().err
     assert "dtobs: nothing was recorded: no process built a torch optimizer" in said
     assert "nothing found" not in said
+
+
+@pytest.mark.parametrize(("code", "noted"), [(3, True), (0, False)])
+def test_a_command_that_fails_without_a_reason_on_record_is_told(tmp_path: Path, capfd: Any, code: int, noted: bool):
+    root = tmp_path / "run"
+    recorded = FakeRun(tmp_path / "made", 2, live=False).steps(3)
+    for rank in recorded.ranks:
+        rank.close()
+    script = f"cp -r '{recorded.view().root}/.' '{root}'; exit {code}"
+    assert main(["run", "--run-dir", str(root), "--", "sh", "-c", script]) == code
+    text = f"the command ended with exit code {code}, and nothing that was recorded says why"
+    assert (text in capfd.readouterr().err) == noted
+    assert main(["diagnose", str(root)]) == 0
+    assert (text in " ".join(capfd.readouterr().out.split())) == noted
+    assert main(["run", "--run-dir", str(root), "--", "false"]) == 1  # records nothing, and says nothing of that run
+    assert RunDirectory(root).read_run().get("exit_code", 0) == code
