@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.events import Phase
@@ -72,8 +73,13 @@ class Forward(Probe):
 
 
 def _shape(model: torch.nn.Module) -> tuple[int, ...]:
-    """What sharding a model changes: its parameters, and how many of its modules are sharded."""
-    return (*map(id, model.parameters()), sum(map(is_fsdp, model.modules())))
+    """What wrapping or sharding a model changes: how many parameters it has, and of them and its modules are sharded.
+
+    Not which parameters: others stand in for them during a call (``torch.func.functional_call``), and in a sharded
+    model whenever its shards are together.
+    """
+    parameters, sharded = list(model.parameters()), sum(map(is_fsdp, model.modules()))
+    return len(parameters), sharded, 0 if sharded else sum(isinstance(p, DTensor) for p in parameters)
 
 
 def compiler_is_there() -> bool:

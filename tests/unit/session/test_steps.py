@@ -339,3 +339,21 @@ def test_training_in_a_thread_of_its_own_is_seen(attach: Attach):
         thread.start()
         thread.join()
     assert steps_of(session)["step"].tolist() == [1, 2, 3]
+
+
+def test_a_first_call_by_function_is_no_other_model(attach: Attach):
+    """What stands in for the parameters during a call, batched or not, is not what the model is made of."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stacked = {name: torch.stack([p.detach()] * 3).requires_grad_() for name, p in model.named_parameters()}
+    with attach(model, optimizer) as session:
+        many = torch.vmap(torch.func.functional_call, in_dims=(None, 0, None))(model, stacked, torch.ones(2, 4))
+        for _ in range(3):
+            (model(torch.ones(2, 4)).sum() + many.sum().detach()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    view = load_run(session.run_dir)
+    assert view.pages["probe_failures"].tolist() == [0]
+    assert [p.name for p in view.meta(0).params] == ["weight", "bias"]
+    digests = view.digests(0)["digest"]
+    assert len({bytes(look) for look in digests}) == len(digests)  # the model's own parameters, which move
