@@ -10,6 +10,7 @@ from dtobs.detectors.performance.window import Times
 
 EXPLAINS = 0.4
 LIKE = 0.7
+OFF_PROCESSOR = "off-processor"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _off_the_processor(times: Times, member: int, excess: float) -> Cause | None
             longer,
         )
     return Cause(
-        "off-processor",
+        OFF_PROCESSOR,
         "its training thread is off the processor: it sleeps, reads or writes, or waits for another thread",
         "Look for files, sleeps and locks in its loop: `dtobs profile RUN --steps 3` shows the lines.",
         longer,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dtobs.detectors.peers import data_groups, rows_of
-from dtobs.detectors.performance.cause import Cause, cause_of
+from dtobs.detectors.performance.cause import OFF_PROCESSOR, Cause, cause_of
 from dtobs.detectors.performance.devices import device_cause
 from dtobs.detectors.performance.lines import SlowLine, line_of
 from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
@@ -109,11 +109,13 @@ def _finding(slow: list[_Slow]) -> Finding:
 
 
 def _next_step(slowest: _Slow) -> str:
-    if slowest.cause is not None:
-        return slowest.cause.next_step
-    if slowest.line is None:
+    cause, line = slowest.cause, slowest.line
+    if cause is not None and (line is None or cause.name != OFF_PROCESSOR):
+        return cause.next_step
+    if line is None:
         return ""
-    return f"Look at what {slowest.line.where} does on rank {slowest.rank}, and whether it has to be done in each step."
+    does = "waits for: a file, a sleep, a lock or another thread" if cause is not None else "does"
+    return f"Look at what {line.where} {does} on rank {slowest.rank}, and whether it has to be done in each step."
 
 
 def _slow(times: Times) -> list[int]:

@@ -52,6 +52,17 @@ class TestTheSentence:
         (line,) = [e for e in found.evidence if e["what"] == "line"]
         assert (line["line"], line["share"], line["peers_share"], line["looks"]) == (AUDIT, 0.75, 0.0, 48)
 
+    def test_a_rank_that_waits_is_told_to_look_at_what_it_waits_for(self, tmp_path: Path):
+        def change(rank: int, step: int) -> dict[str, float]:
+            cores = {"on_core_ns": 0.05e9, "cpu_ns": 0.05e9}
+            return cores | ({"other": 0.4} if rank == 1 else {"exposed": 0.43})
+
+        run = noisy_run(tmp_path, 3, 40, change)
+        assert "shows the lines" in straggler(run).next_step
+        looked(run, 1, BUSY)
+        looked(run, 0, USUAL)
+        assert "/me/audit.py:3 in norms waits for: a file, a sleep" in straggler(run).next_step
+
     @pytest.mark.parametrize(
         ("own", "peer"),
         [
