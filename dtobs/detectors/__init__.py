@@ -72,9 +72,13 @@ def is_over(view: RunView, finding: Finding, found_ns: int, found: Sequence[Find
     """
     if finding.traits & Trait.HANG:
         return moved_on(view, found_ns)
-    if finding.code == "throughput-drop":
-        return any(other.code == finding.code for other in found) or not lasts(view, finding)
-    return True
+    if finding.code != "throughput-drop" or any(other.code == finding.code for other in found):
+        return True
+    try:
+        return not lasts(view, finding)
+    except Exception as error:  # noqa: BLE001 - as above
+        view.damaged.append(f"{lasts.__module__} failed: {type(error).__name__}: {error}")
+        return True
 
 
 def _meant(view: RunView, finding: Finding) -> bool:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
+
+import torch
 
 from dtobs.host.stacks import in_library
 from dtobs.recording.lines import LOOKS, Lines, LinesRequest, counted
 
 _MOST_FRAMES = 256
-_FRAMEWORK = ("/torch/", "/dtobs/probes/", "/dtobs/session/", "/dtobs/recording/", "/dtobs/integrations/")
+_TORCH = f"{Path(torch.__file__).parent}/"
+_FRAMEWORK = ("/dtobs/probes/", "/dtobs/session/", "/dtobs/recording/", "/dtobs/integrations/")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
@@ -59,6 +63,6 @@ def told_lines(frame: FrameType | None) -> list[str]:
 
 
 def _is_told(file: str) -> bool:
-    if any(part in file for part in _FRAMEWORK):
+    if file.startswith(_TORCH) or any(part in file for part in _FRAMEWORK):
         return False
     return any(part in file for part in _INSTALLED) or not in_library(file)

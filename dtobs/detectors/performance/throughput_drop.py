@@ -89,11 +89,12 @@ def lasts(view: RunView, finding: Finding) -> bool:
     """Whether the run is still as slow as a finding of this code says, however long ago it fell."""
     times = step_times(view, list(range(len(view.ranks))), last=2 * LEAST_STEPS)
     levels = next((e for e in finding.evidence if e.get("what") == LEVELS), None)
-    if times is None or levels is None:
+    before = levels.get("before") if levels is not None else None
+    if times is None or levels is None or not isinstance(before, int | float):
         return False
     unit, work = _work(times)
     rate = np.median(work / np.maximum(np.median(times.wall, axis=0), 1e-9))
-    return unit == levels.get("unit") and bool(rate <= FALL * float(levels["before"]))
+    return unit == levels.get("unit") and bool(rate <= FALL * before)
 
 
 def _newest(view: RunView) -> Times | None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dtobs.findings import Confidence, Finding
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.lines import AskForLines
-from dtobs.probes.lines import StackLooks
+from dtobs.probes.lines import StackLooks, told_lines
 from dtobs.recording.lines import LOOKS, LinesRequest, ask_for_lines, counted, lines_path, read_lines_request
 from dtobs.recording.rundir import RunDirectory
 from dtobs.testing.fake_run import FakeRun
@@ -144,6 +145,21 @@ def test_looks_find_the_line_at_which_a_thread_is():
     assert Path(at.where.partition(":")[0]).name == "test_lines.py"
     assert not [line for line in found.lines if "threading.py" in line.where]
     assert threading.current_thread() is threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("/me/torch/train.py", True),  # a folder of that name is not torch
+        ("/x/site-packages/transformers/trainer.py", True),
+        (f"{Path(torch.__file__).parent}/nn/modules/linear.py", False),
+        ("/usr/lib/python3.12/selectors.py", False),
+    ],
+)
+def test_lines_of_torch_and_of_python_are_left_out(file: str, told: bool):
+    names: dict[str, Any] = {"told_lines": told_lines}
+    exec(compile("import sys\nfound = told_lines(sys._getframe())", file, "exec"), names)
+    assert (names["found"][:1] == [f"{file}:2 in <module>"]) == told
 
 
 def test_looks_end_when_they_are_stopped():

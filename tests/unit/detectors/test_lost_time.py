@@ -350,6 +350,8 @@ class TestThroughputDrop:
         assert findings(later) == []
         assert not is_over(later.view(), found, 0, [])
         assert is_over(later.view(), found, 0, [replace(found, ranks=(1,))])
+        torn = replace(found, evidence=({"what": "work a second", "unit": "steps", "before": "fast"},))
+        assert is_over(later.view(), torn, 0, [])
         change = after(60, 0.4)
         back = noisy_run(tmp_path / "back", 2, 700, lambda r, step: (slow(0.5) if step > 600 else change)(r, step))
         assert is_over(back.view(), found, 0, [])
