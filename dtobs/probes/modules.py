@@ -182,7 +182,7 @@ class OptimizerSteps(Probe):
             self._follow(number, optimizer, others=others)
         if others:
             names = [type(optimizer).__name__ for optimizer in optimizers.values()]
-            self.context.recorder.meta.add("process", optimizers=names[:MOST_NAMED], optimizer_count=len(names))
+            self.context.recorder.meta.add("process", optimizers=names[:MOST_NAMED])
 
     def backward_begin(self, tensors: Any) -> None:
         """Hook in anew where a compiler has turned up since; torch is calling no hook of an optimizer now."""

@@ -37,8 +37,8 @@ OTHER_WAY = (
     "Look for a branch that not all ranks take: layers left out by a generator with a seed of its own, a skipped"
     " batch, a condition on the rank's own data."
 )
-LEAST_SAME_CALLS = 3
-"""Steps with as many collectives on all ranks, before one that has not."""
+LAST_CALLS, LEAST_SAME_CALLS = 64, 3
+"""So many steps before the copies parted are looked at; of these so many have as many collectives on all ranks."""
 LEAST_EQUAL = 8
 """Looks in which all copies were equal, before one in which they were not is odd."""
 
@@ -207,17 +207,16 @@ def _calls_apart(view: RunView, copies: ReplicaSet, when: int) -> tuple[int, dic
     None where they did not, or where that was not new.
     """
     last = int(copies.steps[when])
-    histories = [view.rank_steps(rank) for rank in copies.ranks]
-    steps = set.intersection(*(set(history["step"].tolist()) for history in histories))
-    calls: dict[int, list[int]] = {step: [] for step in sorted(steps) if step <= last}
-    for history in histories:
-        for step, made in history[["step", "collectives"]].tolist():
-            if step in calls:
-                calls[step].append(made)
-    first = next((step for step, made in calls.items() if len(set(made)) > 1), None)
+    histories = {rank: view.rank_steps(rank) for rank in copies.ranks}
+    steps = set.intersection(*(set(history["step"].tolist()) for history in histories.values()))
+    calls: dict[int, dict[int, int]] = {step: {} for step in sorted(s for s in steps if s <= last)[-LAST_CALLS:]}
+    for rank, history in histories.items():
+        for step, made in history[np.isin(history["step"], list(calls))][["step", "collectives"]].tolist():
+            calls[step][rank] = made  # of a step that was done again, the later one
+    first = next((step for step, made in calls.items() if len(set(made.values())) > 1), None)
     if first is None or not _between(copies, when, first) or sum(step < first for step in calls) < LEAST_SAME_CALLS:
         return None
-    return first, dict(zip(copies.ranks, calls[first], strict=True))
+    return first, calls[first]
 
 
 def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Finding:
