@@ -6,6 +6,7 @@ case that they are not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -130,7 +131,16 @@ def lead(launch: Launch, options: Options, words: Sequence[str]) -> Report:
         Reporter(board, evidence, options, children.died).wait()
         report = finish(evidence, options, time.monotonic() - began)
         board.post("verdict", 0, verdict(report))
+        await_readers(board, launch.nodes)
     return report
+
+
+def await_readers(board: Meeting, nodes: int, seconds: float = _LEAVE_SECONDS) -> None:
+    """Wait until the nodes that came have read the verdict: the board ends with node 0's process."""
+    deadline = time.monotonic() + seconds
+    for node in range(1, nodes):
+        if board.read("node", node) is not None:
+            board.wait("heard", node, deadline - time.monotonic())
 
 
 def follow(launch: Launch, options: Options, words: Sequence[str]) -> tuple[int, list[str]]:
@@ -143,6 +153,8 @@ def follow(launch: Launch, options: Options, words: Sequence[str]) -> tuple[int,
             while time.monotonic() < deadline:
                 note = board.wait("verdict", 0, 0.5)
                 if note is not None:
+                    with contextlib.suppress(*GONE):  # node 0 did not wait for us, and we have what it said
+                        board.post("heard", launch.node, True)
                     return int(note["exit_code"]), [str(line) for line in note["lines"]]
                 for rank, how in children.died().items():
                     if board.read("done", rank) is None and board.read("error", rank) is None:

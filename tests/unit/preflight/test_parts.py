@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from itertools import combinations
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 
 from dtobs.errors import ServiceError, UsageError
 from dtobs.host.address import address_towards
-from dtobs.preflight import board, disk, hosts, links, machine, reach
+from dtobs.preflight import board, disk, hosts, launch, links, machine, reach
 from dtobs.preflight.blame import corrupting, to_measure_again
 from dtobs.preflight.collectives import contribution
 from dtobs.preflight.environment import RULES, Setting, differences
@@ -228,3 +230,20 @@ def test_whom_a_host_connects_to():
 def test_a_rendezvous_that_is_not_there(address: str, text: str):
     with pytest.raises(ServiceError, match=text):
         board.join(address, 1, 0.0)
+
+
+def test_node_0_stays_until_the_nodes_that_came_have_read_its_verdict():
+    kept = board.keep("127.0.0.1", 0)
+    meeting = board.Meeting(kept)
+    for node in (1, 2):
+        meeting.post("node", node, f"host{node}")  # node 3 never came
+    meeting.post("heard", 2, True)
+    late = board.Meeting(board.join("127.0.0.1", kept.port, 5.0))
+    began = time.monotonic()
+    reader = threading.Timer(0.4, late.post, ("heard", 1, True))
+    reader.start()
+    launch.await_readers(meeting, 4, seconds=30.0)
+    reader.join()
+    assert 0.4 <= time.monotonic() - began < 30.0
+    meeting.post("node", 3, "stopped")
+    launch.await_readers(meeting, 4, seconds=0.1)  # one that is stopped holds nobody up
