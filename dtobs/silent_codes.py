@@ -259,6 +259,14 @@ ROWS: tuple[Row, ...] = (
         "Make room, or save to another place; look for what the failed save left behind before you resume from it.",
     ),
     (
+        "recomputation-mismatch",
+        "silent",
+        Severity.WARNING,
+        "A backward computes other activations than the forward had",
+        "Let checkpoint() preserve the generators' state, draw random numbers in the region from torch's default "
+        "generators only, and change nothing that the region reads between forward and backward.",
+    ),
+    (
         "checkpoint-race",
         "silent",
         Severity.CRITICAL,

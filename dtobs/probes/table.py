@@ -58,6 +58,7 @@ PROBES = (
     ProbeEntry("kept gradients", "kept_gradients:KeptGradients"),
     ProbeEntry("loss weights", "loss_weights:LossWeightProbe"),
     ProbeEntry("forward values", "forward_values:ForwardValues"),
+    ProbeEntry("recomputation", "recomputation:RecomputationProbe"),
     ProbeEntry("joins", "joins:Joins", needs=(DISTRIBUTED,)),
     ProbeEntry("following", "following:Following"),
     ProbeEntry("forward", "modules:Forward"),

@@ -189,6 +189,19 @@ class ForwardEnd:
     place: int
 
 
+@dataclass(frozen=True)
+class Recomputed:
+    """A region that a backward computed again with other values than its forward had.
+
+    `difference` is a root mean square over that of what there was; `preserved`: the generators' state was to be kept.
+    """
+
+    step: int
+    region: str
+    difference: float
+    preserved: bool
+
+
 @dataclass
 class Meta:
     """All entries of one rank, by type."""
@@ -214,6 +227,7 @@ class Meta:
     kept: list[tuple[int, str]] = field(default_factory=list)  #: step and parameter of gradients that nobody zeroed
     nonfinite: dict[str, tuple[int, int]] = field(default_factory=dict)  #: by where a NaN was seen: first step, row
     forward: dict[int, ForwardEnd] = field(default_factory=dict)  #: by step, of forward passes that ended in a NaN
+    recomputed: list[Recomputed] = field(default_factory=list)  #: in order
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
     lines: Lines | None = None  #: at which lines of code it was, when the monitor asked last
     damaged: int = 0  #: lines that could not be understood
@@ -298,6 +312,8 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
                 not (known := meta.forward.get(end.step)) or not known.finite
             ):  # of several stages the one where it arose
                 meta.forward[end.step] = end
+        case "recomputed":
+            meta.recomputed.append(decode(Recomputed, e))
         case "unobserved":
             said = {name: decode(str, e[name]) for name in ("what", "why")}
             meta.unobserved.append({**said, "step": decode(int, e["step"])})

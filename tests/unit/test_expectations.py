@@ -29,6 +29,7 @@ NEVER = dict.fromkeys((code.name for code in CATALOGUE.values() if code.family =
     "fp16-underflow": "a scale that protects nothing, or gradients that are mostly zero",
     "fp8-saturation": "numbers beyond the format, step after step",
     "data-mismatch": "parts of one product of different samples; inputs that are split on purpose are told apart",
+    "recomputation-mismatch": "gradients of a forward pass that made no loss",
     "checkpoint-corrupt": "a checkpoint is for being read",
     "checkpoint-failed": "as above",
     "checkpoint-race": "several ranks at the same place of one file; ranges of their own are told apart",

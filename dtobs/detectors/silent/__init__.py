@@ -28,6 +28,7 @@ from dtobs.detectors.silent.loss_nonfinite import loss_nonfinite
 from dtobs.detectors.silent.loss_weights import loss_weights
 from dtobs.detectors.silent.optimizer_stale import optimizer_stale
 from dtobs.detectors.silent.own_models import own_models
+from dtobs.detectors.silent.recomputation_mismatch import recomputation_mismatch
 from dtobs.detectors.silent.replica_divergence import replica_divergence
 from dtobs.detectors.silent.resume_mismatch import resume_mismatch
 from dtobs.detectors.silent.rng_not_restored import rng_not_restored
@@ -54,6 +55,7 @@ DETECTORS: tuple[Detector, ...] = (
     gradients_kept,
     gradients_lost,
     clipped_scaled,
+    recomputation_mismatch,
     optimizer_stale,
     update_mismatch,
     state_changed_at_rest,
