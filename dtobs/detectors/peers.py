@@ -53,6 +53,11 @@ def tensor_groups(view: RunView) -> list[list[int]]:
     return [ranks for ranks in together.values() if len(ranks) > 1]
 
 
+def dealt_to(view: RunView, rank: int) -> int:
+    """Ranks to which a sampler deals what `rank` reads a share of; 0 where none does."""
+    return max((each["replicas"] for each in view.meta(rank).passes), default=0)
+
+
 @dataclass(frozen=True)
 class _Known:
     """The groups of the view's ranks for the lists that their layouts hold; `RunView.memo` is of one set of ranks."""

@@ -65,8 +65,7 @@ class RecomputationProbe(Probe):
         if self.context.model is None:
             return
         self._rotation = Rotation(1)
-        frame = _FRAME and _FRAME(None, True, None, None)
-        if _WITHOUT_MODES is not None and all(hasattr(frame, field) for field in _FIELDS):
+        if _WITHOUT_MODES is not None and _frames_are_known():
             self.around(_FRAME, "__init__", self._begin, self._chosen)
             self.around(_FRAME, "check_recomputed_tensors_match", self._again, _nothing)
         chosen = self.guard(self._reentrant)
@@ -205,6 +204,15 @@ class RecomputationProbe(Probe):
             return next((name for name, module in self.context.model.named_modules() if module is owner), "")
         code = getattr(getattr(function, "func", function), "__code__", None)
         return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+def _frames_are_known() -> bool:
+    """Whether this torch's frames are made and have the fields as here."""
+    try:
+        frame = _FRAME(None, True, None, None)
+    except TypeError:  # another torch's, or none
+        return False
+    return all(hasattr(frame, field) for field in _FIELDS)
 
 
 def _nothing(_: object) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups, outliers, rows_of, tensor_groups
+from dtobs.detectors.peers import data_groups, dealt_to, outliers, rows_of, tensor_groups
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
@@ -95,9 +95,8 @@ def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> st
     if equal.sum() >= LEAST_STEPS:
         return f"in {int(equal.sum())} others it was the same"
     for rank in ranks:
-        meta = view.meta(rank)
-        dealt = max((each["replicas"] for each in meta.passes), default=0)
-        replicas = len(meta.layout.get("data_ranks") or ())
+        dealt = dealt_to(view, rank)
+        replicas = len(view.meta(rank).layout.get("data_ranks") or ())
         if dealt > max(1, replicas) and replicas:
             return f"the sampler deals to {dealt} ranks, and there are {count(replicas, 'replica')} of the model"
     read = [np.unique(stream.digests) for stream in streams(view, ranks)]

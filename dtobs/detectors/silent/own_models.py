@@ -1,11 +1,12 @@
 """gradients-not-synchronized: ranks that began alike and work together, but each trains a model of its own.
 
 What it does: looks at ranks of which nothing says who holds copies. They hold the same tensors, began with the same
-values, train with the same settings and call collectives in nearly every step; and since the first step all that moves
-differs between all of them, and in no step as much travelled between them as a gradient has. It is only possible that
-this is a mistake: models may be kept apart on purpose, and averaged later than after `FIRST_PERIOD` steps. Ranks that
-call nothing, send each other messages (a pipeline) or began differently (an ensemble) are left alone. The same is asked
-of single tensors of a model whose others are sharded or averaged, where nothing is exchanged as experts do.
+values, train with the same settings, and call collectives in nearly every step or have their samples dealt to them by
+a DistributedSampler; and since the first step all that moves differs between all of them, and in no step as much
+travelled between them as a gradient has. It is only possible that this is a mistake: models may be kept apart on
+purpose, and averaged later than after `FIRST_PERIOD` steps. Ranks that have nothing in common, send each other messages
+(a pipeline), read the same samples or began differently (an ensemble) are left alone. The same is asked of single
+tensors of a model whose others are sharded or averaged, where nothing is exchanged as experts do.
 
 Why it hurts: nobody averages the gradients, so each model learns from its own rank's samples only.
 """
@@ -19,18 +20,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dtobs.detectors.peers import dealt_to
 from dtobs.detectors.silent.averaged_in_parts import averaged_in_parts
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.learned_copies import LEARNED, learned_keys
 from dtobs.detectors.silent.replica_divergence import FIRST_PERIOD
-from dtobs.events import Kind
+from dtobs.events import Kind, RankState
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
 
 MOST_RANKS = 256
+LONG = 1024
+"""Steps without a call, after which models are averaged by nobody: rounds of local training are shorter."""
 MOST_LEFT_OUT = 0.25
 """The share of a model's elements that is likely to have been forgotten."""
+_ALONE = "copies:1:"
+"""Under DDP whose process group is of one rank: `probes.layout.replica_key`."""
 _EXCHANGES = ("all_to_all", "alltoall")
 
 
@@ -67,7 +73,8 @@ def _left_out(view: RunView, rank: int, learned: Mapping[tuple[int, int], str]) 
     def is_left(row: int) -> bool:
         key = learned.get((rank, row), "")
         # Beside shards, one that is alike on some ranks only is what each of those made of the same samples.
-        return not meta.params[row].replica and (not key or (sharded and not key.startswith(everywhere)))
+        nowhere = not meta.params[row].replica or meta.params[row].replica.startswith(_ALONE)
+        return nowhere and (not key or (sharded and not key.startswith(everywhere)))
 
     rows = tuple(filter(is_left, range(len(meta.params))))
     if not rows or meta.pipeline or len(history) < 2 or "digest" not in (history.dtype.names or ()):
@@ -97,7 +104,7 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
     apart = moves.any() and ((some[1:] != some[:-1]).all() if left.everything else (some[0] != some[-1]).all())
     if not apart or settings != settings[:1] * len(ranks):
         return None
-    if not all(_calls(view, rank, set(ranks), left.everything) for rank in ranks):
+    if not all(_works_together(view, rank, set(ranks), left.everything) for rank in ranks) or _read_alike(view, ranks):
         return None
     step, moving = int(min(common)) + 1, int(moves.sum())
     if left.everything:
@@ -106,6 +113,8 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
             f" ({count(moving, 'tensor')}) differs since step {step}, and no call between them was as large as a"
             " gradient"
         )
+        dealt = dealt_to(view, ranks[0])
+        text += f"; a DistributedSampler deals their samples to {dealt} ranks" if dealt > 1 else ""
     else:
         first = left.tensors[int(moves.argmax())][0]
         more = f" and {count(moving - 1, 'other tensor')}" if moving > 1 else ""
@@ -125,20 +134,39 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
     )
 
 
-def _calls(view: RunView, rank: int, ranks: set[int], everything: bool) -> bool:
-    """Whether a rank calls collectives in most steps, none as large as a gradient, and sends nothing.
+def _read_alike(view: RunView, ranks: list[int]) -> bool:
+    """Whether `ranks` read the same samples in most steps, as those do that hold parts of one model."""
+    read = [
+        {int(s): int(d) for s, d in view.rank_steps(rank)[["step", "input_digest"]].tolist() if d} for rank in ranks
+    ]
+    common = set.intersection(*(set(each) for each in read))
+    return sum(len({each[step] for each in read}) == 1 for step in common) > 0.5 * len(common) > 0
 
-    Where that is not `everything` it would be part of a larger call; there, tokens must not be sent to experts.
+
+def _works_together(view: RunView, rank: int, ranks: set[int], everything: bool) -> bool:
+    """Whether nothing as large as a gradient is sent between `ranks`, and something says that they work together.
+
+    That is: they call collectives in most steps. Or, once the training is over or long under way, a sampler deals the
+    samples to them, or each is wrapped in DDP. Where that is not `everything` a gradient would be part of a larger
+    call; there, tokens must not be sent to experts.
     """
     meta, steps, events = view.meta(rank), view.rank_steps(rank), view.events(rank)
-    if not len(steps) or not np.median(steps["collectives"]) > 0 or (events["kind"] == Kind.P2P).any():
+    if not len(steps) or (events["kind"] == Kind.P2P).any():
         return False
     if not everything:
-        return not any(op.op.startswith(_EXCHANGES) for op in meta.ops.values())
-    wanted = sum(math.prod(p.shape) for p in meta.params)  # a fourth of it in FP32: it may be compressed
+        return bool(np.median(steps["collectives"]) > 0) and not any(
+            op.op.startswith(_EXCHANGES) for op in meta.ops.values()
+        )
     calls = events[events["kind"] == Kind.COLLECTIVE]
     among = [number for number, group in meta.groups.items() if ranks <= set(group.ranks)]
     bytes_by_step: Counter[int] = Counter()
     for step, size in calls[np.isin(calls["group"], among)][["step", "value"]].tolist():
         bytes_by_step[step] += size
-    return max(bytes_by_step.values(), default=0) < wanted
+    wanted = sum(math.prod(p.shape) for p in meta.params)  # a fourth of it in FP32: it may be compressed
+    if max(bytes_by_step.values(), default=0) >= wanted:
+        return False
+    if len(bytes_by_step) > 0.5 * len(np.unique(events["step"])):
+        return True
+    page = view.page(rank)
+    over = int(page["state"]) == RankState.CLOSED or int(page["steps_done"]) >= LONG
+    return over and (dealt_to(view, rank) >= len(ranks) or all(p.replica.startswith(_ALONE) for p in meta.params))

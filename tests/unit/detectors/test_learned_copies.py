@@ -82,6 +82,35 @@ def test_ranks_that_began_alike_and_train_models_of_their_own(
 
 
 @pytest.mark.parametrize(
+    ("dealt", "replica", "inputs", "over", "found"),
+    [
+        (2, "", "own", True, True),  # who forgot the wrapper
+        (2, "", "own", False, False),  # a round of local training may not be over
+        (1, "", "own", True, False),  # jobs of one rank each
+        (1, "copies:1:{}", "own", True, True),  # DDP over a process group of one rank
+        (2, "copies:1:{}", "same", True, False),  # parts of one model
+    ],
+)
+def test_ranks_that_never_call_and_whose_samples_are_dealt_to_them(
+    tmp_path: Path, dealt: int, replica: str, inputs: str, over: bool, found: bool
+):
+    run = FakeRun(tmp_path, 2, layout=None)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(Parameter("w", (64, 64), "float32", replica.format(number)))
+        rank.meta("pass", step=0, sampler=True, shuffles=True, seed=0, epoch=0, replicas=dealt, samples=99)
+        rank.step(0).digests(7, step=-1)
+        for step in range(1, 30):
+            own = number if inputs == "own" else 0
+            rank.step(step, params_digest=1000 * number + step, input_digest=1 + 100 * step + own)
+            rank.digests(100 * step + number)
+        if over:
+            rank.close()
+    told = [f for f in findings(run) if f.code == "gradients-not-synchronized"]
+    assert [(f.ranks, f.severity, f.step) for f in told] == [((0, 1), "note", 0)] * found
+    assert all(("deals their samples to 2 ranks" in f.summary) == (dealt == 2) for f in told)
+
+
+@pytest.mark.parametrize(
     ("other", "op", "size", "found"),
     [
         (0, "reduce_scatter", 8, True),
