@@ -18,6 +18,7 @@ from dtobs.recording.view import RunView
 T = TypeVar("T", bound=Hashable)
 _MEMO = "data groups"
 _TENSOR = frozenset({"tensor", "tp", "tensor_parallel", "tensor-parallel"})
+_SEQUENCE = frozenset({"context", "cp", "context_parallel", "context-parallel", "sequence", "sp"})
 _STEPS_LOOKED_AT = 4
 """Steps from whose messages it is seen who sends first."""
 
@@ -35,7 +36,17 @@ def data_groups(view: RunView) -> list[list[int]]:
 
 
 def tensor_groups(view: RunView) -> list[list[int]]:
-    """Ranks at the same place along all but the tensor dimensions.
+    """Ranks at the same place along all but the tensor dimensions."""
+    return _beside(view, _TENSOR)
+
+
+def sequence_groups(view: RunView) -> list[list[int]]:
+    """Ranks at the same place along all dimensions but those over which sequences are split."""
+    return _beside(view, _SEQUENCE)
+
+
+def _beside(view: RunView, dimensions: frozenset[str]) -> list[list[int]]:
+    """Ranks at the same place along all but `dimensions`.
 
     Where two ranks are at the same place along all dimensions, the mesh is a part of the job's: its other dimensions
     are not known, and so neither are the replicas.
@@ -44,12 +55,12 @@ def tensor_groups(view: RunView) -> list[list[int]]:
     taken: set[tuple[tuple[str, int], ...]] = set()
     for rank in view.ranks:
         place = view.meta(rank).layout.get("coordinates") or {}
-        if _TENSOR.intersection(place):
+        if dimensions.intersection(place):
             whole = tuple(sorted((str(name), int(at)) for name, at in place.items()))
             if whole in taken:
                 return []
             taken.add(whole)
-            together[tuple(at for at in whole if at[0] not in _TENSOR)].append(rank)
+            together[tuple(at for at in whole if at[0] not in dimensions)].append(rank)
     return [ranks for ranks in together.values() if len(ranks) > 1]
 
 

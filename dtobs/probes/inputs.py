@@ -1,10 +1,14 @@
 """A digest of what each step was trained on: ranks that read the same data have equal ones.
 
-The input is what ``session.batch(...)`` is given; where nobody calls it, the arguments of the root module's forward.
+The input is what ``session.batch(...)`` is given; where nobody calls it, the arguments of the root module's forward, or
+the whole sequences that torch's ``context_parallel`` split before it: every rank of its mesh has to be given the same.
+
+Private torch: ``_context_parallel_buffers``, which is given them; tried with 2.13. Without it the parts are the input.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +26,10 @@ from dtobs.probes.modules import around_call, roots, trains
 
 MAX_BYTES = 1 << 20
 """Of a larger tensor (images, video) this much is read, spread evenly over its elements."""
+_SPLITS = tuple(
+    f"torch.distributed.tensor.experimental.{name}" for name in ("_context_parallel._attention", "_attention")
+)
+"""Modules that have it; one that was not imported splits nothing."""
 MOST_TENSORS, MOST_NESTED = 32, 3
 """Tensors of a micro-batch that are read, and how deep in containers they may lie."""
 
@@ -36,6 +44,8 @@ class InputProbe(Probe):
         self._told = False
         self._digests: list[int | torch.Tensor] = []
         self._elements = 0  # of the largest tensor of each micro-batch
+        self._whole: list[torch.Tensor] = []  # sequences that were split since the last forward
+        self._mesh: list[int] = []  # the ranks they were split over
 
     def install(self) -> None:
         """Watch the root module's arguments until `batch` is called for the first time."""
@@ -45,10 +55,17 @@ class InputProbe(Probe):
         root = roots(context.model)[0]
 
         def take(root: nn.Module, *args: Any, **kwargs: Any) -> None:
+            whole, self._whole = self._whole, []
             if not self._told and trains(root):
-                self._add(_tensors((*args, *(kwargs[k] for k in sorted(kwargs)))))
+                given = _tensors((*args, *(kwargs[k] for k in sorted(kwargs))))
+                self._elements += _largest(given)
+                self._add(whole or given)
 
         around_call(self, root, take, _ignore)
+        for name in _SPLITS:
+            if hasattr(splits := sys.modules.get(name), "_context_parallel_buffers"):
+                self.around(splits, "_context_parallel_buffers", self._split, _ignore)
+                break
 
     def remove(self) -> None:
         """Take the hook away."""
@@ -63,7 +80,9 @@ class InputProbe(Probe):
         """One micro-batch, by name."""
         if not self._told:
             self._told, self._digests, self._elements = True, [], 0
-        self._add(_tensors(tensors[name] for name in sorted(tensors)))
+        given = _tensors(tensors[name] for name in sorted(tensors))
+        self._elements += _largest(given)
+        self._add(given)
 
     def step_end(self) -> None:
         """Fold what the step read into one number."""
@@ -83,15 +102,32 @@ class InputProbe(Probe):
             lambda values: context.recorder.amend_step(step, input_digest=_fold(values.view(np.uint64))),
         )
 
+    def _split(self, mesh: Any, buffers: Any, *_args: Any, **_named: Any) -> None:
+        """Sequences are about to be split over `mesh`; what the model computed, or holds, is no input."""
+        if self._told or self.context.model is None:
+            return
+        held = {buffer.data_ptr() for buffer in self.context.model.buffers()}
+        given = [t for t in _tensors(buffers) if not t.requires_grad and t.data_ptr() not in held]
+        tokens = [t for t in given if not t.is_floating_point()]
+        self._whole = [t.clone() for t in tokens or given]  # what follows writes the parts into the same memory
+        ranks = mesh.mesh.flatten().tolist()
+        if self._whole and ranks != self._mesh:
+            self._mesh = ranks
+            self.context.recorder.meta.add("process", sequence_ranks=ranks)
+
     def _add(self, tensors: list[torch.Tensor]) -> None:
         if self.context.phase == Phase.VALIDATION:
             return
         for listen in self.context.on_inputs:
             listen(tensors)
-        self._elements += max((t.numel() for t in tensors), default=0)
         for tensor in tensors:
             held = _sample(local_tensor(tensor))
             self._digests.append(host_digest(held) if held.device.type == "cpu" else device_digest(held))
+
+
+def _largest(tensors: list[torch.Tensor]) -> int:
+    """Elements of the largest of `tensors`."""
+    return max((t.numel() for t in tensors), default=0)
 
 
 def _ignore(_: object) -> None:

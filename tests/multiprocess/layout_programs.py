@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -36,6 +37,33 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(self.norm(x_BTD)))
+
+
+def split_sequences(rank: int, world_size: int, run_dir: Path, own: bool) -> tuple[float, float]:
+    """Context parallel as torch does it: sequences are split in the loop. With `own`, each rank splits other ones.
+
+    Returns the elements that the last step's record tells, and those of this rank's part of a sequence.
+    """
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with dtobs.attach(model, optimizer, run_dir=run_dir, monitor=False) as session:
+        for step in range(24):
+            seed = 100 * step + (rank if own else 0)
+            tokens = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(seed))
+            angles = torch.linspace(0, 1, 32).repeat(4, 1)
+            with context_parallel(mesh, buffers=[tokens, angles], buffer_seq_dims=[1, 1]):
+                model(tokens).square().mean().backward()
+                part = tokens.numel()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad(), context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+                model(tokens)
+        session.close()
+    return float(load_run(run_dir).rank_steps(rank)["input_elements"][-1]), part
 
 
 def train_tensor_parallel(rank: int, world_size: int, run_dir: Path, nan: bool) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from tests.harness import run_ranks
 from tests.multiprocess.layout_programs import (
     describe_mesh,
     given_before_it_is_wrapped,
+    split_sequences,
     train_by_hand,
     train_tensor_parallel,
     wrap,
@@ -35,6 +36,18 @@ def test_data_ranks_follow_from_the_names_of_the_mesh(names, shape, data_ranks):
     (result,) = run_ranks(describe_mesh, 1, names, shape, init_pg=False)
     assert result.value["data_ranks"] == data_ranks
     assert result.value["stage"] == (1 if names[0] in ("pp", "pipeline") else 0)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_ranks_that_split_sequences_have_to_split_the_same(tmp_path: Path, own: bool):
+    for result in run_ranks(split_sequences, 2, tmp_path, own):
+        told, part = result.value
+        assert told == part
+    view = load_run(tmp_path)
+    assert [int(p["probe_failures"]) for p in view.pages] == [0, 0]
+    found = [f for f in run_detectors(view, ("silent",)) if f.code == "data-mismatch"]
+    assert [(f.ranks, f.step) for f in found] == [((0, 1), 1)] * own
+    assert all("each splits sequences of its own" in f.summary for f in found)
 
 
 @pytest.mark.parametrize("nan", [False, True])

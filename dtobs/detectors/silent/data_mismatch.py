@@ -1,10 +1,12 @@
-"""data-mismatch: tensor-parallel ranks of one replica read different data.
+"""data-mismatch: tensor-parallel or context-parallel ranks of one replica read different data.
 
 What it does: compares the digests of the inputs of each step between ranks that differ in their place along tensor
 dimensions of the mesh only, or whose copies of a model were alike (`learned_copies`) until they went apart. Their
 layers are parts of one model, so they must be given one batch, unless they split each sequence between them before the
 model sees it. So there must be a reason to know better: the inputs were equal before, or the ranks read each other's
-samples in other steps, or a DistributedSampler deals to more ranks than there are replicas of the model.
+samples in other steps, or a DistributedSampler deals to more ranks than there are replicas of the model. Ranks among
+which sequences are split have different inputs: of them the sampler is asked, unless they hand each other samples first
+(Ulysses' loaders do), and the whole sequences that torch's ``context_parallel`` was given are compared.
 
 Why it hurts: each computes its part of every product for another sample; the sums mean nothing, and nothing raises.
 """
@@ -17,9 +19,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups, dealt_to, outliers, rows_of, tensor_groups
+from dtobs.detectors.peers import data_groups, dealt_to, outliers, rows_of, sequence_groups, tensor_groups
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.detectors.silent.sample_ledger import streams
+from dtobs.events import Kind, Phase
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.step_window import StepWindow
 from dtobs.recording.view import RunView
@@ -37,15 +40,20 @@ def data_mismatch(view: RunView) -> list[Finding]:
     found = []
     window = view.steps(WINDOW)
     tensor = [(ranks, f"the tensor-parallel group of {ranks_text(ranks)}") for ranks in tensor_groups(view)]
-    for ranks, whole in [*tensor, *_of_one_model(view, window)]:
+    given_whole, parts = _sequences(view)
+    sequence = [(ranks, f"the context-parallel group of {ranks_text(ranks)}") for ranks in [*given_whole, *parts]]
+    for ranks, whole in [*tensor, *sequence, *_of_one_model(view, window)]:
         rows = rows_of(view, ranks)
         digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
         known = (digests != 0).all(axis=0)
         unequal = known & (digests != digests[:1]).any(axis=0)
         if unequal.sum() < LEAST_STEPS or unequal.sum() < 0.5 * known.sum():
             continue
-        reason = _reason(view, ranks, known & ~unequal)
-        apart = "" if reason else _apart(view, ranks)
+        if ranks in given_whole:
+            reason = "each splits sequences of its own, where the group has to split the same ones"
+        else:
+            reason = _reason(view, ranks, known & ~unequal) if ranks not in parts else _dealt_parts(view, ranks)
+        apart = "" if reason or ranks in parts else _apart(view, ranks)
         if not reason and not apart:
             continue
         last = int(np.flatnonzero(unequal)[-1])
@@ -94,17 +102,46 @@ def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> st
     """Why different inputs of these ranks cannot be parts of one batch; "" where they can."""
     if equal.sum() >= LEAST_STEPS:
         return f"in {int(equal.sum())} others it was the same"
-    for rank in ranks:
-        dealt = dealt_to(view, rank)
-        replicas = len(view.meta(rank).layout.get("data_ranks") or ())
-        if dealt > max(1, replicas) and replicas:
-            return f"the sampler deals to {dealt} ranks, and there are {count(replicas, 'replica')} of the model"
+    if dealt := _dealt(view, ranks):
+        return dealt
     read = [np.unique(stream.digests) for stream in streams(view, ranks)]
     if len(read) > 1 and min(len(samples) for samples in read) >= LEAST_SAMPLES:
         shared = np.isin(read[0], np.concatenate(read[1:])).mean()
         if shared >= LEAST_SHARED:
             return f"{shared:.0%} of the samples of rank {ranks[0]} are read by the others in other steps"
     return ""
+
+
+def _dealt(view: RunView, ranks: list[int]) -> str:
+    """That a sampler deals to more ranks than there are replicas of the model; "" where none does."""
+    for rank in ranks:
+        dealt, replicas = dealt_to(view, rank), len(view.meta(rank).layout.get("data_ranks") or ())
+        if dealt > max(1, replicas) and replicas:
+            return f"the sampler deals to {dealt} ranks, and there are {count(replicas, 'replica')} of the model"
+    return ""
+
+
+def _dealt_parts(view: RunView, ranks: list[int]) -> str:
+    """As `_dealt`, of ranks that get parts of sequences; "" where they may hand each other samples before a forward."""
+    for rank in ranks:
+        events, groups = view.events(rank), view.meta(rank).groups
+        among = [number for number, group in groups.items() if set(group.ranks) == set(ranks)]
+        outside = ~np.isin(events["phase"], (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+        if (outside & np.isin(events["group"], among) & np.isin(events["kind"], (Kind.COLLECTIVE, Kind.P2P))).any():
+            return ""
+    return _dealt(view, ranks)
+
+
+def _sequences(view: RunView) -> tuple[list[list[int]], list[list[int]]]:
+    """Groups of ranks among which sequences are split: those given the whole ones, and those given parts."""
+    whole: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in view.ranks:
+        mesh = view.meta(rank).process.get("sequence_ranks")
+        if isinstance(mesh, list) and rank in mesh:
+            whole[tuple(mesh)].append(rank)
+    given = [ranks for ranks in whole.values() if len(ranks) > 1]
+    known = {rank for ranks in given for rank in ranks}
+    return given, [ranks for ranks in sequence_groups(view) if not known.intersection(ranks)]
 
 
 def _apart(view: RunView, ranks: list[int]) -> str:

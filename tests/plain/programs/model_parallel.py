@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradient
 from torch.distributed.nn.functional import all_to_all_single as exchange
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -183,6 +184,32 @@ def context_by_hand(rank: int, world: int, watch: Watch) -> list[float]:
     first = flat.clone()
     dist.broadcast(first, 0)
     assert torch.equal(first, flat)
+    return losses
+
+
+@program(ranks=4)
+def context_by_torch(rank: int, world: int, watch: Watch) -> list[float]:
+    """Two replicas of two ranks, each of which splits the samples of its replica; torch's balance gives two pieces."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
+    replica = mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 20))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    watch(model, optimizer, mesh=mesh)
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.randint(20, (4, 17), generator=torch.Generator().manual_seed(100 * step + replica))
+        tokens[:, 1:] = (tokens[:, :1] + torch.arange(1, 17)) % 20
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        optimizer.zero_grad()
+        kept = {inputs, targets}
+        with context_parallel(mesh["cp"], buffers=[inputs, targets], buffer_seq_dims=[1, 1], no_restore_buffers=kept):
+            loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+        average_gradients(model.parameters(), world)
+        optimizer.step()
+        losses.append(loss.item())
+    assert_learned(losses)
     return losses
 
 

@@ -211,12 +211,15 @@ def replicas(
     names: tuple[str, str] = ("data", "tp"),
     dealt: int = 2,
     apart: int | None = None,
+    trade: bool = False,
 ) -> list[Finding]:
     """Two by two ranks: rank = 2 * data + tensor; a sampler deals to `dealt` ranks.
 
-    The copies of a norm on tensor ranks part in step `apart`; None: there is no such parameter.
+    The copies of a norm on tensor ranks part in step `apart`; None: there is no such parameter. With `trade`, the
+    tensor ranks hand each other something before each forward.
     """
     run = FakeRun(root, 4, layout=None)
+    pairs = [run.group(f"pair {n}", (2 * n, 2 * n + 1)) for n in range(2)]
     for rank in run.ranks:
         place = {name: at for name, at in zip(names, (rank.number // 2, rank.number % 2), strict=True) if name}
         rank.meta("layout", kind="dtensor", coordinates=place, data_ranks=[rank.number % 2, rank.number % 2 + 2])
@@ -224,6 +227,8 @@ def replicas(
         if apart is not None:
             rank.parameters(Parameter("norm", (8,), "float32", f"mesh:2:{rank.number // 2}")).digests(7, step=-1)
         for step in range(12):
+            if trade:
+                rank.collective("all_to_all", pairs[rank.number // 2])
             rank.step(None, input_digest=digest(rank.number, step))
             if apart is not None:
                 rank.digests(100 + step + (1000 * rank.number if step >= apart else 0))
@@ -256,6 +261,14 @@ def test_tensor_parallel_ranks_that_read_apart_are_found(tmp_path: Path):
     assert two[0].summary.endswith("the sampler deals to 4 ranks, and there are 2 replicas of the model")
 
 
+def test_ranks_that_split_sequences_are_asked_for_their_sampler_only(tmp_path: Path):
+    found = replicas(tmp_path / "dealt", own, names=("data", "cp"), dealt=4)
+    assert [f.ranks for f in found] == [(0, 1), (2, 3)]
+    assert found[0].summary.endswith("the sampler deals to 4 ranks, and there are 2 replicas of the model")
+    assert replicas(tmp_path / "parts", own, names=("data", "cp")) == []
+    assert replicas(tmp_path / "parts, some alike", no_longer_alike, names=("data", "cp"), apart=0) == []
+
+
 @pytest.mark.parametrize(("apart", "told"), [(0, [(0, 1), (2, 3)]), (6, []), (99, [])])
 def test_copies_that_part_at_once_are_a_reason_why_inputs_may_not_differ(
     tmp_path: Path, apart: int, told: list[tuple[int, ...]]
@@ -268,7 +281,7 @@ def test_copies_that_part_at_once_are_a_reason_why_inputs_may_not_differ(
 def test_what_may_be_a_batch_split_by_hand_is_quiet(tmp_path: Path):
     assert replicas(tmp_path / "a", alike, ("replicate", "tensor")) == []
     assert replicas(tmp_path / "b", own) == []  # each its part of the sequence, before the model sees it
-    assert replicas(tmp_path / "c", own, ("shard", "context"), dealt=4) == []
+    assert replicas(tmp_path / "c", own, ("shard", "context"), dealt=4, trade=True) == []
 
 
 def train(root: Path, loader: Any, seed: int | None, level: str = "all", epochs: int = 4) -> RunView:
