@@ -65,6 +65,27 @@ def loss_weights(view: RunView) -> list[Finding]:
     return found
 
 
+def divided_twice(view: RunView) -> list[str]:
+    """A sentence for each data group whose losses are divided by its ranks although gradients are averaged over them.
+
+    A fact and no finding: it may be the scale that a loop wants.
+    """
+    told = []
+    for ranks in data_groups(view):
+        steps = _steps(view, ranks)
+        sums = [weight for step in steps.values() for weight in _by_rank(step.total, step.backwards)]
+        factor = _factor(view, set(ranks))
+        if len(steps) < LEAST_STEPS or factor is None or factor > 1.5:
+            continue
+        if np.allclose(sums, 1.0 / len(ranks), rtol=EQUAL, atol=0):
+            told.append(
+                f"the losses of {ranks_text(ranks)} weigh 1/{len(ranks)} on each in every step looked at, as if divided"
+                f" by the number of ranks, and their gradients are averaged as well: what the optimizer gets is 1/"
+                f"{len(ranks)} of the mean's gradient"
+            )
+    return told
+
+
 def weights_of(view: RunView, ranks: list[int]) -> dict[int, tuple[float, float]]:
     """By rank, the weight of all its losses of a step together and how many tokens they count (medians over steps).
 

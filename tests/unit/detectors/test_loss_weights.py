@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtobs.detectors.silent.loss_weights import loss_weights
+from dtobs.detectors.silent.loss_weights import divided_twice, loss_weights
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import LOSS_WEIGHTS
 from dtobs.testing.fake_run import FakeRank, FakeRun
@@ -87,6 +87,19 @@ def test_a_gradient_that_is_divided_before_the_optimizer(tmp_path: Path):
 
     run = ledger_run(tmp_path, Case(2, 4, final=quarter, steps=3))
     assert loss_weights(keep(run, 4, full, each(1.0)).view()) == []
+
+
+@pytest.mark.parametrize(("weight", "summed", "told"), [(0.25, False, True), (0.25, True, False), (0.5, False, False)])
+def test_losses_divided_by_the_ranks_are_a_fact_where_gradients_are_averaged(
+    tmp_path: Path, weight: float, summed: bool, told: bool
+):
+    def added(case, step, name, rank, shares):
+        return case.world * mean(case, step, name, rank, shares)
+
+    run = ledger_run(tmp_path, Case(4, 2, steps=3, **({"final": added} if summed else {})))
+    view = keep(run, 2, full, each(weight / 2)).view()
+    notes = divided_twice(view)
+    assert [note.startswith("the losses of ranks 0-3 weigh 1/4 on each") for note in notes] == [True] * told
 
 
 @pytest.mark.parametrize(("world", "micros", "where"), [(1, 4, "micro-batches"), (2, 1, "ranks"), (2, 2, "ranks and")])
