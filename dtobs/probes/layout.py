@@ -259,6 +259,14 @@ def _walk(module: nn.Module, prefix: str, *, buffers: bool) -> Iterator[tuple[st
         yield from _walk(child, below, buffers=buffers)
 
 
+def module_name(model: nn.Module, module: nn.Module) -> str:
+    """The name of `module` in `model` without the wrappers around it; "" where it is not in it, or is all of it."""
+    found = next((name for name, each in model.named_modules() if each is module), "")
+    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        found = found.removeprefix("module").removeprefix(".")
+    return ".".join(part for part in found.split(".") if part not in _WRAPPERS)
+
+
 def _digest(ranks: Iterable[int]) -> str:
     return f"{identify(','.join(map(str, ranks))):08x}"
 

@@ -15,6 +15,8 @@ tried with 2.13. A version without them has only its regions with ``use_reentran
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -26,7 +28,7 @@ from torch.utils import checkpoint as private_torch
 
 from dtobs.probes import patches
 from dtobs.probes.base import Probe
-from dtobs.probes.layout import local_tensor
+from dtobs.probes.layout import local_tensor, module_name
 from dtobs.probes.rotation import Rotation, place
 
 TRIED = ("2.13.0",)
@@ -199,10 +201,14 @@ class RecomputationProbe(Probe):
 
     def _name(self, function: Any) -> str:
         """What a region runs: a module by its name in the model, else where its code is."""
-        owner = getattr(function, "__self__", function)
+        owner = None
+        while isinstance(function, functools.partial):  # of a method, perhaps, and the module given to it
+            owner = next((each for each in function.args if isinstance(each, torch.nn.Module)), owner)
+            function = function.func
+        owner = getattr(function, "__self__", function) if owner is None else owner
         if isinstance(owner, torch.nn.Module) and self.context.model is not None:
-            return next((name for name, module in self.context.model.named_modules() if module is owner), "")
-        code = getattr(getattr(function, "func", function), "__code__", None)
+            return module_name(self.context.model, owner)
+        code = getattr(inspect.unwrap(function), "__code__", None)
         return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 

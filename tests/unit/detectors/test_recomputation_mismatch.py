@@ -46,7 +46,7 @@ class Model(nn.Module):
         return out
 
 
-def kept(block: Block, x: Tensor, **options: bool) -> Tensor:
+def kept(block: Callable[[Tensor], Tensor], x: Tensor, **options: bool) -> Tensor:
     out: Tensor = checkpoint(block, x, **{"use_reentrant": False, **options})
     return out
 
@@ -58,7 +58,7 @@ def selective(block: Block, x: Tensor, **options: bool) -> Tensor:
 
 
 def nested(block: Block, x: Tensor) -> Tensor:
-    return kept(partial(kept, block), x)  # type: ignore[arg-type]
+    return kept(partial(kept, block), x)
 
 
 def not_at_all(block: Block, x: Tensor) -> Tensor:
@@ -110,6 +110,20 @@ def test_noise_of_a_generator_of_its_own(reentrant: bool, tmp_path: Path):
         block.noise = lambda x: x + torch.randn(x.shape, generator=own)
     (finding,) = found(train(model, tmp_path, micro_batches=2))
     assert finding.summary.endswith("in the forward, seen since step 1")
+
+
+NAMED: dict[str, Callable[[Block, Tensor], Tensor]] = {
+    "blocks.": lambda block, x: kept(partial(block.__call__), x, **FORGETS),
+    "blocks. ": lambda block, x: kept(partial(Block.forward, block), x, **FORGETS),  # as transformers does
+    f"<lambda> at {__file__}:": lambda block, x: kept(lambda given: block(given), x, **FORGETS),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_how_a_region_is_named(name: str, tmp_path: Path):
+    regions = {each.region for each in train(Model(NAMED[name]), tmp_path).meta(0).recomputed}
+    assert regions
+    assert all(region.startswith(name.strip()) for region in regions)
 
 
 def test_something_that_changes_with_each_run(tmp_path: Path):
