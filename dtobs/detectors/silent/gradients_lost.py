@@ -115,7 +115,8 @@ def _only_the_model_travels(view: RunView, rank: int, steps: int = 0) -> bool:
     meta, events, model = view.meta(rank), view.events(rank), _elements(view, rank)
     if not model or meta.pipeline or (events["kind"] == Kind.P2P).any():
         return False
-    calls = events[events["kind"] == Kind.COLLECTIVE]
+    alone = [number for number, group in meta.groups.items() if len(group.ranks) == 1]  # nothing travels there
+    calls = events[(events["kind"] == Kind.COLLECTIVE) & ~np.isin(events["group"], alone)]
     numbers, places = np.unique(calls["op"], return_inverse=True)
     ops = [meta.ops.get(number) for number in numbers.tolist()]
     if None in ops or not any(op.op == _BROADCAST for op in ops if op is not None):

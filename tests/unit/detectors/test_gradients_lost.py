@@ -27,9 +27,11 @@ def told(
     alike: bool = True,
     backward: bool = True,
     sends: bool = False,
+    alone: tuple[Op, ...] = (),
 ) -> list[Finding]:
-    """24 steps of two ranks that make `calls` in each; those of `idle` never step."""
+    """24 steps of two ranks that make `calls` in each; those of `idle` never step; `alone` are in groups of one."""
     run = FakeRun(root, 2, layout=None)
+    own = [run.group(f"own {rank}", (rank,)) for rank in range(2)]
     for number, rank in enumerate(run.ranks):
         rank.parameters(Parameter("a", (1024,), "float32"))
         for step in range(24):
@@ -42,6 +44,8 @@ def told(
                 rank.event(Kind.STEP_BEGIN)
             for call in calls:
                 rank.collective(call)
+            for call in alone:
+                rank.collective(call, own[number])
             if not idles:
                 fields: dict[str, Any] = {
                     "backward_ns": 5 * backward,
@@ -55,6 +59,11 @@ def test_only_the_model_travels(tmp_path: Path) -> None:
     (found,) = told(tmp_path, MODEL, METRIC)
     assert (found.code, found.ranks, found.severity) == ("gradients-not-synchronized", (0, 1), "note")
     assert found.summary.startswith("each of ranks 0 and 1 goes backward on samples of its own and is kept alike, but")
+
+
+def test_gradients_that_are_averaged_over_groups_of_one_rank(tmp_path: Path) -> None:
+    (found,) = told(tmp_path, MODEL, alone=(GRADIENT,))
+    assert (found.ranks, found.severity) == ((0, 1), "note")
 
 
 def test_a_rank_computes_for_nobody(tmp_path: Path) -> None:
