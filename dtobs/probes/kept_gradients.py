@@ -5,9 +5,10 @@ is looked at again: where it is the same before the first one, and was gone befo
 that zeroes late, before the last of several backwards (GANs, adversarial inputs), or changes what it keeps, keeps none.
 Nor does one whose optimizer holds master copies: no backward adds to their gradients, they are written anew.
 
-And gradients that nobody uses: until an optimizer has stepped for the first time, it is counted how often its
-``zero_grad`` throws away what a backward has made. A loop that updates parameters by itself changes them. Where other
-optimizers step meanwhile, more is needed: a loop may begin with the steps of one of them.
+And gradients that nobody uses: until an optimizer has stepped for the first time, it is counted how often what a
+backward has made is thrown away, by its ``zero_grad`` or in another way before the next backward. A loop that updates
+parameters by itself changes them. Where other optimizers step meanwhile, more is needed: a loop may begin with the
+steps of one of them.
 
 And clipping that comes too late or too early: after the step of the optimizer that holds what is clipped, and before
 any backward makes new gradients. Of loops that make gradients otherwise (``torch.autograd.grad``) nothing is said.
@@ -15,6 +16,7 @@ any backward makes new gradients. Of loops that make gradients otherwise (``torc
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from dataclasses import dataclass, field
@@ -29,8 +31,8 @@ ELEMENTS = 64
 IN_A_ROW = 4
 """Steps in a row in which it was kept, before it is written down."""
 UNUSED, UNUSED_BESIDE = 16, 40
-"""Times that an optimizer's gradients are thrown away before its first step, before it is written down: while none has
-stepped, and while another one steps.
+"""Times that an optimizer's gradients are thrown away before its first step, before it is written down: by itself while
+none has stepped, and otherwise, or while another one steps.
 """
 FEW = 8
 """Parameters that are looked at to see whether something else than an optimizer changes them."""
@@ -60,6 +62,7 @@ class _Idle:
     times: int = 0
     backwards: int = 0
     before: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=list)
+    made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  #: with gradients after the last backward
     said: str = ""  #: the field of the process in which it was written down
 
     def rests(self) -> bool:
@@ -115,16 +118,21 @@ class KeptGradients(Probe):
         if idle is None or idle.said or idle.backwards == self._backwards:
             return
         idle.backwards = self._backwards
-        context, beside = self.context, bool(self.context.progress.steps_seen)
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not trained or optimizer not in context.watched_optimizers().values():
-            return
+        if trained and optimizer in self.context.watched_optimizers().values():
+            self._thrown_away(optimizer, idle, trained, zeroed=True)
+
+    def _thrown_away(
+        self, optimizer: torch.optim.Optimizer, idle: _Idle, trained: list[torch.Tensor], *, zeroed: bool = False
+    ) -> None:
+        """The gradients of `trained` are; with `zeroed`, by the optimizer itself."""
+        context, beside = self.context, bool(self.context.progress.steps_seen)
         idle.times += 1
         if idle.times == 1:
             idle.before = [(weakref.ref(p), _values(p).clone()) for p in trained[:FEW]]
-        elif idle.times == UNUSED and not beside and idle.rests():
+        elif idle.times == (UNUSED if zeroed else UNUSED_BESIDE) and not beside and idle.rests():
             idle.said = "gradients_unused"
-            context.recorder.meta.add("process", gradients_unused=UNUSED)
+            context.recorder.meta.add("process", gradients_unused=idle.times)
         elif idle.times == UNUSED_BESIDE and beside and idle.rests() and _any(trained[:FEW]):
             idle.said = "optimizer_unused"
             named = {id(t.tensor): t.name for t in model_tensors(context.model)} if context.model is not None else {}
@@ -158,8 +166,29 @@ class KeptGradients(Probe):
                 self.context.recorder.meta.add("process", clipped_idly=[self.context.step, known.idle])
         known.backwards, known.idle, known.timely = self._backwards, None, False
 
+    def _look_for_thrown_away(self) -> None:
+        """Before any optimizer has stepped: whether what the last backward made is gone, without a ``zero_grad``."""
+        for optimizer in self.context.watched_optimizers().values():
+            idle = self._idle.get(id(optimizer))
+            if idle is None or idle.said or not idle.made or idle.backwards == self._backwards:
+                continue
+            idle.backwards = self._backwards
+            trained = [p for known in idle.made if (p := known()) is not None]
+            if all(p.grad is None or ((now := _beginning(p)) is not None and not now.any()) for p in trained):
+                self._thrown_away(optimizer, idle, trained)
+
+    def _remember_made(self) -> None:
+        """Before any optimizer has stepped: which parameters have gradients now."""
+        for optimizer in self.context.watched_optimizers().values():
+            idle = self._idle.setdefault(id(optimizer), _Idle())
+            if idle is not None and not idle.made:
+                trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+                idle.made = [weakref.ref(p) for p in itertools.islice(trained, FEW)]
+
     def backward_begin(self, tensors: object) -> None:
         """Look whether what the last step used is still there."""
+        if not self.context.progress.steps_seen:
+            self._look_for_thrown_away()
         for watched in self._watched.values():
             if watched.kept is False:
                 continue
@@ -173,6 +202,8 @@ class KeptGradients(Probe):
     def backward_end(self) -> None:
         """See whether the backward has added to what was kept."""
         self._backwards += 1
+        if not self.context.progress.steps_seen:
+            self._remember_made()
         for watched in self._watched.values():
             parameter = watched.parameter()
             now = _beginning(parameter) if watched.kept and parameter is not None else None

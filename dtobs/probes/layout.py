@@ -118,7 +118,10 @@ def replica_key(tensor: torch.Tensor, copies: tuple[int, ...] = ()) -> str:
         replicated = [p.is_replicate() for p in tensor.placements]
         number = math.prod(mesh.size(dim) for dim, copied in enumerate(replicated) if copied)
         shards = [f"{d}.{p}.{place[d]}" for d, p in enumerate(tensor.placements) if not replicated[d]]
-        where = f"mesh:{number}:{_digest(mesh.mesh.flatten().tolist())}/{'/'.join(shards)}"
+        ranks = mesh.mesh.flatten().tolist()
+        where = f"mesh:{number}:{_digest(ranks)}/{'/'.join(shards)}"
+        if len(ranks) == 1 and dist.get_world_size() > 1:
+            where = f"copies:1:{_digest(ranks)}"  # a mesh of one rank shards nothing
     if copies:
         return f"copies:{len(copies) * number}:{_digest(copies)}"
     if where:

@@ -7,8 +7,9 @@ left alone: what is frozen is frozen, unless an optimizer holds what parameters 
 anew. A rank whose optimizer never steps, while those of ranks that do the same work do, is told as well, unless it is
 sent what the others have made of the model. So is an optimizer that has never stepped although the gradients of
 `probes.kept_gradients.UNUSED` batches were computed and zeroed again (of `UNUSED_BESIDE` where other optimizers step
-meanwhile), and one that steps in a loop without any backward, where parameters rest. Of ranks that hold no copies, so
-that `replica_divergence` has nothing to compare, and of a pipeline's stages, each that left out a single step is named.
+meanwhile, or something else throws them away), and one that steps in a loop without any backward, where parameters
+rest. Of ranks that hold no copies, so that `replica_divergence` has nothing to compare, and of a pipeline's stages,
+each that left out a single step is named.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
 """

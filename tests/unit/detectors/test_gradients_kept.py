@@ -166,6 +166,40 @@ def test_gradients_that_no_optimizer_uses_until_one_steps(tmp_path: Path):
     assert said == [None] * 15 + [kept_gradients.UNUSED] * 6 + [0] * 9
 
 
+def one_by_one(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def by_the_model(model: nn.Module, step: int) -> None:
+    model.zero_grad(set_to_none=bool(step % 2))
+
+
+def by_hand(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+    one_by_one(model, step)
+
+
+def never_yet(model: nn.Module, step: int) -> None:
+    """One large batch of many micro-batches."""
+
+
+@pytest.mark.parametrize(("forget", "told"), [(one_by_one, 1), (by_the_model, 1), (by_hand, 0), (never_yet, 0)])
+def test_gradients_that_are_thrown_away_past_the_optimizer(
+    tmp_path: Path, forget: Callable[[nn.Module, int], None], told: int
+):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for step in range(kept_gradients.UNUSED_BESIDE + 2):
+            model(torch.randn(4, 3)).square().mean().backward()
+            forget(model, step)
+    found = [f for f in optimizer_stale(load_run(tmp_path)) if "never steps" in f.summary]
+    assert [f.ranks for f in found] == [(0,)] * told
+
+
 def test_one_rank_of_two(tmp_path: Path):
     run = FakeRun(tmp_path, 2).steps(6)
     run.rank(1).meta("kept", step=5, parameter="0.weight")
