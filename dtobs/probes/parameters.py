@@ -155,7 +155,9 @@ def _has_unknown_copies(named: Named, world_size: int) -> bool:
     """Whether nothing tells who holds copies of a parameter; the mesh of a shard may be only a part of the world."""
     tensor, key = named.tensor, named.row.replica
     return not key or (
-        isinstance(tensor, DTensor) and key.startswith("mesh:1:") and tensor.device_mesh.size() < world_size
+        isinstance(tensor, DTensor)
+        and key.startswith(("mesh:1:", "copies:1:"))
+        and tensor.device_mesh.size() < world_size
     )
 
 
