@@ -24,7 +24,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
     first = ranks.index(between_two[0])
     ranks = ranks[first:] + ranks[:first]
     waits = [f"rank {rank} waits {blocked_in(situation, rank)}" for rank in ranks[:_MAX_SHOWN]]
-    counts = _counts(situation, ranks[0], ranks[1 % len(ranks)])
+    counts = message_counts(situation, ranks[0], ranks[1 % len(ranks)])
     more = f", and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
     return situation.told(
         [
@@ -41,7 +41,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
     )
 
 
-def _counts(situation: Situation, rank: int, peer: int) -> Evidence:
+def message_counts(situation: Situation, rank: int, peer: int) -> Evidence:
     """How many messages the two have issued for each other, over all groups."""
     calls = situation.calls
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence, waits_in
 from dtobs.detectors.hangs.endings import End
+from dtobs.detectors.hangs.p2p_unmatched import message_counts
 from dtobs.detectors.hangs.situation import LEFT, Absence, Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -25,6 +26,7 @@ _HANDLED_NEXT = (
     "Look at the output of this rank for an error that it handled, and end with another exit code than 0 after one: who"
     " starts the job takes it for complete."
 )
+_OWES_NEXT = "Compare the sends and receives of the two ranks: in one step, one of them left out a message."
 _LEFT_NEXT = "Look at what made this rank leave (sys.exit, an error it handled) while its peers went on."
 
 
@@ -32,6 +34,8 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for all ranks that left their peers waiting."""
     lost = any(e.kind is End.PEER_LOST for e in situation.endings.values())
     gone = [a for a in situation.absences if situation.endings[a.rank].kind in LEFT and a.rank in left]
+    owing = {a.rank: said for a in gone if (said := _owes(situation, a))}
+    gone = [a for a in gone if a.rank in owing] or gone
     return situation.told([_finding(situation, gone)] if gone and (situation.stuck or lost or _over(situation)) else [])
 
 
@@ -40,16 +44,28 @@ def _over(situation: Situation) -> bool:
     return all(ending.kind in LEFT for ending in situation.endings.values())
 
 
+def _owes(situation: Situation, absence: Absence) -> str:
+    """How many messages the peers that lost the connection to this rank exchanged with it, where the two differ."""
+    for rank in absence.waiting if not absence.group else ():
+        counts = message_counts(situation, rank, absence.rank)
+        if situation.endings[rank].kind is End.PEER_LOST and counts["sent"] != counts["received"]:
+            return f": {counts['said']}"
+    return ""
+
+
 def _finding(situation: Situation, gone: list[Absence]) -> Finding:
     view = situation.view
     ranks = tuple(a.rank for a in gone)
     first = gone[0]
     done, others = (int(view.page(r)["steps_done"]) for r in (first.rank, first.waiting[0]))
-    steps = f" after {done} steps, of which its peers did {others}" if done != others else f" after {done} steps"
+    steps = f" after {done} steps" if done or others else ""
+    steps += f", of which its peers did {others}" if done != others else ""
     skipped = _skipped(view, first.rank, first.waiting[0]) if len(ranks) == 1 else ""
+    owes = _owes(situation, first)
     return Finding(
         "rank-exited-early",
-        f"{ranks_text(ranks)} {_how(situation, first.rank)}{steps}, {_peers(situation, first, len(ranks))}{skipped}",
+        f"{ranks_text(ranks)} {_how(situation, first.rank)}{steps}, {_peers(situation, first, len(ranks))}"
+        f"{owes}{skipped}",
         ranks,
         Confidence.CERTAIN,
         step=int(view.page(first.rank)["step"]),
@@ -58,7 +74,7 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
             *({"what": "end", "rank": r, "how": situation.endings[r].kind.value} for r in ranks[:8]),
             *waiting_evidence(situation, first),
         ),
-        next_step=_next_step(situation, first.rank, skipped),
+        next_step=_OWES_NEXT if owes else _next_step(situation, first.rank, skipped),
         since_ns=first.since_ns,
     )
 

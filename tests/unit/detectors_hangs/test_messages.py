@@ -16,6 +16,7 @@ from dtobs.testing.fake_run import FakeRank, FakeRun
 from dtobs.testing.layout import JobLayout
 from dtobs.testing.simulate import SimulatedFault
 from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
+from tests.unit.detectors_hangs.test_crashes import GLOO_CLOSED, fails, gone
 from tests.unit.detectors_hangs.trouble import captured, found
 
 
@@ -41,6 +42,22 @@ def test_a_receive_that_nobody_sends_for_names_both_and_the_counts(training):
     assert "while rank 0 waits in " in finding.summary
     assert finding.summary.endswith("rank 1 asked for 2 messages from rank 0, which sent 1")
     assert found(run.view(later=50)) == {}
+
+
+@pytest.mark.parametrize(("sent", "left"), [(2, (1,)), (3, (0, 1))])
+def test_who_left_out_a_message_that_is_missed_only_when_all_others_have_ended(tmp_path, sent, left):
+    run = FakeRun(tmp_path, 3)
+    for number, peer_sent in ((0, 3), (1, sent)):
+        for seq in range(1, 4):
+            message(run.rank(2), "recv", number, seq)
+        for seq in range(1, peer_sent + 1):
+            message(run.rank(number), "send", 2, seq)
+        run.rank(number).close()
+    fails(run.rank(2), "RuntimeError", GLOO_CLOSED)
+    (finding,) = found(run.view(later=1, processes={0: gone(0), 1: gone(0), 2: gone(1)})).values()
+    assert (finding.code, finding.ranks) == ("rank-exited-early", left)
+    assert finding.summary.endswith(": rank 2 asked for 3 messages from rank 1, which sent 2") == (left == (1,))
+    assert ("left out a message" in finding.next_step) == (left == (1,))
 
 
 def test_two_sends_that_wait_for_each_other(training):
