@@ -69,7 +69,7 @@ def in_library(frame: str) -> bool:
 def folded(stack: Iterable[str]) -> list[str]:
     """A stack with the user's own lines in full, and each run of library frames as one line that names its packages.
 
-    A stack without a line of the user's stays as it is.
+    Of a run of our own wrappers alone nothing is left. A stack without a line of the user's stays as it is.
     """
     frames = list(stack)
     if all(in_library(frame) for frame in frames):
@@ -77,6 +77,8 @@ def folded(stack: Iterable[str]) -> list[str]:
     lines: list[str] = []
     for library, run in groupby(frames, in_library):
         hidden = list(run)
+        if library and all(_package(frame) == "dtobs" for frame in hidden):
+            continue
         lines += [_fold(hidden)] if library and len(hidden) > 1 else hidden
     return lines
 
