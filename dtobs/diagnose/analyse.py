@@ -15,7 +15,7 @@ from dtobs.detectors.hangs.endings import End, all_told, endings
 from dtobs.detectors.hangs.situation import LEFT, interpret
 from dtobs.detectors.hangs.stall import Stall, finished, last_movement_ns, moved_on, quiet_period
 from dtobs.detectors.silent.loss_weights import divided_twice
-from dtobs.detectors.silent.losses_apart import losses_apart
+from dtobs.detectors.silent.ranks_apart import ranks_apart
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
 from dtobs.diagnose.run_pictures import run_pictures
@@ -68,7 +68,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     notes += _unwatched(view)
     notes += spent.lines() if spent is not None and spent.settled else []
     if len(view.pages):
-        notes += [*(off.text for off in comparisons_off(view)), *losses_apart(view), *divided_twice(view)]
+        notes += [*(off.text for off in comparisons_off(view)), *ranks_apart(view), *divided_twice(view)]
     over = [*evidence.past, *(e for e in gone_on if not e.finding.early)]
     notes += [*dict.fromkeys(view.damaged), *map(_past, over[-_MAX_PAST:])]
     return Diagnosis(

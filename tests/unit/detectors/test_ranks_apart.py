@@ -1,4 +1,4 @@
-"""A rank whose loss stands apart is told as a fact; noise, own domains and an untrained model are not."""
+"""A rank whose loss or gradient stands apart is told as a fact; noise, own domains and an untrained model are not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtobs.detectors.silent.losses_apart import losses_apart
+from dtobs.detectors.silent.ranks_apart import ranks_apart
 from tests.unit.detectors.runs import noisy_run
 
 Factor = Callable[[int, int], float]
@@ -24,7 +24,7 @@ def told(tmp_path: Path, world: int, factor: Factor, *, noise: float = 0.05, ste
     if own:
         for rank in run.ranks:
             rank.meta("policy", data="own")
-    return " ".join(losses_apart(run.view()))
+    return " ".join(ranks_apart(run.view()))
 
 
 @pytest.mark.parametrize("world", [3, 4, 8])
@@ -62,6 +62,20 @@ def test_what_is_usual_is_not_told(tmp_path: Path, factor: Factor):
 def test_noise_is_not_told(tmp_path: Path):
     for seed in range(6):
         assert told(tmp_path / str(seed), 4, lambda rank, step: 1.0, noise=0.6) == ""
+
+
+@pytest.mark.parametrize(
+    ("world", "ratio", "found"), [(4, 10.0, True), (4, 2.0, False), (2, 6.0, False), (2, 10.0, True)]
+)
+def test_the_gradient_of_one_rank(tmp_path: Path, world: int, ratio: float, found: bool):
+    random = np.random.default_rng(4)
+
+    def change(rank: int, step: int) -> dict[str, float]:
+        return {"local_norm": (ratio if rank == 1 else 1.0) * random.lognormal(0, 0.2)}
+
+    said = " ".join(ranks_apart(noisy_run(tmp_path, world, 60, change).view()))
+    assert said.startswith("the norm of the own gradient of rank ") == found
+    assert bool(said) == found
 
 
 def test_what_is_declared_is_not_told(tmp_path: Path):
