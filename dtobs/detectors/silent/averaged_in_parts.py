@@ -1,12 +1,13 @@
 """gradients-not-synchronized: copies of one model whose gradients are averaged over a part of their ranks only.
 
-What it does: looks at ranks that began with the same parameters and have gone apart since. In three cases they should
-not have. They pass each other activations in the forward and gradients of them in the backward of most steps, on
-inputs of their own, as ranks do that hold a part of each sequence (context parallelism): then they train one model,
-and its gradients have to be averaged over all of them. Or the rest of what they hold stays alike, and other ranks
-began with other values for the same tensors, so these are copies of experts, and nobody averages them. Or they exchange
-activations and began with other values for a part of their tensors only, as tensor-parallel ranks do on the same
-samples and expert-parallel ones on their own: then the rest is whole on each, and has to stay alike. All are only
+What it does: looks at ranks that began with the same parameters and have gone apart since. In four cases they should
+not have. They read inputs of their own and call each other in most steps, or a sampler deals their samples to all of
+them, as in `own_models`. They pass each other activations in the forward and gradients of them in the backward of most
+steps, on inputs of their own, as ranks do that hold a part of each sequence (context parallelism): then they train one
+model, and its gradients have to be averaged over all of them. Or the rest of what they hold stays alike, and other
+ranks began with other values for the same tensors, so these are copies of experts, and nobody averages them. Or they
+exchange activations and began with other values for a part of their tensors only, as tensor-parallel ranks do on the
+same samples and expert-parallel ones on their own: then the rest is whole on each, and has to stay alike. All are only
 possible: layers that are cut by hand may begin alike as well, and models that teach each other may share a beginning.
 
 Why it hurts: each set of ranks trains a model, or an expert, of its own on its share of the samples.
@@ -14,17 +15,18 @@ Why it hurts: each set of ranks trains a model, or an expert, of its own on its 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import side_by_side
+from dtobs.detectors.peers import dealt_to, side_by_side
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.replica_divergence import FIRST_PERIOD
-from dtobs.events import Kind, Phase
+from dtobs.events import Kind, Phase, RankState
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
@@ -34,6 +36,11 @@ LOOKS = 64
 """The first looks at the digests, in which ranks part or do not."""
 _SOON = 2
 """Looks after which all that was alike is apart: the last layer's gradient is right in the first step."""
+LONG = 1024
+"""Steps without a call, after which models are averaged by nobody: rounds of local training are shorter."""
+ALONE = "copies:1:"
+"""Under DDP whose process group is of one rank: `probes.layout.replica_key`."""
+_EXCHANGES = ("all_to_all", "alltoall")
 MOST_STEPS = 0.9
 """The share of steps in which what is asked of every step has to be seen."""
 
@@ -202,15 +209,23 @@ def _one_model(view: RunView, parted: _Parted) -> Finding | None:
     settings = [settings_of(view, rank, 1 << 62) for rank in parted.ranks]
     if parted.alike or settings != settings[:1] * len(settings) or not _own_inputs(view, parted):
         return None
-    if not all(_exchanges(view, rank, set(parted.ranks) - set(part)) for part in parted.parts for rank in part):
-        return None
     sets = [part for part in parted.parts if len(part) > 1]
     where = f"averaged on {_listed(sets)} only" if sets else "not averaged"
+    since = f"{count(len(parted.apart), 'tensor')} differ since step {parted.step}"
+    if not all(_exchanges(view, rank, set(parted.ranks) - set(part)) for part in parted.parts for rank in part):
+        ranks = set(parted.ranks)
+        if not sets or not all(works_together(view, rank, ranks, everything=True) for rank in ranks):
+            return None
+        dealt = dealt_to(view, parted.ranks[0])
+        why = f"a sampler deals their samples to {dealt} ranks" if dealt > len(sets) else "they call each other"
+        return _finding(
+            [parted], f"{ranks_text(ranks)} began alike and {why}, but the gradients of the model are {where}: {since}"
+        )
     return _finding(
         [parted],
         f"{ranks_text(parted.ranks)} began alike and pass each other activations and gradients of them in each step,"
-        f" but the gradients of the model are {where}: {count(len(parted.apart), 'tensor')} differ since step"
-        f" {parted.step}. If each rank has a part of every sequence, gradients have to be averaged over all of them",
+        f" but the gradients of the model are {where}: {since}. If each rank has a part of every sequence, gradients"
+        " have to be averaged over all of them",
     )
 
 
@@ -283,3 +298,32 @@ def _exchanges(
     return bool(len(steps)) and all(
         np.isin(steps, calls["step"][calls["phase"] == phase]).mean() >= MOST_STEPS for phase in phases
     )
+
+
+def works_together(view: RunView, rank: int, ranks: set[int], everything: bool) -> bool:
+    """Whether nothing as large as a gradient is sent between `ranks`, and something says that they work together.
+
+    That is: they call collectives in most steps. Or, once the training is over or long under way, a sampler deals the
+    samples to them, or each is wrapped in DDP. Where that is not `everything` a gradient would be part of a larger
+    call; there, tokens must not be sent to experts.
+    """
+    meta, steps, events = view.meta(rank), view.rank_steps(rank), view.events(rank)
+    if not len(steps) or (events["kind"] == Kind.P2P).any():
+        return False
+    if not everything:
+        return bool(np.median(steps["collectives"]) > 0) and not any(
+            op.op.startswith(_EXCHANGES) for op in meta.ops.values()
+        )
+    calls = events[events["kind"] == Kind.COLLECTIVE]
+    among = [number for number, group in meta.groups.items() if ranks <= set(group.ranks)]
+    bytes_by_step: Counter[int] = Counter()
+    for step, size in calls[np.isin(calls["group"], among)][["step", "value"]].tolist():
+        bytes_by_step[step] += size
+    wanted = sum(math.prod(p.shape) for p in meta.params)  # a fourth of it in FP32: it may be compressed
+    if max(bytes_by_step.values(), default=0) >= wanted:
+        return False
+    if len(bytes_by_step) > 0.5 * len(np.unique(events["step"])):
+        return True
+    page = view.page(rank)
+    over = int(page["state"]) == RankState.CLOSED or int(page["steps_done"]) >= LONG
+    return over and (dealt_to(view, rank) >= len(ranks) or all(p.replica.startswith(ALONE) for p in meta.params))

@@ -14,30 +14,24 @@ Why it hurts: nobody averages the gradients, so each model learns from its own r
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from dtobs.detectors.peers import dealt_to
-from dtobs.detectors.silent.averaged_in_parts import averaged_in_parts
+from dtobs.detectors.silent.averaged_in_parts import ALONE, averaged_in_parts, works_together
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.learned_copies import LEARNED, learned_keys
 from dtobs.detectors.silent.replica_divergence import FIRST_PERIOD
-from dtobs.events import Kind, RankState
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
 
 MOST_RANKS = 256
-LONG = 1024
-"""Steps without a call, after which models are averaged by nobody: rounds of local training are shorter."""
 MOST_LEFT_OUT = 0.25
 """The share of a model's elements that is likely to have been forgotten."""
-_ALONE = "copies:1:"
-"""Under DDP whose process group is of one rank: `probes.layout.replica_key`."""
-_EXCHANGES = ("all_to_all", "alltoall")
 
 
 def own_models(view: RunView) -> list[Finding]:
@@ -73,7 +67,7 @@ def _left_out(view: RunView, rank: int, learned: Mapping[tuple[int, int], str]) 
     def is_left(row: int) -> bool:
         key = learned.get((rank, row), "")
         # Beside shards, one that is alike on some ranks only is what each of those made of the same samples.
-        nowhere = not meta.params[row].replica or meta.params[row].replica.startswith(_ALONE)
+        nowhere = not meta.params[row].replica or meta.params[row].replica.startswith(ALONE)
         return nowhere and (not key or (sharded and not key.startswith(everywhere)))
 
     rows = tuple(filter(is_left, range(len(meta.params))))
@@ -104,7 +98,7 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
     apart = moves.any() and ((some[1:] != some[:-1]).all() if left.everything else (some[0] != some[-1]).all())
     if not apart or settings != settings[:1] * len(ranks):
         return None
-    if not all(_works_together(view, rank, set(ranks), left.everything) for rank in ranks) or _read_alike(view, ranks):
+    if not all(works_together(view, rank, set(ranks), left.everything) for rank in ranks) or _read_alike(view, ranks):
         return None
     step, moving = int(min(common)) + 1, int(moves.sum())
     if left.everything:
@@ -141,32 +135,3 @@ def _read_alike(view: RunView, ranks: list[int]) -> bool:
     ]
     common = set.intersection(*(set(each) for each in read))
     return sum(len({each[step] for each in read}) == 1 for step in common) > 0.5 * len(common) > 0
-
-
-def _works_together(view: RunView, rank: int, ranks: set[int], everything: bool) -> bool:
-    """Whether nothing as large as a gradient is sent between `ranks`, and something says that they work together.
-
-    That is: they call collectives in most steps. Or, once the training is over or long under way, a sampler deals the
-    samples to them, or each is wrapped in DDP. Where that is not `everything` a gradient would be part of a larger
-    call; there, tokens must not be sent to experts.
-    """
-    meta, steps, events = view.meta(rank), view.rank_steps(rank), view.events(rank)
-    if not len(steps) or (events["kind"] == Kind.P2P).any():
-        return False
-    if not everything:
-        return bool(np.median(steps["collectives"]) > 0) and not any(
-            op.op.startswith(_EXCHANGES) for op in meta.ops.values()
-        )
-    calls = events[events["kind"] == Kind.COLLECTIVE]
-    among = [number for number, group in meta.groups.items() if ranks <= set(group.ranks)]
-    bytes_by_step: Counter[int] = Counter()
-    for step, size in calls[np.isin(calls["group"], among)][["step", "value"]].tolist():
-        bytes_by_step[step] += size
-    wanted = sum(math.prod(p.shape) for p in meta.params)  # a fourth of it in FP32: it may be compressed
-    if max(bytes_by_step.values(), default=0) >= wanted:
-        return False
-    if len(bytes_by_step) > 0.5 * len(np.unique(events["step"])):
-        return True
-    page = view.page(rank)
-    over = int(page["state"]) == RankState.CLOSED or int(page["steps_done"]) >= LONG
-    return over and (dealt_to(view, rank) >= len(ranks) or all(p.replica.startswith(_ALONE) for p in meta.params))

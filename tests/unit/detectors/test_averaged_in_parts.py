@@ -83,6 +83,35 @@ def test_ranks_that_part_for_a_reason(tmp_path: Path, name: str):
     assert told(exchanging(tmp_path, **QUIET[name])) == []
 
 
+@pytest.mark.parametrize(
+    ("dealt", "loss", "over", "said"),
+    [
+        (4, False, True, "a sampler deals their samples to 4 ranks"),
+        (1, True, False, "they call each other"),
+        (4, False, False, ""),  # rounds of local training may be longer
+        (2, False, True, ""),  # two jobs of two ranks
+    ],
+)
+def test_pairs_that_average_apart_from_each_other(tmp_path: Path, dealt: int, loss: bool, over: bool, said: str):
+    run = FakeRun(tmp_path, 4, layout=None)
+    groups = [run.group(f"pair {n}", (n, n + 2)) for n in range(2)]
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(Parameter("a", (8192,), "float32", f"copies:2:{PARTS[number]}")).digests(7, step=-1)
+        rank.meta("pass", step=0, sampler=0, shuffles=True, seed=0, epoch=0, replicas=dealt, samples=80)
+        for step in range(24):
+            rank.event(Kind.STEP_BEGIN)
+            rank.collective("all_reduce", groups[PARTS[number]])
+            if loss:
+                rank.collective("all_reduce")
+            rank.step(input_digest=1 + 100 * step + number, params_digest=1 + apart(number, step))
+            rank.digests(apart(number, step))
+        if over:
+            rank.close()
+    where = "averaged on ranks 0 and 2 and on ranks 1 and 3 only: 1 tensor differ since step 0"
+    whole = f"ranks 0-3 began alike and {said}, but the gradients of the model are {where}"
+    assert [f.summary for f in told(run)] == [whole] * bool(said)
+
+
 def experts(root: Path, began: Callable[[int, int], int], own: tuple[int, ...]) -> FakeRun:
     """Four ranks with a dense tensor and an expert, which began with `began` (rank, row); rows of `own` part."""
     run = FakeRun(root, 4, layout=None)
