@@ -68,8 +68,8 @@ class RecomputationProbe(Probe):
             return
         self._rotation = Rotation(1)
         if _WITHOUT_MODES is not None and _frames_are_known():
-            self.around(_FRAME, "__init__", self._begin, self._chosen)
-            self.around(_FRAME, "check_recomputed_tensors_match", self._again, _nothing)
+            self.around(_FRAME, "__init__", _itself, self._chosen, self._is_next)
+            self.around(_FRAME, "check_recomputed_tensors_match", self._again, _nothing, self._is_kept)
         chosen = self.guard(self._reentrant)
 
         def make(original: Callable[..., Any]) -> Any:
@@ -118,14 +118,14 @@ class RecomputationProbe(Probe):
             self.late.put(rows, arrived)
         self._rotation.spent(time.perf_counter_ns() - begin)
 
-    def _is_next(self) -> bool:
-        """Count one more region; whether it is the one to look at."""
+    def _is_next(self, *_args: Any) -> bool:
+        """Count one more region; whether it is the one to look at. Called for each, unguarded."""
         self._regions += 1
         chosen = self._looking and self._regions - 1 == place(self.context.step, self._of_last_step)
         return chosen and not torch.compiler.is_compiling()
 
-    def _begin(self, frame: Any, *_args: Any, **_named: Any) -> Any:
-        return frame if self._is_next() else None
+    def _is_kept(self, frame: Any, *_args: Any) -> bool:
+        return frame in self._kept
 
     def _chosen(self, frame: Any) -> None:
         """Keep windows of what `frame` saves in the forward; torch asks for the metadata of each."""
@@ -219,6 +219,10 @@ def _frames_are_known() -> bool:
     except TypeError:  # another torch's, or none
         return False
     return all(hasattr(frame, field) for field in _FIELDS)
+
+
+def _itself(frame: Any, *_args: Any, **_named: Any) -> Any:
+    return frame
 
 
 def _nothing(_: object) -> None:
