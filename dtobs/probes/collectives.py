@@ -126,8 +126,12 @@ class Collectives(Probe):
                 tensors = tensors[0]
             reduce_op = args[reduce_at].op() if reduce_at >= 0 else -1
             root = args[root_at] if root_at >= 0 else -1
-            if reduces and context.reductions is not None and REDUCE_NAMES.get(reduce_op, "sum") in ("sum", "avg"):
-                context.reductions.reduced(tensors, group.ranks, stepping=context.stepping is not None)
+            if reduces and context.reductions is not None:
+                operation = REDUCE_NAMES.get(reduce_op, "sum")
+                if operation in ("sum", "avg"):
+                    context.reductions.reduced(tensors, group.ranks, stepping=context.stepping is not None)
+                else:
+                    context.reductions.otherwise(tensors, group.ranks, operation)
             if len(tensors) == 1:
                 tensor = tensors[0]
                 size = 0 if barrier else _bytes(tensor)

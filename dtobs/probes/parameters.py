@@ -77,6 +77,9 @@ class ParameterProbe(Probe):
         if reductions is not None and reductions.stepped(context.trained_by() - context.trained_by(context.stepping)):
             context.reductions = None
             self._learn(reductions.found(), reductions.within)
+            if (other := reductions.found_otherwise()) is not None:
+                name = self._tensors[other[1]].name
+                context.recorder.meta.add("process", reduced_otherwise=[step, other[0], name])
         if self._fresh:
             self._fresh = False
             self._read(step - 1, None)

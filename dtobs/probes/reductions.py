@@ -40,6 +40,8 @@ class Reductions:
         self._buffers: Counter[Ranks] = Counter()  # by group the elements of flat buffers that were reduced
         self._now: dict[int, set[Ranks]] = {}  # by row: over which groups it was reduced since the last step
         self._seen: dict[int, tuple[Ranks, int]] = {}  # by row: the one group, and in how many steps running
+        self._other: dict[str, int] = {}  # by operation that is no sum: a row it was done to since the last step
+        self._others: dict[str, tuple[int, int]] = {}  # the same of all steps, and of how many
 
     def reduced(self, tensors: Sequence[torch.Tensor], ranks: Ranks, *, stepping: bool = False) -> None:
         """`tensors` are about to be summed or averaged over `ranks`; `stepping`: while an optimizer steps."""
@@ -54,12 +56,20 @@ class Reductions:
                 if stepping:
                     self.within.add(row)
 
+    def otherwise(self, tensors: Sequence[torch.Tensor], ranks: Ranks, operation: str) -> None:
+        """`tensors` are about to be reduced over `ranks` by something else than a sum or an average."""
+        for row in (row for tensor in tensors if len(ranks) > 1 for row in self._rows_of(tensor)):
+            self._other.setdefault(operation, row)
+
     def stepped(self, elsewhere: set[int]) -> bool:
         """An optimizer steps; whether nothing more is to be learned. `elsewhere`: ids of what others train here.
 
         What no optimizer of this rank trains is sent by the rank that trains it (ZeRO).
         """
         self._steps += 1
+        for operation, row in self._other.items():
+            self._others[operation] = row, self._others.get(operation, (row, 0))[1] + 1
+        self._other.clear()
         for ranks, size in self._buffers.items():
             # Buffers that hold as much as all gradients; a loss or two are reduced beside them.
             if len(self._places) > 1 and 0 < self._total <= size <= self._total + _BESIDE:
@@ -77,6 +87,12 @@ class Reductions:
     def found(self) -> dict[int, Ranks]:
         """By row the ranks that hold copies of it."""
         return {row: ranks for row, (ranks, times) in self._seen.items() if ranks and times >= LEAST_STEPS}
+
+    def found_otherwise(self) -> tuple[str, int] | None:
+        """What gradients are reduced by that is no sum, and a row of one of them; None where there is none."""
+        summed = self.found()
+        often = [(n, row) for n, (row, times) in self._others.items() if times >= LEAST_STEPS and row not in summed]
+        return often[0] if often else None
 
     def _rows_of(self, tensor: torch.Tensor) -> Sequence[int]:
         place = (tensor.data_ptr(), tensor.numel())

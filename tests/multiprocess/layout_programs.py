@@ -110,7 +110,7 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
 
     `how` the gradients are averaged: one by one, from hooks, in one buffer, in two "buffers", or one by one and "shared
     out": each rank steps some parameters and sends them. `wrong`: "start", "flip", "data", "not sent", "scaled",
-    "not reduced" or "".
+    "largest", "not reduced" or "".
     """
     halves = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group = halves[rank % 2]
@@ -120,8 +120,10 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
     mine = params[rank // 2 :: 2] if how == "shared out" else params
     optimizer = torch.optim.Adam(mine, lr=1e-3)
 
+    operation = dist.ReduceOp.MAX if wrong == "largest" else dist.ReduceOp.SUM
+
     def average(parameter: torch.Tensor) -> None:
-        dist.all_reduce(parameter.grad, group=group)
+        dist.all_reduce(parameter.grad, operation, group=group)
 
     for parameter in params if how == "hooks" else ():
         parameter.register_post_accumulate_grad_hook(average)

@@ -1,12 +1,14 @@
-"""gradient-scale-mismatch: gradients are clipped while they are multiplied by the loss scale, or when it is too late.
+"""gradient-scale-mismatch: gradients are clipped while the loss scale is in them, or too late, or not summed.
 
 What it does: reads on which ranks ``clip_grad_norm_`` came before the scaler divided the gradients by its scale, in
 several steps, with a largest norm far below the scale (`probes.scaler`); and on which it came after the optimizer's
-step and before the next backward, in step after step (`probes.kept_gradients`).
+step and before the next backward, in step after step (`probes.kept_gradients`). And on which ranks gradients are
+all-reduced by their maximum, minimum or product before the first steps (`probes.reductions`).
 
 Why it hurts: the clipped gradients are divided by the scale afterwards. What reaches the optimizer is thousands of
 times smaller than was wanted, and changes whenever the scale does; nothing raises, and training hardly moves. What is
-clipped too late reaches the optimizer as large as it was.
+clipped too late reaches the optimizer as large as it was. The largest of the ranks' gradients, element by element, is
+the gradient of no loss.
 """
 
 from __future__ import annotations
@@ -19,8 +21,35 @@ _MOST = 16
 
 
 def clipped_scaled(view: RunView) -> list[Finding]:
-    """At most one finding of all ranks that clip scaled gradients, and one of those that clip what is not used."""
-    return [*_scaled(view), *_idly(view)]
+    """At most one finding of all ranks that clip scaled gradients, that clip what is not used, or that do not sum."""
+    return [*_scaled(view), *_idly(view), *_not_summed(view)]
+
+
+def _not_summed(view: RunView) -> list[Finding]:
+    found: dict[int, tuple[int, str, str]] = {}
+    for rank in view.ranks:
+        match view.meta(rank).process.get("reduced_otherwise"):
+            case [int(step), str(operation), str(parameter)]:
+                found[rank] = step, operation, parameter
+    if not found:
+        return []
+    _, operation, parameter = min(found.values())
+    return [
+        Finding(
+            "gradient-scale-mismatch",
+            f"{ranks_do(found, 'reduce')} gradients by {operation}, element by element, instead of a sum or an average:"
+            f" that of {parameter} in each of the first steps",
+            tuple(found),
+            Confidence.LIKELY,
+            step=1,
+            group="not summed",
+            next_step="Give all_reduce op=ReduceOp.SUM and divide by the ranks, or op=ReduceOp.AVG.",
+            evidence=tuple(
+                {"what": "gradients reduced otherwise", "rank": rank, "operation": name, "parameter": of}
+                for rank, (_, name, of) in list(found.items())[:_MOST]
+            ),
+        )
+    ]
 
 
 def _idly(view: RunView) -> list[Finding]:

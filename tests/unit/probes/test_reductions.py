@@ -49,6 +49,25 @@ def test_a_gradient_reduced_over_several_groups_now_and_then_or_by_one_rank_tell
     assert learned(tensors(4), reduce) == {}
 
 
+def test_gradients_that_are_reduced_by_their_maximum():
+    named = tensors(2)
+    by_maximum, checked, now_and_then = (Reductions(named, (0, 1)) for _ in range(3))
+    for step in range(STEPS):
+        for each in named:
+            each.tensor.grad = torch.ones_like(each.tensor)
+        by_maximum.otherwise([named[1].tensor.grad], PAIR, "max")
+        checked.otherwise([torch.ones(3)], PAIR, "max")  # a flag, as a scaler's
+        checked.otherwise([named[0].tensor.grad], PAIR, "max")
+        checked.reduced([named[0].tensor.grad], PAIR)
+        if step % 4 == 0:
+            now_and_then.otherwise([named[0].tensor.grad], PAIR, "max")
+        for each in (by_maximum, checked, now_and_then):
+            each.stepped(set())
+    assert by_maximum.found_otherwise() == ("max", 1)
+    assert checked.found_otherwise() is None
+    assert now_and_then.found_otherwise() is None
+
+
 def test_what_an_optimizer_reduces_in_its_step_is_told_apart():
     named = tensors(2)
     reductions = Reductions(named, (0, 1))
