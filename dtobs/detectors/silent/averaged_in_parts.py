@@ -92,16 +92,21 @@ def _beside_shards(view: RunView) -> Iterator[Finding]:
     """Ranks that began with other values for a part of the model, and whose tensors that began alike went apart.
 
     They exchange activations: in the forward where they read the same samples, and gradients of them in the backward
-    as well where each reads its own.
+    as well where each reads its own, or nobody knows what they read.
     """
     same: dict[object, list[int]] = defaultdict(list)
     every: dict[object, list[int]] = defaultdict(list)
+    unknown: dict[object, list[int]] = defaultdict(list)
     for rank in view.ranks:
         meta, steps = view.meta(rank), view.rank_steps(rank)[1:FIRST_PERIOD]  # the first input may not be known
-        if meta.params and len(steps) == FIRST_PERIOD - 1 and steps["input_digest"].all() and not meta.pipeline:
-            table = tuple((p.name, tuple(p.shape), p.replica) for p in meta.params)
-            every[table, int(steps["step"][0])].append(rank)
-            same[table, int(steps["step"][0]), steps["input_digest"].tobytes()].append(rank)
+        if not meta.params or len(steps) < FIRST_PERIOD - 1 or meta.pipeline:
+            continue
+        table = tuple((p.name, tuple(p.shape), p.replica) for p in meta.params), int(steps["step"][0])
+        if steps["input_digest"].all():
+            every[table].append(rank)
+            same[table, steps["input_digest"].tobytes()].append(rank)
+        elif not steps["input_digest"].any():
+            unknown[table].append(rank)
     for ranks in same.values():
         if (parted := _whole_tensors(view, ranks, (Phase.FORWARD,))) is not None:
             yield _whole(parted, _CUT)
@@ -109,6 +114,9 @@ def _beside_shards(view: RunView) -> Iterator[Finding]:
         parted = _whole_tensors(view, ranks, (Phase.FORWARD, Phase.BACKWARD))
         if parted is not None and _own_inputs(view, parted):
             yield _whole(parted, _SPREAD)
+    for ranks in unknown.values():
+        if (parted := _whole_tensors(view, ranks, (Phase.FORWARD, Phase.BACKWARD))) is not None:
+            yield _whole(parted, _EITHER)
 
 
 def _whole_tensors(view: RunView, ranks: list[int], phases: tuple[Phase, ...]) -> _Parted | None:
@@ -142,6 +150,11 @@ _SPREAD = (
     "read samples of their own, exchange activations and gradients of them in each step",
     "as expert-parallel ranks do",
     "their gradients have to be averaged over the ranks",
+)
+_EITHER = (
+    "exchange activations and gradients of them in each step",
+    "as tensor-parallel and expert-parallel ranks do",
+    "their gradients have to be the same on all of the ranks: summed or averaged over them where each makes its own",
 )
 """What such ranks do, who does so, and what the rest of the model then needs."""
 
@@ -287,7 +300,10 @@ def _own_inputs(view: RunView, parted: _Parted) -> bool:
 def _exchanges(
     view: RunView, rank: int, others: set[int], phases: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD)
 ) -> bool:
-    """Whether `rank` calls collectives with some of `others` in these phases of the steps, and sends nothing."""
+    """Whether `rank` calls collectives with some of `others` in these phases of the steps, and sends nothing.
+
+    Where no forward was seen, as of a model whose layers are called one by one, it is what lies outside all phases.
+    """
     events, groups = view.events(rank), view.meta(rank).groups
     if (events["kind"] == Kind.P2P).any():
         return False
@@ -295,8 +311,11 @@ def _exchanges(
     with_them = [number for number, group in groups.items() if others & set(group.ranks)]
     calls = calls[np.isin(calls["group"], with_them)]
     steps = np.unique(events["step"][events["kind"] == Kind.STEP_BEGIN])
+    outside = Phase.FORWARD if (events["phase"] == Phase.FORWARD).any() else Phase.NONE
     return bool(len(steps)) and all(
-        np.isin(steps, calls["step"][calls["phase"] == phase]).mean() >= MOST_STEPS for phase in phases
+        np.isin(steps, calls["step"][calls["phase"] == (outside if phase == Phase.FORWARD else phase)]).mean()
+        >= MOST_STEPS
+        for phase in phases
     )
 
 

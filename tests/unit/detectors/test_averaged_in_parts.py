@@ -163,8 +163,12 @@ def cut(
     began: Callable[[int, str], int] = lambda rank, name: 7 + (rank if name == "up" else 0),
     inputs: Callable[[int], int] = lambda rank: 0,
     phases: tuple[Phase, ...] = (Phase.FORWARD,),
+    known: bool = True,
 ) -> FakeRun:
-    """Two ranks that read the same and exchange activations: `up` is cut over them, and tensors of `part` part."""
+    """Two ranks that read the same and exchange activations: `up` is cut over them, and tensors of `part` part.
+
+    Where what they read is not `known`, the loop calls the layers and not the model.
+    """
     run = FakeRun(root, 2, layout=None)
     names = {"embedding": (64, 8), "norm": (8,), "up": (8, 8)}
     for number, rank in enumerate(run.ranks):
@@ -174,7 +178,8 @@ def cut(
         for step in range(24):
             for phase in phases:
                 rank.event(Kind.COLLECTIVE, phase=phase, group=run.group(), value=4096.0)
-            rank.step(input_digest=1 + 100 * step + inputs(number))
+            called = {} if Phase.NONE not in phases else {"forward": 0.0}
+            rank.step(input_digest=1 + 100 * step + inputs(number) if known else 0, **called)
             own = {name: number if name == "up" or (name in part and step) else 0 for name in names}
             rank.digests(*(1000 * step + 10**6 * row + own[name] for row, name in enumerate(names)))
     return run
@@ -192,6 +197,23 @@ def test_tensors_that_expert_parallel_ranks_have_whole_and_that_part(tmp_path: P
     assert (found.ranks, found.severity) == ((0, 1), "note")
     assert "as expert-parallel ranks do; embedding and 1 other tensor began alike there" in found.summary
     assert told(cut(tmp_path / "averaged", part=(), **spread)) == []
+
+
+@pytest.mark.parametrize(
+    ("phases", "found"),
+    [
+        ((Phase.FORWARD, Phase.BACKWARD), True),
+        ((Phase.NONE, Phase.BACKWARD), True),  # the layers are called one by one
+        ((Phase.FORWARD,), False),
+        ((Phase.BACKWARD,), False),
+    ],
+)
+def test_ranks_of_which_nobody_knows_what_they_read(tmp_path: Path, phases: tuple[Phase, ...], found: bool):
+    said = told(cut(tmp_path, phases=phases, known=False))
+    assert [f.ranks for f in said] == [(0, 1)] * found
+    assert all("exchange activations and gradients of them in each step" in f.summary for f in said)
+    if found:
+        assert told(cut(tmp_path / "alike", phases=phases, known=False, part=())) == []
 
 
 WHOLE = {
