@@ -323,8 +323,8 @@ def works_together(view: RunView, rank: int, ranks: set[int], everything: bool) 
     """Whether nothing as large as a gradient is sent between `ranks`, and something says that they work together.
 
     That is: they call collectives in most steps. Or, once the training is over or long under way, a sampler deals the
-    samples to them, or each is wrapped in DDP. Where that is not `everything` a gradient would be part of a larger
-    call; there, tokens must not be sent to experts.
+    samples to them, or each is wrapped in DDP, or reduces its gradients over a group of itself. Where that is not
+    `everything` a gradient would be part of a larger call; there, tokens must not be sent to experts.
     """
     meta, steps, events = view.meta(rank), view.rank_steps(rank), view.events(rank)
     if not len(steps) or (events["kind"] == Kind.P2P).any():
@@ -334,15 +334,24 @@ def works_together(view: RunView, rank: int, ranks: set[int], everything: bool) 
             op.op.startswith(_EXCHANGES) for op in meta.ops.values()
         )
     calls = events[events["kind"] == Kind.COLLECTIVE]
-    among = [number for number, group in meta.groups.items() if ranks <= set(group.ranks)]
-    bytes_by_step: Counter[int] = Counter()
-    for step, size in calls[np.isin(calls["group"], among)][["step", "value"]].tolist():
-        bytes_by_step[step] += size
+    between = _bytes_by_step(calls, [number for number, group in meta.groups.items() if ranks <= set(group.ranks)])
+    alone = _bytes_by_step(calls, [number for number, group in meta.groups.items() if len(group.ranks) == 1])
     wanted = sum(math.prod(p.shape) for p in meta.params)  # a fourth of it in FP32: it may be compressed
-    if max(bytes_by_step.values(), default=0) >= wanted:
+    half = 0.5 * len(np.unique(events["step"]))
+    if max(between.values(), default=0) >= wanted:
         return False
-    if len(bytes_by_step) > 0.5 * len(np.unique(events["step"])):
+    if len(between) > half:
         return True
     page = view.page(rank)
-    over = int(page["state"]) == RankState.CLOSED or int(page["steps_done"]) >= LONG
-    return over and (dealt_to(view, rank) >= len(ranks) or all(p.replica.startswith(ALONE) for p in meta.params))
+    if int(page["state"]) != RankState.CLOSED and int(page["steps_done"]) < LONG:
+        return False
+    reduces_alone = sum(size >= wanted for size in alone.values()) > half
+    return dealt_to(view, rank) >= len(ranks) or reduces_alone or all(p.replica.startswith(ALONE) for p in meta.params)
+
+
+def _bytes_by_step(calls: npt.NDArray[np.void], groups: list[int]) -> Counter[int]:
+    """What the calls of each step in `groups` carry."""
+    found: Counter[int] = Counter()
+    for step, size in calls[np.isin(calls["group"], groups)][["step", "value"]].tolist():
+        found[step] += size
+    return found

@@ -89,18 +89,23 @@ def test_ranks_that_began_alike_and_train_models_of_their_own(
         (1, "", "own", True, False),  # jobs of one rank each
         (1, "copies:1:{}", "own", True, True),  # DDP over a process group of one rank
         (2, "copies:1:{}", "same", True, False),  # parts of one model
+        (1, "reduced alone", "own", True, True),  # gradients averaged by hand over a group of one rank
+        (1, "reduced alone", "own", False, False),
     ],
 )
 def test_ranks_that_never_call_and_whose_samples_are_dealt_to_them(
     tmp_path: Path, dealt: int, replica: str, inputs: str, over: bool, found: bool
 ):
-    run = FakeRun(tmp_path, 2, layout=None)
+    run, alone = FakeRun(tmp_path, 2, layout=None), replica == "reduced alone"
+    groups = [run.group(f"own {rank}", (rank,)) for rank in range(2)]
     for number, rank in enumerate(run.ranks):
-        rank.parameters(Parameter("w", (64, 64), "float32", replica.format(number)))
+        rank.parameters(Parameter("w", (64, 64), "float32", "" if alone else replica.format(number)))
         rank.meta("pass", step=0, sampler=True, shuffles=True, seed=0, epoch=0, replicas=dealt, samples=99)
         rank.step(0).digests(7, step=-1)
         for step in range(1, 30):
             own = number if inputs == "own" else 0
+            if alone:
+                rank.collective(group=groups[number])
             rank.step(step, params_digest=1000 * number + step, input_digest=1 + 100 * step + own)
             rank.digests(100 * step + number)
         if over:
