@@ -64,6 +64,20 @@ def _beside(view: RunView, dimensions: frozenset[str]) -> list[list[int]]:
     return [ranks for ranks in together.values() if len(ranks) > 1]
 
 
+def sequence_mesh(view: RunView, rank: int) -> tuple[int, ...]:
+    """The ranks among which `rank` was seen to split whole sequences, itself among them; () where it was not."""
+    mesh = view.meta(rank).process.get("sequence_ranks")
+    return tuple(mesh) if isinstance(mesh, list) and rank in mesh else ()
+
+
+def of_own_sequences(view: RunView, ranks: Sequence[int]) -> list[int]:
+    """`ranks` without those that split the sequences of an earlier one among them: they are given the same."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank in ranks:
+        first.setdefault(sequence_mesh(view, rank) or (rank,), rank)
+    return list(first.values())
+
+
 def dealt_to(view: RunView, rank: int) -> int:
     """Ranks to which a sampler deals what `rank` reads a share of; 0 where none does."""
     return max((each["replicas"] for each in view.meta(rank).passes), default=0)

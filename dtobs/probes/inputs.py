@@ -58,8 +58,7 @@ class InputProbe(Probe):
             whole, self._whole = self._whole, []
             if not self._told and trains(root):
                 given = _tensors((*args, *(kwargs[k] for k in sorted(kwargs))))
-                self._elements += _largest(given)
-                self._add(whole or given)
+                self._add(whole or given, _largest(given))
 
         around_call(self, root, take, _ignore)
         for name in _SPLITS:
@@ -81,8 +80,7 @@ class InputProbe(Probe):
         if not self._told:
             self._told, self._digests, self._elements = True, [], 0
         given = _tensors(tensors[name] for name in sorted(tensors))
-        self._elements += _largest(given)
-        self._add(given)
+        self._add(given, _largest(given))
 
     def step_end(self) -> None:
         """Fold what the step read into one number."""
@@ -115,9 +113,10 @@ class InputProbe(Probe):
             self._mesh = ranks
             self.context.recorder.meta.add("process", sequence_ranks=ranks)
 
-    def _add(self, tensors: list[torch.Tensor]) -> None:
+    def _add(self, tensors: list[torch.Tensor], elements: int) -> None:
         if self.context.phase == Phase.VALIDATION:
             return
+        self._elements += elements
         for listen in self.context.on_inputs:
             listen(tensors)
         for tensor in tensors:

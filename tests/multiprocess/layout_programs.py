@@ -46,7 +46,7 @@ def split_sequences(rank: int, world_size: int, run_dir: Path, own: bool) -> tup
     """
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Dropout(0.1), nn.Linear(8, 50))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with dtobs.attach(model, optimizer, run_dir=run_dir, monitor=False) as session:
         for step in range(24):

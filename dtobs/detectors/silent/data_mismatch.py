@@ -19,7 +19,15 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups, dealt_to, outliers, rows_of, sequence_groups, tensor_groups
+from dtobs.detectors.peers import (
+    data_groups,
+    dealt_to,
+    outliers,
+    rows_of,
+    sequence_groups,
+    sequence_mesh,
+    tensor_groups,
+)
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.events import Kind, Phase
@@ -136,9 +144,8 @@ def _sequences(view: RunView) -> tuple[list[list[int]], list[list[int]]]:
     """Groups of ranks among which sequences are split: those given the whole ones, and those given parts."""
     whole: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in view.ranks:
-        mesh = view.meta(rank).process.get("sequence_ranks")
-        if isinstance(mesh, list) and rank in mesh:
-            whole[tuple(mesh)].append(rank)
+        if mesh := sequence_mesh(view, rank):
+            whole[mesh].append(rank)
     given = [ranks for ranks in whole.values() if len(ranks) > 1]
     known = {rank for ranks in given for rank in ranks}
     return given, [ranks for ranks in sequence_groups(view) if not known.intersection(ranks)]

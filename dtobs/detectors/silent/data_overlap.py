@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups, rows_of, side_by_side
+from dtobs.detectors.peers import data_groups, of_own_sequences, rows_of, side_by_side
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -43,7 +43,10 @@ def data_overlap(view: RunView) -> list[Finding]:
     window = view.steps(WINDOW)
     # What a stage of a pipeline is handed by one that computes NaN is NaN throughout, and equal.
     known = window.valid & ~(window.valid & (window.records["nonfinite"] > 0)).any(axis=0)
-    for group in data_groups(view):
+    for everyone in data_groups(view):
+        group = of_own_sequences(view, everyone)
+        if len(group) < 2:
+            continue
         rows = rows_of(view, group)
         digests = np.where(known[rows], window.records["input_digest"][rows], np.uint64(0))
         rule = {view.meta(rank).policy.get("data") for rank in group}
