@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import dealt_to, side_by_side
+from dtobs.detectors.peers import dealt_to, of_own_sequences, side_by_side
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.replica_divergence import FIRST_PERIOD
 from dtobs.events import Kind, Phase, RankState
@@ -290,8 +290,14 @@ def _finding(sets: list[_Parted], text: str) -> Finding:
 
 
 def _own_inputs(view: RunView, parted: _Parted) -> bool:
-    """Whether the parts go through inputs of their own: those of tensor-parallel ranks are the same."""
-    _, inputs = side_by_side(view, [part[0] for part in parted.parts], "input_digest")
+    """Whether the parts go through inputs of their own: those of tensor-parallel ranks are the same.
+
+    Parts of sequences are, although the whole ones are alike.
+    """
+    first = [part[0] for part in parted.parts]
+    if len(of_own_sequences(view, first)) < len(first):
+        return True
+    _, inputs = side_by_side(view, first, "input_digest")
     ordered = np.sort(inputs, axis=0)
     own = (ordered[1:] != ordered[:-1]).all(axis=0) & (inputs != 0).all(axis=0)
     return bool(inputs.shape[1]) and float(own.mean()) >= MOST_STEPS

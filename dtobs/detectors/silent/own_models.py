@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dtobs.detectors.peers import dealt_to
+from dtobs.detectors.peers import dealt_to, of_own_sequences
 from dtobs.detectors.silent.averaged_in_parts import ALONE, averaged_in_parts, works_together
 from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.learned_copies import LEARNED, learned_keys
@@ -129,7 +129,12 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
 
 
 def _read_alike(view: RunView, ranks: list[int]) -> bool:
-    """Whether `ranks` read the same samples in most steps, as those do that hold parts of one model."""
+    """Whether `ranks` read the same samples in most steps, as those do that hold parts of one model.
+
+    Those that split sequences between them read parts.
+    """
+    if len(of_own_sequences(view, ranks)) < len(ranks):
+        return False
     read = [
         {int(s): int(d) for s, d in view.rank_steps(rank)[["step", "input_digest"]].tolist() if d} for rank in ranks
     ]

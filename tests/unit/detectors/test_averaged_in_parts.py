@@ -33,6 +33,7 @@ def exchanging(
     phases: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD),
     inputs: Callable[[int], int] = lambda rank: rank,
     kind: Kind = Kind.COLLECTIVE,
+    splits: bool = False,
 ) -> FakeRun:
     """Four ranks: gradients are averaged over 0 and 2, and over 1 and 3; 0 and 1, and 2 and 3, pass activations."""
     run = FakeRun(root, 4, layout=None)
@@ -41,6 +42,8 @@ def exchanging(
         rank.parameters(*(Parameter(name, (8,), "float32", f"copies:2:{PARTS[number]}") for name in ("a", "b")))
         rank.digests(7, value(number, -1), step=-1)
         rank.collective("all_gather", groups[number // 2])  # says which group it is
+        if splits:
+            rank.meta("process", sequence_ranks=[2 * (number // 2), 2 * (number // 2) + 1])
         for step in range(24):
             for phase in phases:
                 rank.event(kind, phase=phase, group=groups[number // 2], value=4096.0)
@@ -60,6 +63,11 @@ def test_ranks_that_exchange_activations_and_do_not_average_over_all(
     assert (found.ranks, found.severity, found.step) == ((0, 1, 2, 3), "note", 0)
     assert found.summary.startswith("ranks 0-3 began alike and pass each other activations")
     assert f"gradients of the model are {where}: 1 tensor differ" in found.summary
+
+
+def test_ranks_that_are_given_whole_sequences_and_split_them(tmp_path: Path):
+    (found,) = told(exchanging(tmp_path, inputs=lambda rank: rank // 2, splits=True))
+    assert found.summary.startswith("ranks 0-3 began alike and pass each other activations")
 
 
 QUIET = {
