@@ -24,7 +24,7 @@ from dtobs.diagnose.pictures import (
     sample,
     wait_picture,
 )
-from dtobs.events import FIRST_CUSTOM_PHASE, Kind, Phase
+from dtobs.events import FIRST_CUSTOM_PHASE, Kind, Phase, RankState
 from dtobs.findings import Finding
 from dtobs.recording.rank import ENDED, State
 from dtobs.recording.view import RunView
@@ -118,10 +118,21 @@ def _strip(view: RunView) -> RankTimeline | None:
 
 def _last_ns(view: RunView) -> int:
     """The end of what there is to show: now, or soon after the last of the ranks has ended."""
-    ended = [p.ended_ns for rank in view.ranks if (p := view.process(rank)) is not None and not p.alive]
-    if len(ended) < len(view.ranks) or not all(ended):
+    ended = [_ended_ns(view, rank) for rank in view.ranks]
+    if not all(ended):
         return view.now_ns
     return min(view.now_ns, max(ended) + max(0, max(ended) - last_movement_ns(view)) // 8)
+
+
+def _ended_ns(view: RunView, rank: int) -> int:
+    """When its process ended, or where nobody saw that, when it closed its session; 0 where it may live."""
+    process = view.process(rank)
+    if process is not None and not process.alive and process.ended_ns:
+        return process.ended_ns
+    if int(view.page(rank)["state"]) != RankState.CLOSED:
+        return 0
+    events = view.events(rank)
+    return int(events["t_ns"][events["kind"] == Kind.CLOSE].max(initial=0))
 
 
 def _middles(columns: int, seconds: float) -> npt.NDArray[np.float64]:

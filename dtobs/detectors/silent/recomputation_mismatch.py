@@ -34,7 +34,13 @@ def recomputation_mismatch(view: RunView) -> list[Finding]:
             step=first.step,
             fault=True,
             evidence=tuple(
-                {"what": "recomputed", "rank": rank, "step": each.step, "region": each.region, "off": each.difference}
+                {
+                    "what": "recomputed",
+                    "rank": rank,
+                    "step": each.step,
+                    "region": each.region,
+                    "difference": each.difference,
+                }
                 for rank, said in list(seen.items())[:_MOST]
                 for each in said[:1]
             ),

@@ -1,4 +1,4 @@
-"""The last minutes of a job: a long save before the last barrier, or a rank that goes on when the others have ended."""
+"""The last minutes of a job, and what came after it: a long last save, a rank that goes on alone, a run long over."""
 
 from __future__ import annotations
 
@@ -97,3 +97,13 @@ def test_a_rank_that_has_not_ended_though_the_others_finished(tmp_path, stacks, 
     assert told.notes[0].startswith(
         f"rank 1 has not ended since the others finished, and nothing has moved for 30 s: rank 1 is {doing}"
     )
+
+
+def test_what_came_long_after_a_run_that_is_through_is_not_drawn(tmp_path):
+    run = FakeRun(tmp_path, 2).steps(8)
+    for rank in run.ranks:
+        rank.advance(2.0).close()
+    gone = {0: ProcessState(7, alive=False), 1: ProcessState(8, alive=False, exit_code=0)}
+    strip = diagnose(Evidence("x", run.view(later=3600, processes=gone))).pictures.strip
+    assert strip is not None
+    assert strip.quiet_seconds < 10
