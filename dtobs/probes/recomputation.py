@@ -98,7 +98,7 @@ class RecomputationProbe(Probe):
         if not self._pairs:
             return
         begin = time.perf_counter_ns()
-        pairs, self._pairs = self._pairs, []
+        pairs, self._pairs = [pair for pair in self._pairs if pair[0].device == self._pairs[0][0].device], []
         step, (region, preserved) = self.context.step, self._what
         with torch.no_grad():
             rows = torch.stack([_difference(before, after) for before, after in pairs])
@@ -187,7 +187,10 @@ class RecomputationProbe(Probe):
     def _window(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A copy of some elements, the same ones each time; None for what is not compared."""
         begin = time.perf_counter_ns()
-        with _WITHOUT_MODES(), torch.no_grad():  # a mode may keep what operators return, to give it back later
+        with (
+            (_WITHOUT_MODES or contextlib.nullcontext)(),
+            torch.no_grad(),
+        ):  # a mode may keep what operators return, to give it back later
             held = local_tensor(tensor.detach())
             if type(held) is not torch.Tensor or held.dtype not in _DTYPES or held.numel() < LEAST:
                 return None

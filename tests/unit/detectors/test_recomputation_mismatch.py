@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import dtobs
 from dtobs.detectors.silent.recomputation_mismatch import recomputation_mismatch
 from dtobs.findings import Finding
+from dtobs.probes import recomputation
 from dtobs.probes.recomputation import TRIED
 from dtobs.recording.view import RunView, load_run
 
@@ -166,6 +167,13 @@ def test_the_losses_are_those_of_a_run_by_itself(tmp_path: Path):
         return torch.cat([p.flatten() for p in model.parameters()])
 
     assert torch.equal(trained(tmp_path), trained(None))
+
+
+@pytest.mark.parametrize("name", ["_FRAME", "_WITHOUT_MODES"])
+def test_another_torch_has_its_reentrant_regions_compared(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recomputation, name, None)
+    assert found(train(Model(partial(kept, **FORGETS)), tmp_path / "a")) == []
+    assert len(found(train(Model(partial(kept, use_reentrant=True, **FORGETS)), tmp_path / "b"))) == 1
 
 
 def test_the_version_tried():
