@@ -45,6 +45,7 @@ class InputProbe(Probe):
         self._digests: list[int | torch.Tensor] = []
         self._elements = 0  # of the largest tensor of each micro-batch
         self._whole: list[torch.Tensor] = []  # sequences that were split since the last forward
+        self._splits = False  # whether such a one was an input of this step: what else the model is given are parts
         self._mesh: list[int] = []  # the ranks they were split over
 
     def install(self) -> None:
@@ -58,7 +59,8 @@ class InputProbe(Probe):
             whole, self._whole = self._whole, []
             if not self._told and trains(root):
                 given = _tensors((*args, *(kwargs[k] for k in sorted(kwargs))))
-                self._add(whole or given, _largest(given))
+                self._splits = self._splits or bool(whole)
+                self._add(whole if self._splits else given, _largest(given))
 
         around_call(self, root, take, _ignore)
         for name in _SPLITS:
@@ -73,7 +75,7 @@ class InputProbe(Probe):
 
     def step_begin(self) -> None:
         """A new step has had no input yet."""
-        self._digests, self._elements = [], 0
+        self._digests, self._elements, self._splits = [], 0, False
 
     def batch(self, tensors: dict[str, torch.Tensor]) -> None:
         """One micro-batch, by name."""
