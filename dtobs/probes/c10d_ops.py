@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ReduceOp
+from torch._C._distributed_c10d import ReduceOp, Work
 
 NAMESPACE = "c10d"
 _TENSORS = ("tensors", "tensor", "input_tensors", "input_list", "input_tensor", "inputs", "input")
@@ -108,6 +108,12 @@ def _describe(entry: torch._ops.OpOverload, qualified: str, arguments: list[str]
         blocking="Work" not in str(entry._schema).partition("->")[2],
         scale_by_group=name.startswith(("all_gather", "reduce_scatter")),
     )
+
+
+def work_of(result: Any) -> Work | None:
+    """The Work in what an operator returned. None where it ran on the caller's stream: NCCL, without `async_op`."""
+    boxed = result[-1] if isinstance(result, (tuple, list)) else result
+    return None if boxed is None else Work.unbox(boxed)
 
 
 class Interception:

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from dtobs.events import Kind, Phase, identify
 from dtobs.probes.base import Probe
-from dtobs.probes.c10d_ops import REDUCE_NAMES, Interception, Operator, discover
+from dtobs.probes.c10d_ops import REDUCE_NAMES, Interception, Operator, discover, work_of
 from dtobs.probes.call_site import CallSites
 from dtobs.probes.process_groups import GroupTable
 from dtobs.recording.page import INDEX
@@ -65,16 +65,18 @@ class Collectives(Probe):
     def _kernel(self, operator: Operator, redispatch: Any, mask: Any) -> Callable[..., Any]:
         """What runs in front of `operator`. Everything it needs is bound here: it runs thousands of times a step."""
         record, progress = self._recording(operator), self._progress
-        async_at = operator.is_async
+        async_at, payload_at = operator.is_async, operator.payload
 
         def kernel(keys: Any, *args: Any) -> Any:
             if not self.active:
                 return redispatch(keys & mask, *args)
-            look = None
+            # Arguments at the end that have their default are left out; the default is asynchronous.
+            waits, look, in_order, marked = 0 <= async_at < len(args) and not args[async_at], None, False, False
             try:
                 # Python waits right after issuing what is not asynchronous: the page says so in the same commit.
-                # Arguments at the end that have their default are left out; the default is asynchronous.
-                look = record(args, 0 <= async_at < len(args) and not args[async_at])
+                look = record(args, waits)
+                in_order = waits and not _on_host(args[payload_at])
+                marked = in_order and progress.stream_waits(self.last_of_thread()[0])
             except Exception as error:  # noqa: BLE001 - the host contract: the collective runs whatever it was
                 self.context.switch_off(self, error)
             try:
@@ -82,6 +84,11 @@ class Collectives(Probe):
             except BaseException:
                 progress.wait_cancel()
                 raise
+            finally:
+                if marked:
+                    progress.stream_goes_on()
+            if in_order and work_of(result) is None:
+                progress.wait_cancel()  # its stream waits, and the host does not
             if look is not None:
                 look(result)
             return result
@@ -203,6 +210,14 @@ class Collectives(Probe):
         )
         self._numbers[key] = number
         return number
+
+
+def _on_host(payload: Any) -> bool:
+    while type(payload) is list:
+        if not payload:
+            return True
+        payload = payload[0]
+    return bool(payload.is_cpu)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from dtobs.probes.base import Probe
-from dtobs.probes.c10d_ops import REDUCE_NAMES, Operator
+from dtobs.probes.c10d_ops import REDUCE_NAMES, Operator, work_of
 from dtobs.probes.digests import device_digest, host_digest
 from dtobs.probes.message_parts import MessagePart, Seat, cut
 from dtobs.probes.process_groups import GroupState
@@ -149,7 +149,9 @@ class ConservationProbe(Probe):
         return functools.partial(self._left, memory) if memory else None
 
     def _leave(self, memory: Ranges, result: Any) -> None:
-        work = Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+        work = work_of(result)
+        if work is None:
+            return  # the stream has it behind it before anything else
         with self._lock:
             if len(self.under_way) >= _MOST_UNDER_WAY:  # nobody waits for them
                 del self.under_way[next(iter(self.under_way))]
@@ -207,10 +209,11 @@ class ConservationProbe(Probe):
 
     def _issued(self, look: CallLook, result: Any) -> None:
         """The call is under way; `result` is what the operator returned."""
-        boxed = result[-1] if isinstance(result, (tuple, list)) else result
-        look.work = Work.unbox(boxed)
+        look.work = work_of(result)
         with self._lock:
-            self.waiting[id(look.work)] = look
+            self.waiting[id(look.work or look)] = look
+        if look.work is None:  # what the stream does next comes after it
+            self._finish(lambda other: other is look)
 
     def _waited(self, thing: object) -> None:
         """`thing` has been waited for: a Work, a tensor of a functional collective, or the group of a broadcast."""

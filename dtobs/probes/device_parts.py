@@ -19,6 +19,8 @@ from dtobs.events import EXPOSED_ALONG, STEP_PARTS
 from dtobs.probes.base import Probe
 from dtobs.probes.deferred import Deferred
 from dtobs.probes.device_times import stream_marks
+from dtobs.probes.fsdp import COPY_OUT, gathered_event
+from dtobs.probes.progress import DeviceMarks
 from dtobs.recording.page import INDEX
 
 MOST_MARKS = 4096
@@ -124,11 +126,17 @@ class DevicePartsProbe(Probe):
         first = next(context.model.parameters(), None) if context.model is not None else None
         if first is None or first.device.type in ("cpu", "meta"):
             return
-        record, capturing = stream_marks(first.device), _capturing(first.device)
-        self.use(lambda: None if capturing() else record())
+        device = first.device
+        record, capturing = stream_marks(device), _capturing(device)
+        self.use(lambda: None if capturing() else record(), lambda: torch.accelerator.current_stream(device))
+        if COPY_OUT is not None:
+            self.around(*COPY_OUT, self._gathered, lambda _: None)
 
-    def use(self, mark: Callable[[], Any]) -> None:
-        """Take the parts from the events that `mark` records."""
+    def use(self, mark: Callable[[], Any], stream: Callable[[], Any] = lambda: None) -> None:
+        """Take the parts from the events that `mark` records; `stream` says which stream is current.
+
+        They are those of the stream that is current where steps begin and end.
+        """
         context, page = self.context, self.context.recorder.page
         names = {name: INDEX[f"{name}_ns"] for name in ("step", "exposed", "data", "busy")}
 
@@ -138,8 +146,30 @@ class DevicePartsProbe(Probe):
             page.ints[names["data"]], page.ints[names["busy"]] = fields["data_ns"], wall - exposed
 
         parts = DeviceParts(mark, context.recorder.amend_step, self.late, publish=publish)
-        context.progress.use_device(self.guard(parts.begin), self.guard(parts.change), self.guard(parts.close))
+        home = stream()
+
+        def begin(part: int) -> None:
+            nonlocal home
+            home = stream()
+            parts.begin(part)
+
+        def close(step: int, part: int, ended_ns: int) -> None:
+            nonlocal home
+            home = stream()
+            parts.close(step, part, ended_ns)
+
+        here = self.guard(lambda: stream() == home)
+        context.progress.use_device(DeviceMarks(self.guard(begin), self.guard(parts.change), self.guard(close), here))
         self.undo.callback(context.progress.leave_device)
+
+    def _gathered(self, result: Any, *_args: Any, **_named: Any) -> None:
+        """FSDP2 is about to copy what it has gathered: its stream waits for that here, and no second time there."""
+        event = gathered_event(result)
+        if event is not None and self.context.progress.stream_waits(self.context.last_issued("all_gather")[0]):
+            try:
+                torch.accelerator.current_stream().wait_event(event)
+            finally:
+                self.context.progress.stream_goes_on()
 
 
 def _capturing(device: torch.device) -> Callable[[], bool]:

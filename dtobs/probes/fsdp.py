@@ -11,12 +11,31 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dtobs.probes.layout import is_fsdp
 
+try:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+except ImportError:
+    _fsdp_param_group = None  # type: ignore[assignment]
+
 TRIED = ("2.13.0",)
+
+COPY_OUT: tuple[Any, str] | None = (
+    (_fsdp_param_group, "foreach_all_gather_copy_out")
+    if hasattr(_fsdp_param_group, "foreach_all_gather_copy_out")
+    else None
+)
+"""What FSDP2 calls, with the result of an all-gather first, when a module is about to use its parameters."""
+
+
+def gathered_event(result: Any) -> torch.Event | None:
+    """The event after which an all-gather of FSDP2 is through; None where it is waited for as a Work."""
+    event = getattr(result, "all_gather_event", None)
+    return event if hasattr(event, "wait") else None
 
 
 def fsdp_parameters(model: nn.Module) -> dict[int, nn.Parameter | None]:

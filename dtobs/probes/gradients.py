@@ -316,7 +316,15 @@ class GradientProbe(Probe):
             return
         step, device = context.step, late[0].device
         numbers = (*squares, 1.0 if scale is None else scale)
-        stacked = torch.stack([torch.as_tensor(s, dtype=torch.float64).to(device) for s in numbers])
+        # A fill and no copy: a copy of the host's memory would wait for the device.
+        stacked = torch.stack(
+            [
+                s.to(device, torch.float64)
+                if isinstance(s, torch.Tensor)
+                else late[0].new_full((), s, dtype=torch.float64)
+                for s in numbers
+            ]
+        )
 
         def arrived(values: npt.NDArray[Any]) -> bool:
             *squares, scale = values.tolist()

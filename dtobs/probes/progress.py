@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +33,19 @@ from dtobs.recording.page import INDEX
 Record: TypeAlias = npt.NDArray[np.void]
 """One record of STEP_DTYPE, 0-d."""
 
-Device: TypeAlias = tuple[Callable[[int], object], Callable[[int, int], object], Callable[[int, int, int], object]]
-"""What a device's own times need to hear: a first step begins, a part begins, a step ends (`DeviceParts`)."""
+
+class DeviceMarks(NamedTuple):
+    """What a device's own times need to hear, see `DeviceParts`."""
+
+    begin: Callable[[int], object]  #: a first step begins
+    change: Callable[[int, int], object]  #: a part begins
+    close: Callable[[int, int, int], object]  #: a step ends
+    here: Callable[[], object]  #: whether the current stream is the one whose parts are measured
+
 
 DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, VALIDATION, OTHER = range(len(STEP_PARTS))
+_NO_TRAINING = frozenset({CHECKPOINT, VALIDATION})
+"""Parts in which waiting for others is part of the work."""
 _PART_OF: dict[int, int] = {
     Phase.DATA: DATA,
     Phase.FORWARD: FORWARD,
@@ -109,7 +118,8 @@ class Progress:
         self.dimensions: dict[int, int] = {}  #: of process groups, by number: index in EXPOSED_ALONG
         self.unnamed = _UNNAMED  #: the dimension of groups that do not say theirs
         self.sends = False  #: whether the last that was issued is a send or a receive
-        self._device: Device | None = None  # where the parts are those of a device
+        self._device: DeviceMarks | None = None  # where the parts are those of a device
+        self._stream_waits = False  # between `stream_waits` and `stream_goes_on`
         self._announced = False  # the page says already that the next wait has begun
         self._finished: Record | None = None  # a step that is over but still takes reports
         self._begin_ns, self._cpu_ns, self._probe_ns, self._collectives0 = 0, 0, 0, 0
@@ -201,36 +211,39 @@ class Progress:
     def _switch(self, part: int, now: int) -> None:
         self._parts[self._part] += now - self._since
         if self._device is not None and part != self._part and self.in_step:
-            self._device[1](part, self._wait_along if part == EXPOSED else _UNNAMED)
+            self._device.change(part, self._wait_along if part == EXPOSED else _UNNAMED)
         self._part, self._since = part, now
 
-    def use_device(
-        self,
-        begin: Callable[[int], object],
-        change: Callable[[int, int], object],
-        close: Callable[[int, int, int], object],
-    ) -> None:
-        """Measure the parts of a step on a device from now on, by the marks that `begin`, `change` and `close` set."""
-        self._device, self.host_waits = (begin, change, close), True
+    def use_device(self, device: DeviceMarks) -> None:
+        """Measure the parts of a step on a device from now on, by the marks that it sets."""
+        self._device, self.host_waits = device, True
         if self.in_step:
-            begin(self._part)
+            device.begin(self._part)
 
     def leave_device(self) -> None:
         """The device's times are not to be had any more: its waits mean nothing on the host's clock."""
         self._device, self.host_waits = None, False
 
     def stream_waits(self, group: int) -> bool:
-        """Another thread than the one that trains lets the stream wait for `group`, inside a backward pass."""
-        if self._device is None or not self.in_step or self._part != BACKWARD:
+        """Any thread lets the stream whose parts are measured wait for `group`; False where that is none of its parts.
+
+        Where it answers True, `stream_goes_on` is to be called.
+        """
+        device = self._device
+        if device is None or not self.in_step or self._part == EXPOSED or self._stream_waits:
             return False
+        if self.part in _NO_TRAINING or not device.here():
+            return False
+        self._stream_waits = True
         along = self.dimensions.get(group, _UNNAMED)
-        self._device[1](EXPOSED, self.unnamed if along == _UNNAMED else along)
+        device.change(EXPOSED, self.unnamed if along == _UNNAMED else along)
         return True
 
     def stream_goes_on(self) -> None:
         """What `stream_waits` told is over."""
+        self._stream_waits = False
         if self._device is not None and self.in_step:
-            self._device[1](self._part, _UNNAMED)
+            self._device.change(self._part, _UNNAMED)
 
     def claim_training_thread(self) -> None:
         """The calling thread is the one that trains, as long as none has trained yet."""
@@ -248,7 +261,7 @@ class Progress:
             self._announced = True
 
     def wait_cancel(self) -> None:
-        """It failed before anybody waited for it."""
+        """Nobody waits for it: it failed, or only a device's stream has to wait."""
         if self._announced and threading.get_ident() == self.thread:
             self._announced = False
             self._ints[_WAIT_SINCE] = 0
@@ -264,7 +277,7 @@ class Progress:
         context = self._context
         now = self._events.write(_WAIT_BEGIN, context.phase, context.step, group, 0, 0, 0, seq)
         self._wait_begin = now
-        if self.host_waits and self.part != CHECKPOINT and self.part != VALIDATION:
+        if self.host_waits and self.part not in _NO_TRAINING:
             along = self.dimensions.get(group, _UNNAMED)
             along = _PIPELINE if self.sends and along == _UNNAMED else along
             self._wait_along = self.unnamed if along == _UNNAMED else along
@@ -360,7 +373,7 @@ class Progress:
         if not self.in_step:
             ints[_STATE] = RankState.RUNNING
             if self._device is not None:
-                self._device[0](self._part)
+                self._device.begin(self._part)
             self._hindrances.begin()
         self.in_step, self._optimizer_stepped, self._pending, self._optimizers = True, False, False, 0
         self._parts, self._along = [0] * len(STEP_PARTS), [0] * (_UNNAMED + 1)
@@ -402,7 +415,7 @@ class Progress:
         record["collective_bytes"] = floats[_COLLECTIVE_BYTES] - self._bytes0
         ints[_STEPS_DONE] += 1
         if self._device is not None:
-            self._device[2](step, self._part, now)
+            self._device.close(step, self._part, now)
         else:
             ints[_STEP_NS] = now - self._begin_ns
             ints[_EXPOSED_NS], ints[_DATA_NS] = parts[EXPOSED], parts[DATA]

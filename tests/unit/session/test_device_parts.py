@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtobs.events import STEP_PARTS
+from dtobs.events import STEP_PARTS, Phase
 from dtobs.recording.view import load_run
 from dtobs.session import Session
 from tests.unit.session.conftest import make_model
@@ -44,6 +44,7 @@ class Stream:
     free: int = 0
     events: list[Event] = field(default_factory=list)
     capturing: bool = False
+    name: str = "default"
 
     def launch(self, ms: float) -> None:
         self.free = max(self.free, self.host) + round(ms * MS)
@@ -74,7 +75,7 @@ class Launching(nn.Module):
 def on_device(session: Session, stream: Stream) -> None:
     (probe,) = [p for p in session._probes.context.probes if p.name == "device times"]
     session._probes.progress.host_waits = False
-    probe.use(stream.mark)
+    probe.use(stream.mark, lambda: stream.name)
 
 
 def records(session: Session, stream: Stream) -> np.ndarray:
@@ -166,7 +167,7 @@ def test_waiting_in_the_thread_of_autograd(attach: Attach):
     session, model = started(attach, stream)
     progress = session._probes.progress
     for _ in range(4):
-        depth = progress.begin(4)  # backward
+        depth = progress.begin(Phase.BACKWARD)
         stream.launch(400)
         seen: list[bool] = []
         thread = threading.Thread(target=lambda: seen.append(progress.stream_waits(7)))  # noqa: B023
@@ -176,10 +177,33 @@ def test_waiting_in_the_thread_of_autograd(attach: Attach):
         stream.launch(60)
         progress.stream_goes_on()
         progress.end(depth)
-        assert not progress.stream_waits(7), "nothing waits outside of a backward pass"
         model.optimizer.step()
     row = records(session, stream)[2]
     assert (row["backward_ns"], row["exposed_tensor_ns"]) == (400 * MS, 60 * MS)
+
+
+def test_a_call_that_the_stream_runs_in_order_is_exposed(attach: Attach):
+    """As NCCL's without `async_op`: of the stream that computes, once, and only in the training."""
+    stream = Stream()
+    session, model = started(attach, stream)
+    progress = session._probes.progress
+    for _ in range(4):
+        depth = progress.begin(Phase.FORWARD)
+        stream.launch(100)
+        assert progress.stream_waits(7)
+        assert not progress.stream_waits(7), "within another it is part of that"
+        stream.launch(30)
+        progress.stream_goes_on()
+        stream.name = "of FSDP2"
+        assert not progress.stream_waits(7), "another stream than the one that computes"
+        stream.name = "default"
+        inner = progress.begin(Phase.VALIDATION)
+        assert not progress.stream_waits(7), "no part of the training"
+        progress.end(inner)
+        progress.end(depth)
+        model.optimizer.step()
+    row = records(session, stream)[2]
+    assert (row["forward_ns"], row["exposed_tensor_ns"]) == (100 * MS, 30 * MS)
 
 
 def test_events_that_fail_end_the_probe_and_nothing_else(attach: Attach):
