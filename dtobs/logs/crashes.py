@@ -84,8 +84,11 @@ _CRASHED_SOMEWHERE = (
 def crashes(scene: Scene) -> list[Finding]:
     """The cause of a crash, at most one."""
     by_code: dict[str, list[Sign]] = defaultdict(list)
+    kinds = {sign.kind for sign in scene.roots}
     for sign in scene.roots:
         code = _code(sign)
+        if sign.kind == "nccl-misuse" and "nccl-truncated" in kinds:
+            continue  # the same error: here its kind, there its reason
         if code:
             by_code[code].append(sign)
     for code in sorted({*by_code, "rank-dead"}, key=lambda code: CATALOGUE[code].order):

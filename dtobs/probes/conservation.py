@@ -7,6 +7,9 @@ there (the futures of a communication hook) is not compared, and a ``probe`` ent
 another call under way has as well: backends that do one call after another allow it, and what either of them gets or
 leaves there cannot be read in between.
 
+A backend that does what is not asynchronous on the caller's own stream returns no Work for it: its stream has done it
+before whatever it does next. Calls that are coalesced have none either, until all of them get one together.
+
 At the level "all" every call is read whole.
 """
 
@@ -22,8 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import ProcessGroup, Work
 
+from dtobs.probes import patches
 from dtobs.probes.base import Probe
 from dtobs.probes.c10d_ops import REDUCE_NAMES, Operator, work_of
 from dtobs.probes.digests import device_digest, host_digest
@@ -106,7 +110,17 @@ class CallLook:
     put_in: list[tuple[MessagePart, torch.Tensor]] = field(default_factory=list)  # and what was read of it
     work: Any = None
     memory: Ranges = ()
+    in_order: bool = False  #: not asynchronous
     shared: bool = False  #: another call had the same memory before this one was waited for
+
+
+@dataclass
+class CallPassed:
+    """One call that is not looked at, from its issue until it has been waited for."""
+
+    work: Any
+    memory: Ranges
+    step: int
 
 
 class ConservationProbe(Probe):
@@ -117,8 +131,9 @@ class ConservationProbe(Probe):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: dict[int, CallLook] = {}  #: calls under way that are looked at, by the id of their Work
-        self.under_way: dict[int, tuple[Any, Ranges, int]] = {}  #: the others: their Work, its memory and the step
+        self.waiting: dict[int, CallLook] = {}  #: calls under way that are looked at, by their id
+        self.under_way: dict[int, CallPassed] = {}  #: the others
+        self._coalesced = threading.local()  # the calls that this thread has issued since it began to coalesce them
         self._tagged: set[tuple[int, int, str]] = set()
         self._known: dict[tuple[int, str], bool] = {}
         self._unread, self._compared, self._unread_said = 0, 0, False
@@ -132,6 +147,10 @@ class ConservationProbe(Probe):
         self.look, self._begun = self.guard(self._look), self.guard(self._issued)
         self.passing, self._left = self.guard(self._pass), self.guard(self._leave)
         self.waited = self.guard(self._waited)
+        self._begin_coalescing, self._coalesced_as = self.guard(self._coalesce), self.guard(self._end_coalescing)
+        if hasattr(ProcessGroup, "_start_coalescing") and hasattr(ProcessGroup, "_end_coalescing"):
+            self.undo.callback(patches.replace(ProcessGroup, "_start_coalescing", self._starting))
+            self.undo.callback(patches.replace(ProcessGroup, "_end_coalescing", self._ending))
         self.context.conservation = self
         self.undo.callback(setattr, self.context, "conservation", None)
         self.undo.callback(self.waiting.clear)
@@ -149,13 +168,51 @@ class ConservationProbe(Probe):
         return functools.partial(self._left, memory) if memory else None
 
     def _leave(self, memory: Ranges, result: Any) -> None:
-        work = work_of(result)
-        if work is None:
-            return  # the stream has it behind it before anything else
+        call = CallPassed(work_of(result), memory, self.context.step)
+        if call.work is None and not self._joins(call):
+            return  # its stream does nothing else before
         with self._lock:
             if len(self.under_way) >= _MOST_UNDER_WAY:  # nobody waits for them
                 del self.under_way[next(iter(self.under_way))]
-            self.under_way[id(work)] = work, memory, self.context.step
+            self.under_way[id(call)] = call
+
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start(*args: Any, **named: Any) -> Any:
+            result = original(*args, **named)
+            self._begin_coalescing()
+            return result
+
+        return start
+
+    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def end(*args: Any, **named: Any) -> Any:
+            work = original(*args, **named)
+            self._coalesced_as(work)
+            return work
+
+        return end
+
+    def _coalesce(self) -> None:
+        """What this thread issues from here on has no Work of its own, and begins when `_end_coalescing` is called."""
+        self._coalesced.calls = []
+
+    def _joins(self, call: CallLook | CallPassed) -> bool:
+        """Whether `call`, which has no Work, is one of several that will have one together."""
+        calls: list[CallLook | CallPassed] | None = getattr(self._coalesced, "calls", None)
+        if calls is not None:
+            calls.append(call)
+        return calls is not None
+
+    def _end_coalescing(self, work: Any) -> None:
+        """The calls that were held back are under way, as `work`; None: their stream does nothing else before."""
+        calls = getattr(self._coalesced, "calls", None) or ()
+        self._coalesced.calls = None
+        for call in calls:
+            call.work = work
+        if work is None:
+            for call in calls:
+                self.under_way.pop(id(call), None)
+            self._finish(lambda look: any(look is call for call in calls))
 
     def _share(self, memory: Ranges) -> bool:
         """A call with `memory` is about to be issued; whether another one under way has some of it."""
@@ -164,12 +221,12 @@ class ConservationProbe(Probe):
             looks = [look for look in self.waiting.values() if _overlap(look.memory, memory)]
             for look in looks:
                 look.shared = True
-            return bool(looks) or any(_overlap(other, memory) for _, other, _ in self.under_way.values())
+            return bool(looks) or any(_overlap(call.memory, memory) for call in self.under_way.values())
 
     def _let_go(self) -> None:
         """Keep no Work that is done: it keeps the memory of its tensors."""
-        for key, (work, *_) in list(self.under_way.items()):
-            if _completed(work):
+        for key, call in list(self.under_way.items()):
+            if call.work is not None and _completed(call.work):
                 self.under_way.pop(key, None)
 
     def _look(
@@ -202,6 +259,7 @@ class ConservationProbe(Probe):
                 group.number, seq, op, parts.rule, flags, self.context.step, _issuer(), thread, parts.came_out
             )
             look.memory = memory
+            look.in_order = 0 <= operator.is_async < len(args) and not args[operator.is_async]
             look.put_in = [(part, self._read(part, look)) for part in parts.put_in]
         now = time.perf_counter_ns()
         self._chooser.spent(now - begin, now)
@@ -210,9 +268,12 @@ class ConservationProbe(Probe):
     def _issued(self, look: CallLook, result: Any) -> None:
         """The call is under way; `result` is what the operator returned."""
         look.work = work_of(result)
+        joins = look.work is None and self._joins(look)
+        if look.work is None and not joins and not look.in_order:
+            return  # nothing says when it is through
         with self._lock:
-            self.waiting[id(look.work or look)] = look
-        if look.work is None:  # what the stream does next comes after it
+            self.waiting[id(look)] = look
+        if look.work is None and not joins:  # what its stream does next comes after it
             self._finish(lambda other: other is look)
 
     def _waited(self, thing: object) -> None:
@@ -221,12 +282,10 @@ class ConservationProbe(Probe):
             if type(thing) is not torch.Tensor or thing.layout is not torch.strided:
                 return
             memory, mine = thing.untyped_storage().data_ptr(), _ranges((thing,))
-            for key, (_, other, _) in list(self.under_way.items()):
-                if _overlap(other, mine):
-                    self.under_way.pop(key, None)
+            self._pass_on(lambda call: _overlap(call.memory, mine))
             self._finish(lambda look: _at(look, memory))
         elif isinstance(thing, Work):
-            self.under_way.pop(id(thing), None)
+            self._pass_on(lambda call: call.work is thing)
             self._finish(lambda look: look.work is thing)
         else:
             me = threading.get_ident()
@@ -241,8 +300,7 @@ class ConservationProbe(Probe):
     def step_end(self) -> None:
         """Forget the calls of the step before that nobody has waited for."""
         self._let_go()
-        for key in [key for key, (*_, step) in list(self.under_way.items()) if step < self.context.step]:
-            self.under_way.pop(key, None)
+        self._pass_on(lambda call: call.step < self.context.step)
         if not self.waiting:
             return
         with self._lock:
@@ -259,6 +317,11 @@ class ConservationProbe(Probe):
                 reason="most calls are not waited for in Python, as in a communication hook: they are not compared",
                 short="results not waited for",
             )
+
+    def _pass_on(self, done: Callable[[CallPassed], bool]) -> None:
+        for key, call in list(self.under_way.items()):
+            if done(call):
+                self.under_way.pop(key, None)
 
     def _backend_known(self, group: GroupState, parts: list[MessagePart]) -> bool:
         if not parts:

@@ -22,7 +22,7 @@ try:
 except ImportError:
     _fsdp_param_group = None  # type: ignore[assignment]
 
-TRIED = ("2.13.0",)
+TRIED = ("2.11.0", "2.13.0")
 
 COPY_OUT: tuple[Any, str] | None = (
     (_fsdp_param_group, "foreach_all_gather_copy_out")

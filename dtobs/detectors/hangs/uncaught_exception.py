@@ -1,4 +1,4 @@
-"""``uncaught-exception``: an exception of its own ended a rank.
+"""``uncaught-exception``: an exception of its own ended a rank; ``device-out-of-memory``: one that says so of a device.
 
 Why it hurts: every other rank then reports a broken connection or a timeout, and the log's last lines are theirs.
 Broken connections and timeouts are consequences and never accused, as long as anything else explains the end; where
@@ -7,6 +7,7 @@ nothing does, the first of them is reported as a possible cause, so that no cras
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,9 @@ from dtobs.words import ranks_text
 
 _MAX_TRACEBACK = 40
 _MAX_MESSAGE = 300
+_NO_MEMORY = "OutOfMemoryError"
+"""What torch's allocators of devices raise. A host without memory raises a RuntimeError or a MemoryError."""
+_WANTED = re.compile(r"Tried to allocate ([\d.]{1,12} [KMGTP]?i?B)")
 _UNEXPLAINED = (End.PEER_LOST, End.TIMED_OUT)
 
 
@@ -65,9 +69,14 @@ def _finding(situation: Situation, endings: Sequence[Ending], confidence: Confid
     place = first.place
     name = str(said.get("type") or "an exception").rpartition(".")[2]
     message = _message(first)
+    code, what = "uncaught-exception", f"raised {name}{f': {message}' if message else ''}"
+    if name == _NO_MEMORY:
+        wanted = _WANTED.search(message)
+        code = "device-out-of-memory"
+        what = f"ran out of device memory{f' while it asked for {wanted[1]}' if wanted else ''}"
     return Finding(
-        "uncaught-exception",
-        f"{ranks_text(ranks)} raised {name}{f': {message}' if message else ''}{f' at {place}' if place else ''}",
+        code,
+        f"{ranks_text(ranks)} {what}{f' at {place}' if place else ''}",
         ranks,
         confidence,
         step=int(said.get("step") or situation.view.page(first.rank)["step"]),

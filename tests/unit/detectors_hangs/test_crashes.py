@@ -41,6 +41,21 @@ def test_uncaught_exception_is_found_at_once_with_its_line(training):
     assert finding.evidence[0]["traceback"] == ["Traceback", "  boom"]
 
 
+def test_a_device_without_memory_is_no_mere_exception(training):
+    """As torch 2.11 raised it on an H100."""
+    run = training(2)
+    run.rank(0).collective(wait=True)
+    told = (
+        "CUDA out of memory. Tried to allocate 12.50 GiB. GPU 0 has a total capacity of 79.18 GiB of which 4.45 GiB is"
+        " free. Process 998 has 1.17 GiB memory in use."
+    )
+    fails(run.rank(1), "torch.OutOfMemoryError", told, frame={"file": "/me/train.py", "line": 12, "function": "step"})
+    (finding,) = found(run.view(later=1)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("device-out-of-memory", (1,), "certain")
+    assert finding.summary == "rank 1 ran out of device memory while it asked for 12.50 GiB at /me/train.py:12 in step"
+    assert finding.evidence[0]["message"] == told
+
+
 @pytest.mark.parametrize(
     ("type_", "message"),
     [

@@ -385,6 +385,18 @@ row(
     ("shape-mismatch", ()),
 )
 row(
+    "a watchdog tells of sizes that differ, as seen on an H100 with torch 2.11",
+    "[rank1]:[E1126 14:45:38.166 ProcessGroupNCCL.cpp:2119] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated"
+    " with exception: [Rank 1] Collective WorkNCCL(SeqNum=22, OpType=ALLREDUCE, NumelIn=182976, NumelOut=182976, Timeout(ms)=6000) raised"
+    " the following async exception: NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "NET/Socket : peer 127.0.0.1<37312> message truncated : receiving 1001472 bytes instead of 65536. If you believe your socket network is"
+    " in a healthy state, there may be a mismatch in collective sizes or environment settings (e.g. NCCL_PROTO, NCCL_ALGO) between ranks\n"
+    "E1126 14:45:40.910000 1530 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: -6) local_rank: 1 (pid: 1559) of"
+    " binary: /opt/venv/bin/python3",
+    ("shape-mismatch", ()),
+)
+row(
     "a rank that the communicator does not have",
     "n2:91:91 [0] init.cc:1725 NCCL WARN Invalid rank requested : 8/8\n"
     + trace(
