@@ -362,7 +362,7 @@ class ConservationProbe(Probe):
         else:
             numbers[0] = memory.count_nonzero()
         if memory.is_cpu:
-            digest = torch.tensor([host_digest(memory)], dtype=torch.uint64).view(torch.int64)
+            digest = torch.tensor([host_digest(memory)], dtype=torch.uint64, device="cpu").view(torch.int64)
         else:
             digest = device_digest(memory).view(1)
         return torch.cat([digest, numbers.view(torch.int64)])

@@ -36,7 +36,7 @@ class Deferred:
         if len(self._pending) >= self._most:
             self.dropped += 1
             return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         host.copy_(values.detach(), non_blocking=True)
         event = torch.Event(values.device)
         event.record()

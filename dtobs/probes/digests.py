@@ -1,11 +1,15 @@
 """Digests of tensors: equal where every bit is equal, different (for all practical purposes) where one is not.
 
-On the CPU xxh3 over the tensor's own memory. On a device a two-fold sum of its words that stays on the device: row
-sums and column sums, each weighted by odd numbers, so that swapped, negated and zeroed elements change it (a plain sum,
-a norm or an exclusive-or misses those). The two are not comparable with each other; ranks compare like with like.
+On the CPU xxh3 over the tensor's own memory. On a device a sum of its words, each weighted by an odd number of its own,
+that stays on the device; of large tensors a two-fold sum, of rows and of columns, each weighted. So swapped, negated
+and zeroed elements change it (a plain sum, a norm or an exclusive-or misses those). What the two make is not comparable
+with each other; ranks compare like with like.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,6 +20,13 @@ from dtobs.probes.host_memory import host_memory
 _WIDTH = 1024
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _NUMPY = frozenset({torch.int64, torch.int32, torch.float32, torch.float64})
+_SMALL = 1 << 14
+"""Words of a tensor that is put together with others."""
+_TOGETHER = 64
+_MOST_SEGMENTS = 16
+_known: dict[torch.device, torch.Tensor] = {}
+_segments: dict[tuple[torch.device, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+"""By device and sizes of tensors put together: the weights of all their words, and where each ends."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -30,11 +41,56 @@ def host_digest(tensor: torch.Tensor) -> int:
 
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 scalar on the tensor's device. Nothing is copied to the host and nothing waits."""
-    flat = words(tensor)
+    return device_digests([tensor])[0]
+
+
+def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64[N], of each what `device_digest` makes of it, on the device of the first.
+
+    Small tensors are put together first: what each costs is the host's time to launch kernels for it.
+    """
+    device = tensors[0].device
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for n, tensor in enumerate(tensors):
+        flat = words(tensor)
+        if flat.numel() <= _SMALL:
+            small.setdefault((flat.device, flat.dtype), []).append((n, flat))
+        else:
+            found[n] = _of_large(flat)
+    for some in small.values():
+        for begin in range(0, len(some), _TOGETHER):
+            part = some[begin : begin + _TOGETHER]
+            for (n, _), digest in zip(part, _of_small([flat for _, flat in part]).unbind(), strict=True):
+                found[n] = digest
+    return torch.stack([digest.to(device, non_blocking=True) for digest in found if digest is not None])
+
+
+def _of_small(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64[N]: of each the sum of its words with a different odd weight for each place."""
+    sizes, device = tuple(flat.numel() for flat in flats), flats[0].device
+    if len(flats) == 1:
+        return (flats[0] * _weights(sizes[0], device)[: sizes[0]]).sum().view(1)
+    known = _segments.get((device, sizes))
+    if known is None:
+        if len(_segments) >= _MOST_SEGMENTS:
+            _segments.clear()
+        weights = _weights(max(sizes), device)
+        ends = torch.tensor([0, *itertools.accumulate(sizes)], device="cpu").to(device, non_blocking=True)
+        known = _segments[device, sizes] = torch.cat([weights[:size] for size in sizes]), ends
+    weights, ends = known
+    weighted = torch.cat(list(flats)) * weights
+    sums = torch.cat([weighted.new_zeros(1), weighted.cumsum(0)]).index_select(0, ends)  # wraps around, as all here
+    return sums[1:] - sums[:-1]
+
+
+def _of_large(flat: torch.Tensor) -> torch.Tensor:
     rows = flat.numel() // _WIDTH
     body, tail = flat[: rows * _WIDTH].view(rows, _WIDTH), flat[rows * _WIDTH :]
-    total = _weighted(body.sum(0, dtype=torch.int64)) + _weighted(tail.to(torch.int64)) * 3
-    return total * _GOLDEN + _weighted(body.sum(1, dtype=torch.int64))
+    weights = _weights(max(rows, _WIDTH), flat.device)
+    across, down = body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64)
+    total = (across * weights[:_WIDTH]).sum() + (tail * weights[: len(tail)]).sum() * 3
+    return total * _GOLDEN + (down * weights[:rows]).sum()
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +102,10 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_WORDS[flat.element_size()])
 
 
-def _weighted(sums: torch.Tensor) -> torch.Tensor:
-    """Sum of int64[n] with a different odd weight for each place."""
-    place = torch.arange(sums.numel(), device=sums.device, dtype=torch.int64)
-    return (sums * ((place * _GOLDEN) | 1)).sum()
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """int64[`count` or more], odd and all different, kept for each device."""
+    known = _known.get(device)
+    if known is None or len(known) < count:
+        place = torch.arange(1 << max(10, (count - 1).bit_length()), device=device, dtype=torch.int64)
+        known = _known[device] = (place * _GOLDEN) | 1
+    return known

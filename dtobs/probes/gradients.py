@@ -31,7 +31,7 @@ from dtobs.probes.base import Probe
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.modules import around_call, roots
-from dtobs.probes.norms import device_square, host_square
+from dtobs.probes.norms import device_norm, device_squares, host_square
 from dtobs.probes.sampling import period
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ ALARM_STEPS = 8
 """After a NaN, this many steps are read whole."""
 
 Square = float | torch.Tensor
-"""A squared norm: a number (CPU) or a 0-d float64 tensor that nobody has waited for (device)."""
+"""A squared norm (CPU), or, on a device, the norm as a 0-d tensor that nobody has waited for."""
 
 
 class GradientProbe(Probe):
@@ -268,9 +268,14 @@ class GradientProbe(Probe):
             if not math.isfinite(square):
                 square = self._not_finite(index, _first(values, first), square)
         else:
-            square = device_square(_first(values, first))
+            square = device_norm(_first(values, first))
         earlier = squares[index]
-        squares[index] = square + earlier if adds and earlier is not None else square
+        if adds and earlier is not None:
+            if isinstance(square, torch.Tensor) and isinstance(earlier, torch.Tensor):
+                square = torch.hypot(square, earlier)
+            else:
+                square = square + earlier
+        squares[index] = square
 
     def _not_finite(self, index: int, values: torch.Tensor, square: float) -> float:
         if bool(torch.isfinite(values).all()):  # only the squares overflowed
@@ -309,26 +314,22 @@ class GradientProbe(Probe):
         rows, squares = zip(*found, strict=True)
         count = sum(square is not None for square in self._squares)
         scale = context.loss_scale
-        late = [s for s in squares if isinstance(s, torch.Tensor)]
+        late = [n for n, square in enumerate(squares) if isinstance(square, torch.Tensor)]
         if not late:
             for name, value in self._summary(rows, squares, count, whole, scale).items():
                 context.record[name] = value
             return
-        step, device = context.step, late[0].device
-        numbers = (*squares, 1.0 if scale is None else scale)
-        # A fill and no copy: a copy of the host's memory would wait for the device.
-        stacked = torch.stack(
-            [
-                s.to(device, torch.float64)
-                if isinstance(s, torch.Tensor)
-                else late[0].new_full((), s, dtype=torch.float64)
-                for s in numbers
-            ]
-        )
+        step, known = context.step, list(squares)
+        stacked = device_squares([squares[n] for n in late])
+        scaled = isinstance(scale, torch.Tensor)
+        if isinstance(scale, torch.Tensor):
+            stacked = torch.cat([stacked, scale.detach().to(stacked.device, torch.float64, non_blocking=True).view(1)])
 
         def arrived(values: npt.NDArray[Any]) -> bool:
-            *squares, scale = values.tolist()
-            return context.recorder.amend_step(step, **self._summary(rows, squares, count, whole, scale))
+            for n, value in zip(late, values.tolist(), strict=False):
+                known[n] = value
+            of = float(values[-1]) if scaled else scale
+            return context.recorder.amend_step(step, **self._summary(rows, known, count, whole, of))
 
         self.late.put(stacked, arrived)
 

@@ -95,12 +95,14 @@ class InputProbe(Probe):
         if not late:
             context.record["input_digest"] = _fold(np.array(digests, np.uint64))
             return
-        device = late[0].device
-        stacked = torch.stack([torch.as_tensor(_signed(d)).to(device) for d in digests])
-        self.late.put(
-            stacked,
-            lambda values: context.recorder.amend_step(step, input_digest=_fold(values.view(np.uint64))),
-        )
+        known = np.array([0 if isinstance(d, torch.Tensor) else d for d in digests], np.uint64)
+        places = [n for n, d in enumerate(digests) if isinstance(d, torch.Tensor)]
+
+        def arrived(values: npt.NDArray[Any]) -> bool:
+            known[places] = values.view(np.uint64)
+            return context.recorder.amend_step(step, input_digest=_fold(known))
+
+        self.late.put(torch.stack(late), arrived)
 
     def _split(self, mesh: Any, buffers: Any, *_args: Any, **_named: Any) -> None:
         """Sequences are about to be split over `mesh`; what the model computed, or holds, is no input."""
@@ -154,11 +156,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or of a large one an even part of it: the same part on every rank for equal shapes."""
     stride = -(-tensor.numel() * tensor.element_size() // MAX_BYTES)
     return tensor if stride <= 1 else tensor.detach().reshape(-1)[::stride]
-
-
-def _signed(digest: int | torch.Tensor) -> int | torch.Tensor:
-    """A 64-bit digest as torch can hold it."""
-    return digest if isinstance(digest, torch.Tensor) or digest < 1 << 63 else digest - (1 << 64)
 
 
 def _fold(digests: npt.NDArray[np.uint64]) -> int:

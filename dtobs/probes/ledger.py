@@ -243,7 +243,7 @@ class LedgerProbe(Probe):
         if gradient is None or is_partial(gradient) or gradient.is_sparse or not gradient.is_floating_point():
             return None
         if self._part(row) not in look.at.parts:  # not this shard's turn; the others need not wait for us
-            return torch.full((1, 1 + SKETCHES), float("nan"))
+            return torch.full((1, 1 + SKETCHES), float("nan"), device=local_tensor(gradient).device)
         values = local_tensor(gradient)
         with torch.no_grad():
             return sketch_shard(values, look.at) if row.gathered is not None else sketch(values, look.at)

@@ -19,7 +19,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from dtobs.probes.base import Probe
-from dtobs.probes.digests import device_digest, host_digest, words
+from dtobs.probes.digests import device_digests, host_digest, words
 from dtobs.probes.host_memory import host_memory
 from dtobs.probes.layout import Named, ParameterLayout, find_layout, local_tensor, model_tensors, replica_key
 from dtobs.probes.process_groups import dimension
@@ -131,7 +131,7 @@ class ParameterProbe(Probe):
             if amend is not None:
                 context.recorder.amend_step(amend, params_digest=_fold(values))
             return
-        stacked = torch.stack([device_digest(local_tensor(self._tensors[row].tensor)) for row in late])
+        stacked = device_digests([local_tensor(self._tensors[row].tensor) for row in late])
 
         def arrived(found: npt.NDArray[Any]) -> bool:
             if amend is not None and not context.recorder.amend_step(amend, params_digest=0):

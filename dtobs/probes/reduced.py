@@ -29,12 +29,14 @@ from torch.distributed.tensor import DTensor
 from dtobs.probes import gradients
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
-from dtobs.probes.norms import FEW, device_square, host_array, host_square
+from dtobs.probes.norms import FEW, device_norm, device_squares, host_array, host_square
 from dtobs.probes.rotation import place
 from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, period, reduced_period
 
 SMALL = 1 << 10
 """Elements of a gradient that is looked at whole: two slices cost more."""
+MOST_AT_ONCE = 32
+"""Tensors of a device that are looked at in one step: of each the host has to cut its row and its column."""
 
 
 class ReducedGradientProbe(Probe):
@@ -48,7 +50,7 @@ class ReducedGradientProbe(Probe):
         self._every = LEAST_REDUCED_PERIOD
         self._own_norm = math.nan
         self._whole = False
-        # Squares of this step and this rank's shares, by tensor; which of them were read before clipping.
+        # Squares of this step (norms, on a device) and this rank's shares, by tensor; which were read before clipping.
         self._found: dict[int, tuple[float | torch.Tensor, float]] = {}
         self._clipped: set[int] = set()
 
@@ -113,10 +115,9 @@ class ReducedGradientProbe(Probe):
         return [named for named in self._tensors if id(named.tensor) in mine]
 
     def _check(self, tensors: list[Named]) -> None:
-        """One square of a row and one of a column: not finite where an element is not (or where they overflow)."""
-        rows: list[int] = []
-        squares: list[torch.Tensor] = []
+        """Whether a row and a column of each tensor are finite; of many on a device, of some of them."""
         step = self.context.step
+        later: list[tuple[Named, torch.Tensor]] = []
         for row, named in enumerate(tensors):
             mine, copies = named.copy
             if copies > 1 and (row + step) % copies != mine:
@@ -124,22 +125,40 @@ class ReducedGradientProbe(Probe):
             gradient = named.tensor.grad
             if gradient is None or gradient.is_sparse:
                 continue
+            if not gradient.is_cpu:
+                later.append((named, gradient))
+                continue
             for some in cross(local_tensor(gradient), step):
-                if isinstance(some, torch.Tensor) and not some.is_cpu:
-                    rows.append(row)
-                    squares.append(device_square(some))
-                elif not math.isfinite(host_square(some)) and not _finite(some):
+                if not math.isfinite(host_square(some)) and not _finite(some):
                     self._note_bad(step, named)
                     return
-        if squares:
-            stacked = torch.stack(squares)
+        if later:
+            turns = -(-len(later) // MOST_AT_ONCE)
+            turn = step // max(named.copy[1] for named, _ in later)  # a number that goes up by one with each look
+            self._check_later(later[turn % turns :: turns])
 
-            def arrived(found: npt.NDArray[Any]) -> None:
-                bad = np.flatnonzero(~np.isfinite(found))
-                if len(bad) and not self._bad:
-                    self._note_bad(step, tensors[rows[int(bad[0])]])
+    def _check_later(self, gradients: list[tuple[Named, torch.Tensor]]) -> None:
+        """The same on a device, with few kernels: the place of the first element that is not finite, in all of them."""
+        step = self.context.step
+        looked: list[Named] = []
+        pieces: list[torch.Tensor] = []
+        for named, gradient in gradients:
+            for some in cross(local_tensor(gradient), step):
+                if isinstance(some, torch.Tensor) and (not pieces or some.device == pieces[0].device):
+                    looked.append(named)
+                    pieces.append(some.reshape(-1))
+        if not pieces:
+            return
+        together = torch.cat(pieces)
+        places = torch.arange(len(together), device=together.device)
+        first = torch.where(together.isfinite(), len(together), places).min()
+        ends = np.cumsum([len(piece) for piece in pieces])
 
-            self.late.put(stacked, arrived)
+        def arrived(place: npt.NDArray[Any]) -> None:
+            if place < ends[-1] and not self._bad:
+                self._note_bad(step, looked[int(np.searchsorted(ends, place, side="right"))])
+
+        self.late.put(first, arrived)
 
     def _note_bad(self, step: int, named: Named) -> None:
         self._bad = True  # the first is of interest
@@ -161,7 +180,7 @@ class ReducedGradientProbe(Probe):
                 return  # not reduced yet as far as this tensor goes: the sum over ranks would be wrong
             values = local_tensor(gradient)
             values = values.coalesce().values() if values.is_sparse else values
-            found[id(named)] = (host_square(values) if values.is_cpu else device_square(values), named.share)
+            found[id(named)] = (host_square(values) if values.is_cpu else device_norm(values), named.share)
         self._found |= found
 
     def step_begin(self) -> None:
@@ -184,13 +203,19 @@ class ReducedGradientProbe(Probe):
                 fields["reduced_norm"] = self._own_norm = math.sqrt(float(squares.sum()))
             return fields
 
-        device = next((s.device for s in found if isinstance(s, torch.Tensor)), None)
-        if device is None:
-            for name, value in summary(np.array(found)).items():
+        norms = [norm for norm in found if isinstance(norm, torch.Tensor)]
+        squares = np.array([math.nan if isinstance(square, torch.Tensor) else square for square in found])
+        if not norms:
+            for name, value in summary(squares).items():
                 context.record[name] = value
             return
-        stacked = torch.stack([torch.as_tensor(s, dtype=torch.float64).to(device) for s in found])
-        self.late.put(stacked, lambda values: context.recorder.amend_step(step, **summary(values)))
+        late = [n for n, square in enumerate(found) if isinstance(square, torch.Tensor)]
+
+        def arrived(values: npt.NDArray[Any]) -> bool:
+            squares[late] = values
+            return context.recorder.amend_step(step, **summary(squares))
+
+        self.late.put(device_squares(norms), arrived)
 
 
 def cross(values: torch.Tensor, step: int) -> tuple[torch.Tensor | npt.NDArray[Any], ...]:

@@ -130,7 +130,7 @@ def signs(device: torch.device, count: int) -> torch.Tensor:
     known = _signs.get(device)
     if known is None or len(known) < count:
         size = max(COLUMNS, 1 << max(1, count - 1).bit_length())
-        generator = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator(device="cpu").manual_seed(_SEED)
         bits = torch.randint(0, 2, (size,), generator=generator, device="cpu")
         known = _signs[device] = (bits * 2 - 1).float().to(device)
     return known[:count]
