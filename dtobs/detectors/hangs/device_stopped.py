@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
-from dtobs.detectors.hangs.situation import Situation, Told
+from dtobs.detectors.hangs.situation import ON_DEVICES, Situation, Told
 from dtobs.errors import DumpError
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
 from dtobs.host.kernel_log import XID_NOTE
 from dtobs.recording.capture import RankCapture
 from dtobs.words import duration_text, ranks_text
-
-_ON_DEVICES = ("nccl", "xccl", "hccl", "mccl")
 
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
@@ -40,7 +38,7 @@ def _captured(situation: Situation) -> dict[int, RankCapture]:
 
 
 def _behind(situation: Situation, captured: dict[int, RankCapture]) -> list[Finding]:
-    if not any(group.backend.startswith(_ON_DEVICES) for group in situation.calls.groups.values()):
+    if not any(group.backend.startswith(ON_DEVICES) for group in situation.calls.groups.values()):
         return []  # other backends complete calls on the host, and their recorders do not tell when
     dumps = {r: seen.flight_recorder for r, seen in captured.items() if seen.flight_recorder is not None}
     if len(dumps) < 2:

@@ -25,6 +25,8 @@ _GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
 TOO_LONG_SECONDS = 600.0
 """NCCL's own timeout: the longest that jobs are built to wait."""
 _COMMUNICATION = ("/torch/distributed/",)
+ON_DEVICES = ("nccl", "xccl", "hccl", "mccl")
+"""Backends, and how names of calls in their recorders begin, of which devices do what hosts issue."""
 _HANDING_OVER = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")
 _CONSTRUCTION = ("init_process_group", "_new_group_with_tag")
 _NOT_COMMUNICATION = (
@@ -243,7 +245,7 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
             opened = calls.open_waits.get(rank)
             found[rank] = opened if opened is not None and opened.group else last
         elif _in_communication(view.rank(rank).stack):
-            found[rank] = last
+            found[rank] = calls.sent_last.get(rank, last)  # inside of it: NCCL may connect to the peer there
         elif communicating_thread(view, rank) is not None and (aside := calls.missed_aside(rank)) is not None:
             found[rank] = aside
     if stalled is not None and not any(rank in found for rank in stalled.ranks):
@@ -262,17 +264,32 @@ def constructing(view: RunView, rank: int) -> str:
 
 
 def _blocked_on_device(view: RunView, calls: Calls, stalled: Stall) -> dict[int, Blocked]:
-    """In a stall in which no host waits: ranks whose last collective has not been issued by all its members.
+    """In a stall in which no host waits: ranks whose last collective has not been issued by all its members, or has
+    not been done by their device as the recorder of NCCL says.
 
     On a GPU the stream waits, and the host runs on until it needs a result; where it then stands says nothing.
     """
-    found = {}
+    found, undone = {}, _undone_by_devices(view)
     for rank in stalled.ranks:
         page, process = view.page(rank), view.process(rank)
         group, seq = int(page["collective_group"]), int(page["collective_seq"])
         elsewhere = int(page["phase"]) in (Phase.DATA, Phase.CHECKPOINT) or (process and process.stopped)
-        if seq and not elsewhere and calls.behind(group, seq):
+        if seq and not elsewhere and (rank in undone or calls.behind(group, seq)):
             found[rank] = Blocked(group, seq)
+    return found
+
+
+def _undone_by_devices(view: RunView) -> set[int]:
+    """Ranks that have not moved since the capture and whose newest call to NCCL was not done then."""
+    capture = view.capture
+    found = set()
+    for rank, seen in capture.ranks.items() if capture is not None else ():
+        entries = (seen.flight_recorder or {}).get("entries")
+        last = entries[-1] if isinstance(entries, list) and entries and isinstance(entries[-1], dict) else {}
+        of_device = str(last.get("profiling_name")).startswith(ON_DEVICES)
+        still = rank in view.ranks and capture and int(view.page(rank)["heartbeat_ns"]) <= capture.taken_ns
+        if of_device and still and last.get("state") in ("scheduled", "started"):
+            found.add(rank)
     return found
 
 

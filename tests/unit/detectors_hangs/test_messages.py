@@ -72,6 +72,41 @@ def test_two_sends_that_wait_for_each_other(training):
     assert "rank 0 sent 1 message to rank 1, which asked for 0" in finding.summary
 
 
+def test_receives_in_which_hosts_are_caught(training):
+    """NCCL connects to a peer inside the call, and the page says of no wait: as seen on an H100, of two receives."""
+    run = training(2)
+    for rank in (0, 1):
+        message(run.rank(rank), "recv", 1 - rank, 1)
+    inside = (
+        "Thread 0x1 (most recent call first):\n"
+        '  File "/me/torch/distributed/distributed_c10d.py", line 2597 in irecv\n'
+        '  File "/me/train.py", line 7 in <module>\n'
+    )
+    (finding,) = found(captured(run.view(later=61), rank_0=inside, rank_1=inside)).values()
+    assert (finding.code, finding.ranks) == ("p2p-unmatched", (0, 1))
+    assert "to receive float32[3] #1 from rank" in finding.summary
+
+
+@pytest.mark.parametrize(("state", "codes"), [("scheduled", ["network-stalled"]), ("completed", [])])
+def test_a_call_that_devices_have_not_done_while_no_host_waits(training, state, codes):
+    """Each host has issued it and needs a result: where that is, it only sleeps. NCCL's recorder knows."""
+    run = training(2)
+    for rank in run.ranks:
+        rank.collective()
+        rank.meta("group", id=run.group(), name="default", ranks=[0, 1], backend="nccl")
+    view = captured(run.view(later=61), rank_0="", rank_1="")
+    assert view.capture is not None
+    entry = {"profiling_name": "nccl:all_reduce", "state": state, "process_group": ["0", "default_pg"]}
+    for rank in (0, 1):
+        dump = {"entries": [entry], "version": "2.10"}
+        view.capture.ranks[rank] = replace(view.capture.ranks[rank], flight_recorder=dump)
+    findings = found(view)
+    assert list(findings) == codes
+    if codes:
+        assert "all issued all_reduce(sum, float32[1024]) #21" in findings["network-stalled"].summary
+        assert findings["network-stalled"].summary.endswith("but for TORCH_NCCL_ENABLE_TIMING=1")
+
+
 def test_a_message_that_was_sent_and_does_not_arrive_is_the_networks(training):
     run = training(2)
     message(run.rank(0), "send", 1, 1)

@@ -36,6 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             body = b'Current thread 0x1 (most recent call first):\\n  File "x.py", line 3 in by_itself\\n'
         if what == 'fr_trace_json' and mode == 'odd':
             body = b'[1, 2'
+        if what == 'dump_nccl_trace_json' and mode == 'nccl':
+            body = b'{"entries": [{"profiling_name": "nccl:all_reduce"}], "version": "2.10"}'
         self.send_response(200); self.send_header('Content-Length', str(len(body))); self.end_headers()
         self.wfile.write(body)
     def log_message(self, *_): pass
@@ -207,3 +209,10 @@ def test_old_captures_go_but_the_first_stays(tmp_path: Path):
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["c00", *[f"c{n:02d}" for n in range(4, 12)]]
     make_room(tmp_path / "none", 10)
+
+
+def test_the_recorder_of_nccl_is_asked_for_and_comes_first(tmp_path: Path):
+    """Of a job on an H100 only the recorder of the host's backends was read: it had no entry."""
+    with rank_process(tmp_path, "nccl"):
+        seen = worker_server.flight_recorder(str(tmp_path / "ws"), 5)
+    assert seen["entries"] == [{"profiling_name": "nccl:all_reduce"}]
