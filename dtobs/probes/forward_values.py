@@ -24,7 +24,7 @@ from dtobs.probes.base import Probe
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import local_tensor, model_tensors
 
-TRIED = ("2.11.0", "2.13.0")
+TRIED = ("2.13.0",)
 MOST_ENTRIES, MOST_SECONDS, MOST_NODES = 16, 2.0, 200_000
 """Of a run: what is written down, and the time that is spent on it; of a graph."""
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"})

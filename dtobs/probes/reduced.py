@@ -35,7 +35,7 @@ from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, period, reduced_period
 
 SMALL = 1 << 10
 """Elements of a gradient that is looked at whole: two slices cost more."""
-MOST_AT_ONCE = 32
+MOST_AT_ONCE = 16
 """Tensors of a device that are looked at in one step: of each the host has to cut its row and its column."""
 
 
