@@ -1,7 +1,7 @@
 """Every communicating operator of torch, found in the dispatcher, and a way to be called before each of them.
 
 Private torch: the ``c10d::*`` operators and the BackendSelect dispatch key, which no one else uses for them.
-Tried with torch 2.13. A kernel there runs on the calling thread for Python, C++, autograd and compiled callers
+Tried with torch 2.11 and 2.13. A kernel there runs on the calling thread for Python, C++, autograd and compiled callers
 alike; the GIL is free while the operator itself runs. (A kernel on the backend's own key keeps the GIL and can
 deadlock two threads.)
 """

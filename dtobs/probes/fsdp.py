@@ -1,7 +1,7 @@
 """The gathered parameters of FSDP2: private to torch, and the only place where the gradient before reduction exists.
 
-Tried with torch 2.13.0. Where a version keeps its state elsewhere, `fsdp_parameters` finds none gathered, and local
-gradients of sharded parameters are not measured (``local_norm`` stays NaN).
+Tried with torch 2.11.0 and 2.13.0. Where a version keeps its state elsewhere, `fsdp_parameters` finds none gathered,
+and local gradients of sharded parameters are not measured (``local_norm`` stays NaN).
 """
 
 from __future__ import annotations
