@@ -282,10 +282,10 @@ class ConservationProbe(Probe):
             if type(thing) is not torch.Tensor or thing.layout is not torch.strided:
                 return
             memory, mine = thing.untyped_storage().data_ptr(), _ranges((thing,))
-            self._pass_on(lambda call: _overlap(call.memory, mine))
+            self._forget(lambda call: _overlap(call.memory, mine))
             self._finish(lambda look: _at(look, memory))
         elif isinstance(thing, Work):
-            self._pass_on(lambda call: call.work is thing)
+            self._forget(lambda call: call.work is thing)
             self._finish(lambda look: look.work is thing)
         else:
             me = threading.get_ident()
@@ -300,7 +300,8 @@ class ConservationProbe(Probe):
     def step_end(self) -> None:
         """Forget the calls of the step before that nobody has waited for."""
         self._let_go()
-        self._pass_on(lambda call: call.step < self.context.step)
+        self._coalesced.calls = None  # where an exception left calls half coalesced
+        self._forget(lambda call: call.step < self.context.step)
         if not self.waiting:
             return
         with self._lock:
@@ -318,7 +319,7 @@ class ConservationProbe(Probe):
                 short="results not waited for",
             )
 
-    def _pass_on(self, done: Callable[[CallPassed], bool]) -> None:
+    def _forget(self, done: Callable[[CallPassed], bool]) -> None:
         for key, call in list(self.under_way.items()):
             if done(call):
                 self.under_way.pop(key, None)

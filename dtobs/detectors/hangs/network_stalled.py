@@ -46,7 +46,7 @@ def _finding(situation: Situation, group: int, seq: int, ranks: tuple[int, ...],
         said = f"{ranks_text(ranks)} all issued {call} and none has completed it for {duration_text(silent)}"
         backend = situation.calls.groups[group].backend if group in situation.calls.groups else ""
         if backend.startswith(ON_DEVICES):
-            said += "; a device that has not come to it looks the same, but for TORCH_NCCL_ENABLE_TIMING=1"
+            said += "; or a device has not come to it yet, which only TORCH_NCCL_ENABLE_TIMING=1 would tell"
     else:
         others = tuple(r for r in members if r not in ranks)
         said = (
