@@ -76,6 +76,8 @@ class Context:
     loss_divisor: int = 1  #: what a schedule that is running divides the sum of its micro-batches' gradients by
     stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it
     steps_open: int = 0  #: calls of optimizers' ``step`` in progress, one inside another
+    capturing: Callable[[], bool] | None = None
+    """Whether the current stream is being captured: what is issued then runs at every replay, and asking breaks it."""
     progress: Progress = field(init=False)
     failed: list[Probe] = field(default_factory=list)  #: since `take_out_failed` was last called
 
@@ -88,16 +90,17 @@ class Context:
         asked = self.watched_optimizers().values() if optimizer is None else [optimizer]
         return {id(p) for each in asked for group in each.param_groups for p in group["params"]}
 
-    def guard(self, probe: Probe, hook: Callable[P, R]) -> Callable[P, R | None]:
+    def guard(self, probe: Probe, hook: Callable[P, R], *, always: bool = False) -> Callable[P, R | None]:
         """Wrap a hook of `probe`: an exception switches the probe off and is recorded; its time is counted.
 
-        The wrapper returns what the hook returns, None when it failed.
+        The wrapper returns what the hook returns, None when it failed, and when a graph is being captured unless
+        `always`.
         """
         ints, clock = self.recorder.page.ints, time.perf_counter_ns
 
         @functools.wraps(hook)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            if not probe.active:
+            if not probe.active or (self.capturing is not None and not always and self.capturing()):
                 return None
             begin = clock()
             try:
@@ -166,9 +169,9 @@ class Probe:
     def abandon(self) -> None:
         """This process is a fork of the one observed: let go of what must not be ended or written here."""
 
-    def guard(self, hook: Callable[P, R]) -> Callable[P, R | None]:
-        """`hook` as torch and the loop may call it."""
-        return self.context.guard(self, hook)
+    def guard(self, hook: Callable[P, R], *, always: bool = False) -> Callable[P, R | None]:
+        """`hook` as torch and the loop may call it; `always` also while a graph is being captured."""
+        return self.context.guard(self, hook, always=always)
 
     def around(
         self,

@@ -15,6 +15,15 @@ MAX_PENDING = 64
 Then = Callable[[npt.NDArray[Any]], object]
 
 
+def capturing() -> bool:
+    """Whether a graph is being captured on the current stream: what is issued there runs again at every replay, and to
+    ask for an event ends the capture. Makes no context of a device where the process has none.
+    """
+    import torch
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 class Deferred:
     """Calls back once a device has reached a point: a step or so later. Nothing here synchronises; `poll` only asks.
 
@@ -33,7 +42,7 @@ class Deferred:
         """
         import torch
 
-        if len(self._pending) >= self._most:
+        if len(self._pending) >= self._most or capturing():
             self.dropped += 1
             return
         host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -56,6 +65,8 @@ class Deferred:
 
     def poll(self) -> None:
         """Hand over what has arrived."""
+        if self._pending and capturing():
+            return
         while self._pending and self._pending[0][0].query():
             if self._pending[0][1]() is False:
                 return

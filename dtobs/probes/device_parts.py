@@ -66,13 +66,13 @@ class DeviceParts:
         if len(segments) >= MOST_MARKS:
             self._whole = False
             return
-        if segments:
-            self._asked += 1
-            self._dry += bool(segments[-1][0].query())
         event = self._mark()
         if event is None:
             self._whole = False
             return
+        if segments:
+            self._asked += 1
+            self._dry += bool(segments[-1][0].query())
         segments.append((event, part, along))
 
     def close(self, step: int, part: int, ended_ns: int) -> None:
@@ -127,8 +127,12 @@ class DevicePartsProbe(Probe):
         if first is None or first.device.type in ("cpu", "meta"):
             return
         device = first.device
-        record, capturing = stream_marks(device), _capturing(device)
-        self.use(lambda: None if capturing() else record(), lambda: torch.accelerator.current_stream(device))
+        record = stream_marks(device)
+
+        def mark() -> Any:
+            return None if context.capturing is not None and context.capturing() else record()
+
+        self.use(mark, lambda: torch.accelerator.current_stream(device))
         if COPY_OUT is not None:
             self.around(*COPY_OUT, self._gathered, lambda _: None)
 
@@ -158,8 +162,8 @@ class DevicePartsProbe(Probe):
             home = stream()
             parts.close(step, part, ended_ns)
 
-        here = self.guard(lambda: stream() == home)
-        context.progress.use_device(DeviceMarks(self.guard(begin), self.guard(parts.change), self.guard(close), here))
+        begins, changes, closes = (self.guard(hook, always=True) for hook in (begin, parts.change, close))
+        context.progress.use_device(DeviceMarks(begins, changes, closes, self.guard(lambda: stream() == home)))
         self.undo.callback(context.progress.leave_device)
 
     def _gathered(self, result: Any, *_args: Any, **_named: Any) -> None:
@@ -170,10 +174,3 @@ class DevicePartsProbe(Probe):
                 torch.accelerator.current_stream().wait_event(event)
             finally:
                 self.context.progress.stream_goes_on()
-
-
-def _capturing(device: torch.device) -> Callable[[], bool]:
-    """Whether a graph is being captured on the current stream: nothing may be recorded or asked there."""
-    if device.type == "cuda":
-        return torch.cuda.is_current_stream_capturing
-    return lambda: False

@@ -122,3 +122,34 @@ def test_a_row_that_is_not_finite_is_found_in_its_tensor(
     step, row = view.meta(0).nonfinite["reduced"]
     assert step in range(8, 12)
     assert layers > 3 or (step, view.meta(0).params[row].name) == (8, "2.weight")
+
+
+def test_nothing_is_issued_while_a_graph_is_captured(elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It would run again at every replay; and to ask whether an event has passed ends the capture with an error."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    asked: list[bool] = []
+    monkeypatch.setattr(Passed, "query", lambda _: asked.append(captures) is None)
+    captures = False
+    monkeypatch.setattr("dtobs.probes.deferred.capturing", lambda: captures)
+    counted = Operators()
+    with dtobs.attach(model, optimizer, run_dir=tmp_path / "run", monitor=False) as session:
+        session._probes.context.capturing = lambda: captures
+        for step in range(12):
+            captures = 4 <= step < 8
+            inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+            if captures:
+                counted.__enter__()
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            if captures:
+                counted.__exit__(None, None, None)
+    assert counted.count == 0
+    assert asked
+    assert not any(asked)
+    view = load_run(tmp_path / "run")
+    assert view.page(0)["probe_failures"] == 0
+    norms = view.steps().field("local_norm")[0]
+    assert np.isfinite(norms[:3]).all()
+    assert np.isfinite(norms[9:-1]).all()
