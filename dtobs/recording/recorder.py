@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -14,9 +15,11 @@ from dtobs.events import STEP_DTYPE, Kind, RankState, digest_dtype
 from dtobs.host.process import start_ticks
 from dtobs.recording.laws import LAWS, Law
 from dtobs.recording.meta import MetaWriter, Parameter
-from dtobs.recording.page import PageWriter
+from dtobs.recording.page import INDEX, PageWriter
 from dtobs.recording.ring import DIGEST_BYTES, STEP_CAPACITY, EventWriter, RingWriter
 from dtobs.recording.rundir import RunDirectory
+
+_NORMS = frozenset({"local_norm", "reduced_norm"})
 
 
 class Recorder:
@@ -75,11 +78,15 @@ class Recorder:
     def amend_step(self, step: int, **values: float) -> bool:
         """Set fields of a step that is already in the history; for values that a device hands over late.
 
-        False when `step` is not among the newest 16 there.
+        What the page says of a step when it ends, it says then. False when `step` is not among the newest 16 there.
         """
         for back in range(16):
             if self._steps.field(back, "step") == step:
-                return all([self._steps.amend(back, name, value) for name, value in values.items()])  # noqa: C419
+                done = all([self._steps.amend(back, name, value) for name, value in values.items()])  # noqa: C419
+                self.page.set(**{name: values[name] for name in _NORMS & values.keys() if not math.isnan(values[name])})
+                if values.get("nonfinite", 0) > 0:
+                    self.page.ints[INDEX["nonfinite_steps"]] += 1
+                return done
         return False
 
     def step_fields(self, step: int, *names: str) -> tuple[int | float, ...] | None:

@@ -88,6 +88,33 @@ def test_steps_are_those_of_the_host(tmp_path: Path, request: pytest.FixtureRequ
         np.testing.assert_allclose(there.field(name)[0, :-1], here.field(name)[0, :-1], rtol=1e-4)
     for name in ("input_digest", "params_digest"):
         assert len(np.unique(there.records[name][0, :-1])) == STEPS - 1
+    page = load_run(tmp_path / "device").page(0)
+    assert page["local_norm"] == there.field("local_norm")[0, -2]
+    assert page["reduced_norm"] > 0
+    assert page["nonfinite_steps"] == 0
+
+
+def test_a_step_that_is_not_finite_is_counted(elsewhere, tmp_path: Path):
+    """Metrics have it from the page, where the host says it when the step ends."""
+
+    def spoil(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor | None:
+        return output * float("nan") if len(seen) == 9 else None
+
+    seen: list[int] = []
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].register_forward_hook(spoil)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path / "run", monitor=False):
+        for step in range(20):
+            seen.append(step)
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            if step == 8:
+                optimizer.zero_grad()  # the loop skips what is not finite
+            optimizer.step()
+    view = load_run(tmp_path / "run")
+    assert view.page(0)["nonfinite_steps"] == 1
+    assert (view.steps().field("nonfinite")[0, :-1] > 0).sum() == 1
 
 
 @pytest.mark.parametrize("layers", [4, 16])
