@@ -33,12 +33,13 @@ class Deferred:
     def __init__(self, most: int = MAX_PENDING) -> None:
         self._pending: deque[tuple[Any, Callable[[], object]]] = deque()
         self._most = most
+        self._refused = 0  # how often the first has been offered in vain
         self.dropped = 0
 
     def put(self, values: torch.Tensor, then: Then) -> None:
         """Queue a copy of `values` to the host; `then` gets it as a numpy array, in the order of the calls.
 
-        When it answers False (it has no use for them yet), it is asked again at a later poll.
+        When it answers False (it has no use for them yet), it is asked again at later polls, as often as `most`.
         """
         import torch
 
@@ -69,7 +70,11 @@ class Deferred:
             return
         while self._pending and self._pending[0][0].query():
             if self._pending[0][1]() is False:
-                return
+                self._refused += 1
+                if self._refused < self._most:
+                    return
+                self.dropped += 1  # nobody will want it any more, and the others wait behind it
+            self._refused = 0
             self._pending.popleft()
 
     def clear(self) -> None:

@@ -25,7 +25,6 @@ from dtobs.recording.page import INDEX
 
 MOST_MARKS = 4096
 """A step of more changes than that keeps the host's times."""
-_MOST_TRIES = 64
 _EXPOSED = STEP_PARTS.index("exposed")
 _UNNAMED = len(EXPOSED_ALONG)
 
@@ -84,18 +83,15 @@ class DeviceParts:
         self._asked = self._dry = 0
         if not whole or last is None or not segments:
             return
-        tries = 0
 
         def passed() -> bool:
-            nonlocal tries
-            tries += 1
             fields = self._fields(segments, last, ended_ns)
             fields |= {"device_marks": max(1, asked), "device_idle_marks": dry}
             done = self._amend(step, **fields)
             if done:
                 self._end_ns = fields["end_ns"]
                 self._publish(step, fields)
-            return done or tries >= _MOST_TRIES
+            return done
 
         self._late.after(last, passed)
 

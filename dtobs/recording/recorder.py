@@ -78,23 +78,33 @@ class Recorder:
     def amend_step(self, step: int, **values: float) -> bool:
         """Set fields of a step that is already in the history; for values that a device hands over late.
 
-        What the page says of a step when it ends, it says then. False when `step` is not among the newest 16 there.
+        What the page says of a step when it ends, it says then. False when `step` is not there.
         """
-        for back in range(16):
-            if self._steps.field(back, "step") == step:
-                done = all([self._steps.amend(back, name, value) for name, value in values.items()])  # noqa: C419
-                self.page.set(**{name: values[name] for name in _NORMS & values.keys() if not math.isnan(values[name])})
-                if values.get("nonfinite", 0) > 0:
-                    self.page.ints[INDEX["nonfinite_steps"]] += 1
-                return done
-        return False
+        back = self._back(step)
+        if back is None:
+            return False
+        done = all([self._steps.amend(back, name, value) for name, value in values.items()])  # noqa: C419
+        self.page.set(**{name: values[name] for name in _NORMS & values.keys() if not math.isnan(values[name])})
+        if values.get("nonfinite", 0) > 0:
+            self.page.ints[INDEX["nonfinite_steps"]] += 1
+        return done
 
     def step_fields(self, step: int, *names: str) -> tuple[int | float, ...] | None:
         """Fields of a step that is already in the history; None as in `amend_step`."""
-        for back in range(16):
-            if self._steps.field(back, "step") == step:
-                values = [self._steps.field(back, name) for name in names]
-                return None if None in values else tuple(v for v in values if v is not None)
+        back = self._back(step)
+        values = [self._steps.field(back, name) for name in names] if back is not None else [None]
+        return None if None in values else tuple(v for v in values if v is not None)
+
+    def _back(self, step: int) -> int | None:
+        """How many records ago `step` was appended; None when it was not yet, or is not kept any more.
+
+        A host may be many steps ahead of its device. Where steps are numbered by the loop, they may have gaps.
+        """
+        newest = self._steps.field(0, "step")
+        back: int
+        for back in () if newest is None else (int(newest) - step, *range(16)):
+            if back >= 0 and self._steps.field(back, "step") == step:
+                return back
         return None
 
     def describe_parameters(self, rows: Iterable[Parameter]) -> None:

@@ -180,3 +180,39 @@ def test_nothing_is_issued_while_a_graph_is_captured(elsewhere, tmp_path: Path, 
     norms = view.steps().field("local_norm")[0]
     assert np.isfinite(norms[:3]).all()
     assert np.isfinite(norms[9:-1]).all()
+
+
+def test_a_device_that_is_many_steps_behind(elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A small model is launched faster than it is computed: what comes 40 steps late belongs to its step."""
+    clock = [0]
+
+    class Behind(Passed):
+        def __init__(self) -> None:
+            self.made = clock[0]
+
+        def query(self) -> bool:
+            return clock[0] >= self.made + 40
+
+    monkeypatch.setitem(globals(), "Passed", Behind)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path / "run", monitor=False):
+        for step in range(100):
+            clock[0] = step
+            optimizer.zero_grad()
+            model(torch.ones(2, 8) * step).square().mean().backward()
+            optimizer.step()
+    norms = load_run(tmp_path / "run").steps(200).field("local_norm")[0]
+    assert np.isfinite(norms[:58]).all()
+    assert (np.diff(norms[1:58]) > 0).all(), "each its own"
+
+
+def test_what_nobody_wants_any_more_does_not_keep_back_the_rest():
+    deferred, wanted = Deferred(most=3), []
+    deferred.after(Passed(), lambda: False)
+    deferred.after(Passed(), lambda: wanted.append("second"))
+    for _ in range(2):
+        deferred.poll()
+    assert wanted == []
+    deferred.poll()
+    assert (wanted, deferred.dropped) == (["second"], 1)
