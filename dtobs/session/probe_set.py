@@ -37,6 +37,7 @@ class ProbeSet:
         for probe in context.probes:
             probe.context = context
         self._batched: list[Callable[[dict[str, Any]], object]] = []
+        self._poll: Callable[[], object] = lambda: None
 
     def install(self) -> None:
         """Install every probe; one that cannot be is switched off and recorded."""
@@ -44,6 +45,10 @@ class ProbeSet:
         for probe in self.context.probes:
             self._install(probe)
         self._connect()
+
+    def deliver(self) -> None:
+        """Hand over what devices have ready by now, that of the last step too; nothing waits for them."""
+        self._poll()
 
     def remove(self) -> None:
         """Take every probe out."""
@@ -151,6 +156,7 @@ class ProbeSet:
                 if deferred.waiting:
                     ask()
 
+        self._poll = poll
         self.progress.on_step_begin = bound("step_begin")
         self.progress.on_step_end = [poll, *bound("step_end")]
         for probe in self.context.probes:

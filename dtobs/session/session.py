@@ -227,7 +227,7 @@ class LiveSession(Session):
         if os.getpid() != self._pid:
             self.abandon()
             return
-        for undo in (*reversed(self._undo), self._probes.progress.finish, self._probes.remove):
+        for undo in (*reversed(self._undo), self._probes.progress.finish, self._probes.deliver, self._probes.remove):
             self._attempt(undo)
         failed = self._recorder.page.get("state") == RankState.FAILED
         steps, began_ns = (int(self._recorder.page.get(name)) for name in ("steps_done", "attach_ns"))
