@@ -58,7 +58,6 @@ class Calls:
     def __init__(self, view: RunView) -> None:
         self._view = view
         self.open_waits: dict[int, Blocked] = {}  #: ranks whose last wait event is a begin
-        self.sent_last: dict[int, Blocked] = {}  #: ranks whose last call is a send or a receive
         self._exchanged: dict[tuple[int, int, str, int], int] = {}  # rank, peer, "send" or "recv", group → how many
         self._messages: dict[int, npt.NDArray[np.void]] = {}  # rank → its sends and receives
         self._forgot: set[int] = set()  # ranks that no longer hold their first events
@@ -210,10 +209,17 @@ class Calls:
         """The line that a site number stands for; None when it was not recorded."""
         return self._view.meta(rank).sites.get(site)
 
+    def last_message(self, rank: int) -> Blocked | None:
+        """The send or receive that `rank` has issued after everything else; None where that is a collective."""
+        events = self._view.events(rank)
+        issued = np.flatnonzero(np.isin(events["kind"], (Kind.P2P, Kind.COLLECTIVE)))
+        if not len(issued) or (last := events[issued[-1]])["kind"] != Kind.P2P:
+            return None
+        return Blocked(*(int(last[name]) for name in ("group", "seq", "value", "op", "site")))
+
     def _of_rank(self, rank: int) -> npt.NDArray[np.void]:
         events = self._view.events(rank)
         self._note_wait(rank, events)
-        self._note_last(rank, events)
         self._note_exchanges(rank, events[events["kind"] == Kind.P2P])
         self._note_batch(rank, events)
         if len(events) and events["stamp"][0] > 1:
@@ -267,11 +273,6 @@ class Calls:
             others = np.flatnonzero(calls["kind"][: sent[-1]] != Kind.P2P)
             batch = calls[others[-1] + 1 if len(others) else 0 : sent[-1] + 1]
             self.batches[rank] = {(int(m["group"]), int(m["value"]), int(m["op"])) for m in batch}
-
-    def _note_last(self, rank: int, events: npt.NDArray[np.void]) -> None:
-        issued = np.flatnonzero(np.isin(events["kind"], (Kind.P2P, Kind.COLLECTIVE)))
-        if len(issued) and (last := events[issued[-1]])["kind"] == Kind.P2P:
-            self.sent_last[rank] = Blocked(*(int(last[name]) for name in ("group", "seq", "value", "op", "site")))
 
     def _note_wait(self, rank: int, events: npt.NDArray[np.void]) -> None:
         waits = np.flatnonzero(np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END)))

@@ -245,7 +245,7 @@ def _blocked(view: RunView, calls: Calls, ended: dict[int, Ending], stalled: Sta
             opened = calls.open_waits.get(rank)
             found[rank] = opened if opened is not None and opened.group else last
         elif _in_communication(view.rank(rank).stack):
-            found[rank] = calls.sent_last.get(rank, last)  # inside of it: NCCL may connect to the peer there
+            found[rank] = calls.last_message(rank) or last  # inside of it: NCCL may connect to the peer there
         elif communicating_thread(view, rank) is not None and (aside := calls.missed_aside(rank)) is not None:
             found[rank] = aside
     if stalled is not None and not any(rank in found for rank in stalled.ranks):
