@@ -187,10 +187,8 @@ class RecomputationProbe(Probe):
     def _window(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A copy of some elements, the same ones each time; None for what is not compared."""
         begin = time.perf_counter_ns()
-        with (
-            (_WITHOUT_MODES or contextlib.nullcontext)(),
-            torch.no_grad(),
-        ):  # a mode may keep what operators return, to give it back later
+        # A mode may keep what operators return, to give it back later.
+        with (_WITHOUT_MODES or contextlib.nullcontext)(), torch.no_grad():
             held = local_tensor(tensor.detach())
             if type(held) is not torch.Tensor or held.dtype not in _DTYPES or held.numel() < LEAST:
                 return None

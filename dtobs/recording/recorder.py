@@ -83,9 +83,10 @@ class Recorder:
         back = self._back(step)
         if back is None:
             return False
+        counted = (self._steps.field(back, "nonfinite") or 0) > 0  # of another optimizer of that step
         done = all([self._steps.amend(back, name, value) for name, value in values.items()])  # noqa: C419
         self.page.set(**{name: values[name] for name in _NORMS & values.keys() if not math.isnan(values[name])})
-        if values.get("nonfinite", 0) > 0:
+        if values.get("nonfinite", 0) > 0 and not counted:
             self.page.ints[INDEX["nonfinite_steps"]] += 1
         return done
 

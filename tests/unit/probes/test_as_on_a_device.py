@@ -215,3 +215,21 @@ def test_what_nobody_wants_any_more_does_not_keep_back_the_rest():
     assert wanted == []
     deferred.poll()
     assert (wanted, deferred.dropped) == (["second"], 1)
+
+
+def test_a_step_of_two_optimizers_that_is_not_finite_is_counted_once(elsewhere, tmp_path: Path):
+    parts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizers = [torch.optim.SGD(part.parameters(), 0.0) for part in parts]
+    with dtobs.attach(parts, optimizers, run_dir=tmp_path / "run", monitor=False) as session:
+        for step in range(12):
+            session.step()
+            for part, optimizer in zip(parts, optimizers, strict=True):
+                loss = part(torch.ones(2, 8)).square().mean()
+                (loss * float("nan") if step == 6 else loss).backward()
+                if step == 6:
+                    optimizer.zero_grad()  # the loop skips what is not finite
+                optimizer.step()
+                optimizer.zero_grad()
+    view = load_run(tmp_path / "run")
+    assert (view.steps().field("nonfinite")[0] > 0).sum() == 1
+    assert view.page(0)["nonfinite_steps"] == 1
