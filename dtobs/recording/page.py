@@ -1,6 +1,6 @@
 """The page of a rank: its current values, in one memory-mapped file per node.
 
-File ``nodes/<5-digit node>/pages.bin``: a 4096-byte header, then one slot per local rank. A slot holds two
+File ``nodes/<5-digit node>/pages.bin``: a 4096-byte header, then one slot per rank of the node. A slot holds two
 copies of the page. A commit writes the older copy and then counts as the newer one, and each copy carries a
 checksum, so at any instant at least one copy is whole, on any processor and after SIGKILL. All slots of a node
 are read at once; a slot that changed under the reader so fast that both copies broke is read again.
@@ -8,6 +8,7 @@ are read at once; a slot that changed under the reader so fast that both copies 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import mmap
@@ -117,15 +118,18 @@ _HEARTBEAT = INDEX["heartbeat_ns"]
 class PageWriter:
     """One rank's page. Set fields in `ints` / `floats` by `INDEX`, then `commit()`: about a microsecond.
 
+    Its slot is that of its local rank, or the next one that no living rank has: where each process sees one device,
+    programs say that all of them are local rank 0.
+
     Raises RecordingDisabled when the file cannot be made (no space, no permission).
     """
 
     def __init__(self, path: Path, local_rank: int) -> None:
-        offset = HEADER_BYTES + local_rank * SLOT_BYTES
         try:
             private_folder(path.parent)
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
+                offset = HEADER_BYTES + _claim(fd, local_rank) * SLOT_BYTES
                 # Reserved, not sparse: a store into a sparse page of a full disk would be a SIGBUS.
                 os.posix_fallocate(fd, 0, HEADER_BYTES)
                 os.posix_fallocate(fd, offset, SLOT_BYTES)
@@ -182,6 +186,23 @@ class PageWriter:
     def close(self) -> None:
         """Unmap; the file stays."""
         self._map.close()
+
+
+def _claim(fd: int, local_rank: int) -> int:
+    """A slot that is this open file's while it is mapped; that of `local_rank` where files cannot be locked."""
+    for slot in range(local_rank, MAX_SLOTS):
+        start = HEADER_BYTES + slot * SLOT_BYTES
+        wanted = struct.pack(
+            "hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, SLOT_BYTES, 0
+        )  # struct flock of 64-bit Linux
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+        except BlockingIOError:
+            continue
+        except OSError:
+            break
+        return slot
+    return local_rank
 
 
 def header() -> bytes:

@@ -116,6 +116,19 @@ def test_recorder_and_view(tmp_path: Path) -> None:
     assert view.meta(3).params[0] == Parameter("w", (2, 3), "float32", "all")
 
 
+def test_ranks_that_all_say_local_rank_0_have_a_page_each(tmp_path: Path) -> None:
+    """As where each process sees one device only; a restart writes over the page of the one that ended."""
+    run = RunDirectory(tmp_path / "run")
+    ranks = [Recorder(run, rank, 3, local_rank=0) for rank in range(3)]
+    assert load_run(tmp_path / "run").ranks == [0, 1, 2]
+    ranks[1].close()
+    again = Recorder(run, 1, 3, local_rank=0, attempt=1)
+    pages = PageReader(run.pages(0)).read()
+    assert [(int(page["rank"]), int(page["attempt"])) for page in pages] == [(0, 0), (1, 1), (2, 0)]
+    for recorder in (ranks[0], again, ranks[2]):
+        recorder.close()
+
+
 def test_meta_define_writes_once(tmp_path: Path) -> None:
     writer = MetaWriter(tmp_path / "meta.jsonl")
     for _ in range(3):
