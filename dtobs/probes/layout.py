@@ -171,6 +171,7 @@ def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Para
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)] if model is not None else []
     kind = "ddp" if ddp else "fsdp" if any(is_fsdp(m) for m in modules) else "dtensor" if sharded else "plain"
     known = mesh or (max((_whole(p.device_mesh) for p in sharded), key=lambda m: m.ndim) if sharded else None)
+    known = _told(known) if known is not None else None
     data: tuple[int, ...] = ()
     coordinates: dict[str, int] = {}
     if known is not None and known.mesh_dim_names:
@@ -196,6 +197,21 @@ def _whole(mesh: DeviceMesh) -> DeviceMesh:
     """
     whole = getattr(mesh, "_get_root_mesh", None)
     return whole() if whole is not None else mesh
+
+
+def _told(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh`, or where its names do not say which ranks share samples, one that the program made of the same ranks.
+
+    torchtitan makes one mesh "world" and several of it (``_unflatten``): that of the batch, of dense and of sparse
+    layers. Of several the one with the fewest data ranks: another may have dimensions flattened into one. Looks at
+    every object there is.
+    """
+    if mesh.mesh_dim_names is None or data_ranks(mesh):
+        return mesh
+    root, size = _whole(mesh), mesh.mesh.numel()
+    made = [m for m in gc.get_objects() if issubclass(type(m), type(mesh)) and _whole(m) is root]
+    telling = [m for m in made if m.mesh.numel() == size and data_ranks(m)]
+    return min(telling, key=lambda m: (len(data_ranks(m)), -m.ndim), default=mesh)
 
 
 def data_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -138,7 +138,8 @@ def test_a_healthy_training(kind: str, how: str, tmp_path: Path):
     parts = sum(records[f"{part}_ns"].astype(np.int64) for part in STEP_PARTS)
     np.testing.assert_array_equal(parts, wall)
     assert (records["exposed_ns"] > 0).all()
-    assert np.isfinite(steps.field("local_norm")[:, later]).all()
+    known = np.isfinite(steps.field("local_norm")[:, later])
+    assert known.any(axis=1).all() if kind == "cuda" else known.all()  # of a device not in every step
     if kind == "cuda":
         assert (records["device_marks"] > 0).all()
         assert all(int(page["wait_since_ns"]) == 0 for page in view.pages), "no host waits in a call on a stream"

@@ -84,3 +84,19 @@ def test_a_tensor_on_a_part_of_a_mesh_knows_who_reads_other_samples(world):
     layout = find_layout(model)
     assert (layout.data_ranks, layout.coordinates) == ((1, 3), {"data": 0, "tensor": 1})
     assert find_layout(model, mesh["tensor"]).data_ranks == (1,), "what is given is believed"
+
+
+def test_meshes_that_are_made_of_one_world_mesh_tell_what_its_name_does_not(world):
+    """As torchtitan makes them: with context parallelism a dense layer is sharded over ranks that share samples."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
+    root = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    batches = root._unflatten(0, (1, 2, 2, 2), ("pp", "batch", "cp", "tp"))
+    dense = root._unflatten(0, (1, 1, 4, 2), ("pp", "dp_replicate", "fsdp", "tp"))
+    model = parallelize_module(nn.Linear(4, 4), dense["tp"], ColwiseParallel())
+    layout = find_layout(model)
+    assert layout.data_ranks == (1, 5)
+    assert layout.coordinates == {"pp": 0, "batch": 0, "cp": 0, "tp": 1}
+    assert find_layout(model, root).data_ranks == (1, 5), "what is given says nothing"
+    del batches
+    assert find_layout(model).data_ranks == (1, 3, 5, 7), "there is nothing else to go by"
+    del dense
