@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from dtobs.probes.backward import compiled_autograd
 from dtobs.probes.base import Probe
+from dtobs.probes.layout import local_tensor
 from dtobs.probes.rotation import Rotation
 from dtobs.recording.laws import LOSS_WEIGHTS
 
@@ -67,7 +69,7 @@ class LossWeightProbe(Probe):
         begin = time.perf_counter_ns()
         root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
-            self._value = root.detach()
+            self._value = _whole(root)
             for node in loss_nodes(root.grad_fn) if not compiled_autograd() else ():
                 self._handles.append((node, node.register_prehook(self.guard(self._reader(node)))))
         self._rotation.spent(time.perf_counter_ns() - begin)
@@ -152,17 +154,18 @@ class LossWeightProbe(Probe):
         reduction = int(node._saved_reduction)
 
         def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            gradient = gradients[0]
-            if gradient is None:
+            gradient = _whole(gradients[0])
+            count = _whole(node._saved_total_weight if reduction == _MEAN else node._saved_target)
+            if gradient is None or count is None:
                 return
             begin = time.perf_counter_ns()
             with torch.no_grad():
                 weights = gradient.to(torch.float64)
                 if reduction == _MEAN:
-                    tokens = node._saved_total_weight.to(torch.float64)
+                    tokens = count.to(torch.float64)
                     self._found.append([tokens, weights / tokens, weights / tokens, weights])
                 else:
-                    counted = node._saved_target != _signed(node._saved_ignore_index)
+                    counted = count != _signed(node._saved_ignore_index)
                     if reduction == _NONE:  # a mask of the loop's own leaves zeros
                         counted = counted & (weights != 0)
                     else:
@@ -192,6 +195,15 @@ def loss_nodes(root: Any) -> list[Any]:
                 seen.add(following)
                 queue.append(following)
     return found
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """What a DTensor of which each rank has all holds, outside autograd (`loss_parallel` makes the loss one); None
+    where this rank has a part of it.
+    """
+    if isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements):
+        return None
+    return local_tensor(tensor) if tensor is not None else None
 
 
 def _signed(number: int) -> int:

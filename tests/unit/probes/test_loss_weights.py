@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 import dtobs
 from dtobs.probes.loss_weights import NODES, loss_nodes
@@ -70,6 +74,28 @@ def test_weights(tmp_path: Path, name: str):
     assert found["largest"].tolist() == pytest.approx(each * 3, rel=1e-5)
     # Whatever it was multiplied by, the loss is that of a token.
     assert view.rank_steps(0)["loss"].tolist() == pytest.approx([math.log(50)] * 3, rel=0.1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_logits_that_are_split_over_ranks(tmp_path: Path, reduction: str):
+    """As tensor parallelism with `loss_parallel` has them: loss and gradient are DTensors."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+
+        def loss(out: Tensor, want: Tensor) -> Tensor:
+            each = F.cross_entropy(DTensor.from_local(out, mesh, [Shard(1)]), want, reduction=reduction)
+            return each if reduction == "mean" else each.sum() / 112
+
+        with loss_parallel():
+            view = train(tmp_path, loss)
+    finally:
+        dist.destroy_process_group()
+    found = view.law(LOSS_WEIGHTS, 0)
+    assert found["losses"].tolist() == [1] * 9
+    assert found["tokens"].tolist() == list(TOKENS) * 3
+    totals = [1.0] * 3 if reduction == "mean" else [n / 112 for n in TOKENS]
+    assert found["total"].tolist() == pytest.approx(totals * 3, rel=1e-5)
 
 
 def test_a_loop_that_reports_its_loss_is_believed(tmp_path: Path):
