@@ -116,17 +116,18 @@ def environment_of(pid: int, proc: Path = Path("/proc")) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
-def waited_for_core_ns(pid: int | str = "self", proc: Path = Path("/proc")) -> int | None:
-    """Nanoseconds that the living threads of a process together could have run and got no core; None: not known.
+def waited_for_core_ns(pid: int | str = "self", proc: Path = Path("/proc")) -> dict[int, int]:
+    """Nanoseconds that each living thread of a process could have run and got no core; empty where it is not known.
 
     ``schedstat`` of a thread has the time on a core, the time that it waited for one, and its slices.
     """
-    waits: list[str] = []
+    waits: dict[int, int] = {}
     with suppress(OSError):
         for thread in (proc / str(pid) / "task").iterdir():
             fields = kernel_text(thread / "schedstat").split()
-            waits += fields[1:2] if len(fields) == 3 else ()  # of a thread that has just ended nothing is known
-    return sum(map(int, waits)) if waits else None
+            if len(fields) == 3:  # of a thread that has just ended nothing is known
+                waits[int(thread.name)] = int(fields[1])
+    return waits
 
 
 def process_ids(proc: Path = Path("/proc")) -> list[int]:

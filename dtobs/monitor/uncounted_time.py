@@ -17,11 +17,15 @@ from dtobs.recording.uncounted_time import Excused
 LATE_NS = 2_000_000_000
 """This monitor woke that much later than it meant to: it was not running, and then nobody may have been."""
 STARVED_SHARE = 0.5
-"""A rank that waited for a processor for more than this share of a moment was kept from moving in it."""
+"""A rank with a thread that waited for a processor for more than this share of a moment was kept from moving in it.
+
+Of one thread, not of all together: those of a device's driver and of NCCL poll, each gets a core most of the time, and
+on a busy machine their waits add up to more than the time there is.
+"""
 _LONG_AGO_NS = 15_000_000_000
 
-Delay = Callable[[int], int | None]
-"""How long the threads of a process have waited for a processor so far, ns; None where the kernel does not say."""
+Delay = Callable[[int], Mapping[int, int]]
+"""How long each thread of a process has waited for a processor so far, ns; empty where the kernel does not say."""
 
 
 class Excuses:
@@ -33,7 +37,7 @@ class Excuses:
         self._due_ns: int | None = None
         self._stopped_ns: int | None = None  # since when a rank has been suspended
         self._seen_ns = 0
-        self._delays: dict[int, int] = {}  # by process, at the last observation
+        self._delays: dict[int, int] = {}  # by thread, at the last observation
 
     def awake(self) -> None:
         """The monitor's loop makes a turn."""
@@ -75,9 +79,9 @@ class Excuses:
             self._stopped_ns = None
 
     def _starvation(self, pids: list[int], elapsed_ns: int) -> float:
-        """The share of the time that the rank which waited most for a processor did so; 0 when it is not known."""
-        delays = {pid: delay for pid in pids if (delay := self._delay(pid)) is not None}
-        gained = [delay - self._delays[pid] for pid, delay in delays.items() if pid in self._delays]
+        """The share of the time that the thread which waited most for a processor did so; 0 when it is not known."""
+        delays = {thread: delay for pid in pids for thread, delay in self._delay(pid).items()}
+        gained = [delay - self._delays[thread] for thread, delay in delays.items() if thread in self._delays]
         self._delays = delays
         if not gained or not 0 < elapsed_ns < _LONG_AGO_NS:
             return 0.0

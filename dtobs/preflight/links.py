@@ -158,7 +158,7 @@ def pattern(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _waited_ns() -> int:
-    return waited_for_core_ns() or 0
+    return sum(waited_for_core_ns().values())
 
 
 def _finish(device: torch.device) -> None:

@@ -20,13 +20,15 @@ from dtobs.detectors.hangs.describe import (
     where,
     working_evidence,
 )
-from dtobs.detectors.hangs.situation import Situation, Told, communicating_thread
+from dtobs.detectors.hangs.situation import Situation, Told, communicating_thread, undone_by_device
 from dtobs.findings import Confidence, Finding
 from dtobs.host.stacks import ThreadStack
-from dtobs.words import duration_text, ranks_do, ranks_text
+from dtobs.words import count, duration_text, ranks_do, ranks_text
 
 _STEPS_PAST = 2
 """Later steps in which a rank made the calls of other groups: a call that it has not made by then is left out."""
+
+_UNDONE_NEXT = "Match the sends and receives of these ranks: a message that nobody answers holds up the whole device."
 
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
@@ -39,6 +41,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
         awaited = bool(absence.waiting) and situation.blocked[absence.waiting[0]].peer < 0
         thread = communicating_thread(situation.view, ranks[0])
         waits = waits_there(situation, ranks[0]) if thread is None else ""
+        undone = undone_by_device(situation.view, ranks[0])
         sure = bool(absence.group) and (seen or awaited) and situation.overdue(ranks)
         found.append(
             Finding(
@@ -46,7 +49,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
                 f"{ranks_do(ranks, 'have')} not joined: {waiters(situation, absence)}, "
                 f"and {ranks_text(ranks)} {verb} {where(situation, ranks[0])}{waits}"
                 f"{_quiet(situation, ranks[0], alone=not waits)}"
-                f"{still_working(situation, ranks)}{_handed_over(thread)}",
+                f"{_undone(undone, len(ranks)) or still_working(situation, ranks)}{_handed_over(thread)}",
                 ranks,
                 Confidence.POSSIBLE if thread is not None else Confidence.CERTAIN if sure else Confidence.LIKELY,
                 step=int(situation.view.page(ranks[0])["step"]),
@@ -56,6 +59,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
                     *working_evidence(situation, ranks[0]),
                     *stack_evidence(situation, ranks[0]),
                 ),
+                next_step=_UNDONE_NEXT if undone and any(way in undone[0] for way in (":send ", ":recv ")) else "",
                 since_ns=absence.since_ns,
             )
         )
@@ -114,6 +118,12 @@ def unrecorded(situation: Situation, left: frozenset[int]) -> Told:
         since_ns=int(situation.view.page(first)["wait_since_ns"] or situation.view.page(first)["collective_ns"]),
     )
     return Told([finding])
+
+
+def _undone(calls: list[str], ranks: int) -> str:
+    """What the first rank's device stands in: its host then hangs wherever it has something to launch, and polls."""
+    later = f" and {count(len(calls) - 1, 'later call')}" if len(calls) > 1 else ""
+    return f"; {'its' if ranks == 1 else 'of the first the'} device has not done {calls[0]}{later}" if calls else ""
 
 
 def _handed_over(thread: ThreadStack | None) -> str:

@@ -269,28 +269,31 @@ def _blocked_on_device(view: RunView, calls: Calls, stalled: Stall) -> dict[int,
 
     On a GPU the stream waits, and the host runs on until it needs a result; where it then stands says nothing.
     """
-    found, undone = {}, _undone_by_devices(view)
+    found = {}
     for rank in stalled.ranks:
         page, process = view.page(rank), view.process(rank)
         group, seq = int(page["collective_group"]), int(page["collective_seq"])
         elsewhere = int(page["phase"]) in (Phase.DATA, Phase.CHECKPOINT) or (process and process.stopped)
-        if seq and not elsewhere and (rank in undone or calls.behind(group, seq)):
+        if seq and not elsewhere and (undone_by_device(view, rank) or calls.behind(group, seq)):
             found[rank] = Blocked(group, seq)
     return found
 
 
-def _undone_by_devices(view: RunView) -> set[int]:
-    """Ranks that have not moved since the capture and whose newest call to NCCL was not done then."""
-    capture = view.capture
-    found = set()
-    for rank, seen in capture.ranks.items() if capture is not None else ():
-        entries = (seen.flight_recorder or {}).get("entries")
-        last = entries[-1] if isinstance(entries, list) and entries and isinstance(entries[-1], dict) else {}
-        of_device = str(last.get("profiling_name")).startswith(ON_DEVICES)
-        still = rank in view.ranks and capture and int(view.page(rank)["heartbeat_ns"]) <= capture.taken_ns
-        if of_device and still and last.get("state") in ("scheduled", "started"):
-            found.add(rank)
-    return found
+def undone_by_device(view: RunView, rank: int) -> list[str]:
+    """Of a rank that has not moved since the capture: its newest calls to NCCL, in order, from the first on that the
+    device had not done then; empty where it had done the last one.
+    """
+    seen = view.capture.ranks.get(rank) if view.capture is not None else None
+    if seen is None or view.capture is None or int(view.page(rank)["heartbeat_ns"]) > view.capture.taken_ns:
+        return []
+    entries = (seen.flight_recorder or {}).get("entries")
+    found: list[str] = []
+    for entry in reversed(entries if isinstance(entries, list) else []):
+        name = str(entry.get("profiling_name")) if isinstance(entry, dict) else ""
+        if not name.startswith(ON_DEVICES) or entry.get("state") not in ("scheduled", "started"):
+            break
+        found.append(name)
+    return found[::-1]
 
 
 def _held_up(situation: Situation) -> tuple[list[HeldUp], list[HeldUp]]:

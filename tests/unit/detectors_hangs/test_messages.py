@@ -87,6 +87,24 @@ def test_receives_in_which_hosts_are_caught(training):
     assert "to receive float32[3] #1 from rank" in finding.summary
 
 
+def test_a_host_that_ran_on_until_its_device_took_no_more(training):
+    """As seen on an H100: a receive that nobody answers, and the host is caught where it launches something later."""
+    run = training(2)
+    message(run.rank(0), "recv", 1, 1)
+    message(run.rank(1), "recv", 0, 1, wait=True)
+    launching = 'Thread 0x1 (most recent call first):\n  File "/me/train.py", line 12 in <module>\n'
+    view = captured(run.view(later=61), rank_0=launching, rank_1="")
+    assert view.capture is not None
+    done = {"profiling_name": "nccl:all_reduce", "state": "completed"}
+    undone = [{"profiling_name": f"nccl:{call}", "state": "scheduled"} for call in ("recv 0<-1", "all_reduce")]
+    dump = {"entries": [done, *undone]}
+    view.capture.ranks[0] = replace(view.capture.ranks[0], flight_recorder=dump)
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks) == ("rank-not-joined", (0,))
+    assert finding.summary.endswith("; its device has not done nccl:recv 0<-1 and 1 later call")
+    assert "sends and receives" in finding.next_step
+
+
 @pytest.mark.parametrize(("state", "codes"), [("scheduled", ["network-stalled"]), ("completed", [])])
 def test_a_call_that_devices_have_not_done_while_no_host_waits(training, state, codes):
     """Each host has issued it and needs a result: where that is, it only sleeps. NCCL's recorder knows."""

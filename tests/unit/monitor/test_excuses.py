@@ -24,8 +24,8 @@ class World:
     def __init__(self) -> None:
         self.now_ns = 1000 * SECOND
         self.since_ns = self.now_ns
-        self.delays: dict[int, int] = {1: 0, 2: 0}
-        self.excuses = Excuses(lambda: self.now_ns, self.delays.get)
+        self.delays = {pid: {10 * pid + n: 0 for n in range(4)} for pid in (1, 2)}  # of four threads each
+        self.excuses = Excuses(lambda: self.now_ns, lambda pid: dict(self.delays.get(pid, {})))
         self.look(RUNS)
 
     def look(self, processes: dict[int, ProcessState], *, late: float = 0.0) -> float:
@@ -40,11 +40,12 @@ class World:
     def looks(self, processes: dict[int, ProcessState], seconds: int) -> list[float]:
         return [self.look(processes) for _ in range(seconds)]
 
-    def starve(self, pids: Iterable[int], seconds: int, share: float) -> list[float]:
+    def starve(self, pids: Iterable[int], seconds: int, share: float, threads: int = 1) -> list[float]:
         excused = []
         for _ in range(seconds):
             for pid in pids:
-                self.delays[pid] += round(share * SECOND)
+                for thread in list(self.delays[pid])[:threads]:
+                    self.delays[pid][thread] += round(share * SECOND)
             excused.append(self.look(RUNS))
         return excused
 
@@ -86,12 +87,13 @@ def test_a_rank_that_gets_no_processor():
     world = World()
     assert world.starve([2], 100, share=0.9)[-1] > 85
     world = World()
-    assert world.starve([1, 2], 100, share=3.0)[-1] > 95, "many threads wait at once: never more than the time itself"
+    assert world.starve([1, 2], 100, share=1.1, threads=4)[-1] > 95, "never more than the time itself"
 
 
-def test_a_thread_that_polls_on_a_busy_machine_is_no_excuse():
+def test_threads_that_poll_on_a_busy_machine_are_no_excuse():
+    """Each gets a core most of the time: as seen on an H100, of the threads of its driver and of NCCL."""
     world = World()
-    assert set(world.starve([1, 2], 100, share=0.3)) == {0.0}
+    assert set(world.starve([1, 2], 100, share=0.3, threads=4)) == {0.0}
 
 
 def test_a_kernel_that_does_not_tell():
@@ -108,9 +110,9 @@ def test_wall_clocks_play_no_part(monkeypatch):
 
 
 def test_the_kernel_tells_of_this_process():
-    delay = waited_for_core_ns(os.getpid())
-    assert delay is None or delay > 0
-    assert waited_for_core_ns(5_000_000) is None
+    delays = waited_for_core_ns(os.getpid())
+    assert not delays or delays[os.getpid()] > 0
+    assert waited_for_core_ns(5_000_000) == {}
 
 
 def test_others_who_look_at_the_files_excuse_the_same(tmp_path: Path):
