@@ -27,6 +27,8 @@ _MOST_SEGMENTS = 16
 _known: dict[torch.device, torch.Tensor] = {}
 _segments: dict[tuple[torch.device, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
 """By device and sizes of tensors put together: the weights of all their words, and where each ends."""
+_TOGETHER_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+"""Formats of which torch puts tensors together; others are taken as the integers they are made of."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -41,7 +43,8 @@ def host_digest(tensor: torch.Tensor) -> int:
 
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 scalar on the tensor's device. Nothing is copied to the host and nothing waits."""
-    return device_digests([tensor])[0]
+    flat = words(tensor)
+    return _of_small([flat])[0] if flat.numel() <= _SMALL else _of_large(flat)
 
 
 def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -52,25 +55,28 @@ def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     device = tensors[0].device
     found: list[torch.Tensor | None] = [None] * len(tensors)
     small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
-    for n, tensor in enumerate(tensors):
-        flat = words(tensor)
-        if flat.numel() <= _SMALL:
-            small.setdefault((flat.device, flat.dtype), []).append((n, flat))
-        else:
-            found[n] = _of_large(flat)
-    for some in small.values():
-        for begin in range(0, len(some), _TOGETHER):
-            part = some[begin : begin + _TOGETHER]
-            for (n, _), digest in zip(part, _of_small([flat for _, flat in part]).unbind(), strict=True):
-                found[n] = digest
-    return torch.stack([digest.to(device, non_blocking=True) for digest in found if digest is not None])
+    with torch.no_grad():
+        for n, tensor in enumerate(tensors):
+            flat = tensor.reshape(-1) if tensor.dtype in _TOGETHER_AS_THEY_ARE else words(tensor)
+            if flat.numel() <= _SMALL:
+                small.setdefault((flat.device, flat.dtype), []).append((n, flat))
+            else:
+                found[n] = _of_large(words(flat))
+        for some in small.values():
+            for begin in range(0, len(some), _TOGETHER):
+                part = some[begin : begin + _TOGETHER]
+                for (n, _), digest in zip(part, _of_small([flat for _, flat in part]).unbind(), strict=True):
+                    found[n] = digest
+        digests = [digest for digest in found if digest is not None]
+        here = all(digest.device == device for digest in digests)
+        return torch.stack(digests if here else [digest.to(device, non_blocking=True) for digest in digests])
 
 
 def _of_small(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     """int64[N]: of each the sum of its words with a different odd weight for each place."""
     sizes, device = tuple(flat.numel() for flat in flats), flats[0].device
     if len(flats) == 1:
-        return (flats[0] * _weights(sizes[0], device)[: sizes[0]]).sum().view(1)
+        return (words(flats[0]) * _weights(sizes[0], device)[: sizes[0]]).sum().view(1)
     known = _segments.get((device, sizes))
     if known is None:
         if len(_segments) >= _MOST_SEGMENTS:
@@ -79,7 +85,7 @@ def _of_small(flats: Sequence[torch.Tensor]) -> torch.Tensor:
         ends = torch.tensor([0, *itertools.accumulate(sizes)], device="cpu").to(device, non_blocking=True)
         known = _segments[device, sizes] = torch.cat([weights[:size] for size in sizes]), ends
     weights, ends = known
-    weighted = torch.cat(list(flats)) * weights
+    weighted = words(torch.cat(list(flats))) * weights
     sums = torch.cat([weighted.new_zeros(1), weighted.cumsum(0)]).index_select(0, ends)  # wraps around, as all here
     return sums[1:] - sums[:-1]
 

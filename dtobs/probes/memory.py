@@ -44,5 +44,7 @@ class Memory(Probe):
                 context.recorder.page.set(device_total_bytes=device.total_memory)
                 if torch.version.cuda is not None:  # the monitor asks NVIDIA's management library for it
                     context.recorder.meta.add("process", device_uuid=f"GPU-{getattr(device, 'uuid', '')}")
-            record["device_bytes"] = torch.cuda.memory_allocated()
-            record["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+            # One call: `memory_allocated` and `max_memory_allocated` each put every figure there is into a new table.
+            allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {})
+            record["device_bytes"] = allocated.get("current", 0)
+            record["device_peak_bytes"] = allocated.get("peak", 0)

@@ -6,7 +6,8 @@ it by itself until then is in it, and a loop that clips by itself says so by rep
 Whether it is finite is looked at in every step in which the local gradient is not read whole: a NaN may arise in a
 tensor that nobody sampled, and the step after it everything is NaN everywhere. One that a matrix product makes fills a
 row or a column of its gradient, so one row and one column are looked at of each; ranks that are given the same gradient
-share the tensors between them. A single element is found within a turn, or by what it does to the parameters.
+share the tensors between them. A single element is found within a turn, or by what it does to the parameters. On a
+device some tensors are looked at, and all of each: to cut rows and columns would cost the host more.
 
 ``reduced_square``  this rank's share of the squared norm: the shares of all ranks add up to the whole model's
 ``reduced_norm``    the norm, where one rank holds all of it
@@ -29,14 +30,14 @@ from torch.distributed.tensor import DTensor
 from dtobs.probes import gradients
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
-from dtobs.probes.norms import FEW, device_norm, device_squares, host_array, host_square
+from dtobs.probes.norms import FEW, device_norms, device_peaks, device_squares, host_array, host_square
 from dtobs.probes.rotation import place
 from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, period, reduced_period
 
 SMALL = 1 << 10
 """Elements of a gradient that is looked at whole: two slices cost more."""
 MOST_AT_ONCE = 16
-"""Tensors of a device that are looked at in one step: of each the host has to cut its row and its column."""
+"""Tensors of a device that are looked at in one step."""
 
 
 class ReducedGradientProbe(Probe):
@@ -115,7 +116,7 @@ class ReducedGradientProbe(Probe):
         return [named for named in self._tensors if id(named.tensor) in mine]
 
     def _check(self, tensors: list[Named]) -> None:
-        """Whether a row and a column of each tensor are finite; of many on a device, of some of them."""
+        """Whether a row and a column of each tensor are finite; on a device, all of some tensors."""
         step = self.context.step
         later: list[tuple[Named, torch.Tensor]] = []
         for row, named in enumerate(tensors):
@@ -138,27 +139,19 @@ class ReducedGradientProbe(Probe):
             self._check_later(later[turn % turns :: turns])
 
     def _check_later(self, gradients: list[tuple[Named, torch.Tensor]]) -> None:
-        """The same on a device, with few kernels: the place of the first element that is not finite, in all of them."""
-        step = self.context.step
-        looked: list[Named] = []
-        pieces: list[torch.Tensor] = []
-        for named, gradient in gradients:
-            for some in cross(local_tensor(gradient), step):
-                if isinstance(some, torch.Tensor) and (not pieces or some.device == pieces[0].device):
-                    looked.append(named)
-                    pieces.append(some.reshape(-1))
-        if not pieces:
+        """The same on a device, with few kernels."""
+        step, device = self.context.step, gradients[0][1].device
+        held = [(named, local_tensor(gradient)) for named, gradient in gradients if gradient.device == device]
+        looked = [(named, values) for named, values in held if values.numel()]
+        if not looked:
             return
-        together = torch.cat(pieces)
-        places = torch.arange(len(together), device=together.device)
-        first = torch.where(together.isfinite(), len(together), places).min()
-        ends = np.cumsum([len(piece) for piece in pieces])
 
-        def arrived(place: npt.NDArray[Any]) -> None:
-            if place < ends[-1] and not self._bad:
-                self._note_bad(step, looked[int(np.searchsorted(ends, place, side="right"))])
+        def arrived(peaks: npt.NDArray[Any]) -> None:
+            bad = np.flatnonzero(~np.isfinite(peaks))
+            if len(bad) and not self._bad:
+                self._note_bad(step, looked[int(bad[0])][0])
 
-        self.late.put(first, arrived)
+        self.late.put(device_peaks([values for _, values in looked]), arrived)
 
     def _note_bad(self, step: int, named: Named) -> None:
         self._bad = True  # the first is of interest
@@ -172,6 +165,7 @@ class ReducedGradientProbe(Probe):
 
     def _read(self, tensors: list[Named]) -> None:
         found: dict[int, tuple[float | torch.Tensor, float]] = {}
+        later: dict[int, torch.Tensor] = {}
         for named in tensors:
             gradient = named.tensor.grad
             if gradient is None:
@@ -180,7 +174,12 @@ class ReducedGradientProbe(Probe):
                 return  # not reduced yet as far as this tensor goes: the sum over ranks would be wrong
             values = local_tensor(gradient)
             values = values.coalesce().values() if values.is_sparse else values
-            found[id(named)] = (host_square(values) if values.is_cpu else device_norm(values), named.share)
+            found[id(named)] = (host_square(values) if values.is_cpu else math.nan, named.share)
+            if not values.is_cpu:
+                later[id(named)] = values
+        if later:
+            norms = device_norms(list(later.values()))
+            found |= {key: (norm, found[key][1]) for key, norm in zip(later, norms, strict=True)}
         self._found |= found
 
     def step_begin(self) -> None:
