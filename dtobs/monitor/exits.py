@@ -100,9 +100,14 @@ class ProcessWatch:
 
     def states(self, watched: list[Watched]) -> dict[int, ProcessState]:
         """The state of each rank's process, by rank: of a living one from /proc, of an ended one as it ended."""
-        return {
-            w.rank: self.ended[w.pid] if w.pid in self.ended else read_process(w.pid, w.start_ticks) for w in watched
-        }
+        return {w.rank: self.ended[w.pid] if w.pid in self.ended else self._now(w) for w in watched}
+
+    def _now(self, watched: Watched) -> ProcessState:
+        """The state of a process that has not been seen to end; that of one which just did, as `wait` will say it."""
+        state = read_process(watched.pid, watched.start_ticks)
+        if state.alive or state.exit_code is not None:
+            return state
+        return next((self._ending(fd, w) for fd, w in self._fds.items() if w is watched), state)
 
     def alive(self, watched: Watched) -> bool:
         """Whether the process has not ended as far as is known."""

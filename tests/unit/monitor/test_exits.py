@@ -59,6 +59,18 @@ def test_exit_code_after_the_parent_has_waited(watch: ProcessWatch):
     assert not state.alive
 
 
+def test_who_ended_while_the_monitor_looked_elsewhere_ended_as_it_did(watch: ProcessWatch):
+    """As during a capture, which takes seconds: a rank that was told to end is not merely gone."""
+    with child(WAIT) as process:
+        watched = watch.follow(5, 0, process.pid, start_ticks(process.pid))
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        seen = watch.states([watched])[5]
+        ((_, told),) = watch.wait(30)
+    assert not seen.alive
+    assert (seen.exit_code, seen.ended_ns > 0) == (told.exit_code, True)
+
+
 def test_a_process_that_was_gone_before(watch: ProcessWatch, tmp_path: Path):
     with child(WAIT) as process:
         pid, ticks = process.pid, start_ticks(process.pid)
