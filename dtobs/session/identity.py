@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtobs.errors import TargetError, UsageError
-from dtobs.host.process import boot_id
+from dtobs.host.process import boot_id, pid_namespace
 from dtobs.recording.meta import read_meta
 from dtobs.recording.rundir import RunDirectory, new_run_path
 from dtobs.recording.view import living
@@ -26,7 +26,8 @@ class Identity:
     """One rank of one attempt.
 
     `attempt` is torchrun's restart count until the ranks have agreed on one. `launch` is torchrun's run id, "" when it
-    has none of its own. `starts_monitor`: whether this rank starts the monitor of its node.
+    has none of its own. `node` is -1 where no launcher says it, until `host_number` does. `starts_monitor`: whether
+    this rank starts the monitor of its node.
     """
 
     rank: int
@@ -42,9 +43,9 @@ class Identity:
         """From the process group where there is one, else from torchrun's variables, else a single process."""
         values = os.environ if environment is None else environment
         rank, world = _from_group() or (_number(values, "RANK", 0), _number(values, "WORLD_SIZE", 1))
-        per_node = _number(values, "LOCAL_WORLD_SIZE", 0)
-        local = _number(values, "LOCAL_RANK", _number(values, "SLURM_LOCALID", rank))
-        node = _number(values, "GROUP_RANK", _number(values, "SLURM_NODEID", rank // per_node if per_node else 0))
+        per_node = _first(values, _PER_NODE, 0)
+        local = _first(values, _LOCAL, rank)
+        node = _first(values, _NODE, rank // per_node if per_node else 0 if world == 1 else -1)
         launch = values.get("TORCHELASTIC_RUN_ID", "")
         return cls(
             rank=rank,
@@ -56,6 +57,10 @@ class Identity:
         )
 
 
+# Of torchrun, Open MPI, Intel MPI, Slurm and launchers of frameworks. What Slurm says is of whom it started itself.
+_LOCAL = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_NODE = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
+_PER_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -64,6 +69,11 @@ def launched_as(world_size: int, environment: Mapping[str, str] | None = None) -
     values = os.environ if environment is None else environment
     said = next((name for name in _SIZES if _number(values, name, 1) > 1), "")
     return f"{said}={values[said]}" if said and world_size == 1 else ""
+
+
+def _first(values: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    """The first number among variables."""
+    return next((int(values[name]) for name in names if values.get(name, "").isdecimal()), default)
 
 
 def _number(values: Mapping[str, str], name: str, default: int) -> int:
@@ -127,6 +137,27 @@ def resolve_run_dir(asked: str | os.PathLike[str] | None, name: str, who: Identi
     if refusal:
         raise UsageError(refusal)
     return Agreement(path, attempt, first=True)
+
+
+def host_number(who: Identity) -> tuple[int, bool]:
+    """The number of this host in the order in which the job's ranks came, and whether this rank is its first.
+
+    Containers of one machine are hosts of their own: none sees the processes of another. Without a store to agree
+    through all are host 0. Raises OSError or RuntimeError when its first rank says nothing in time.
+    """
+    store = _store()
+    if store is None:
+        return 0, who.local_rank == 0
+    count = _agreed.get("hosts", 0)
+    _agreed["hosts"] = count + 1
+    key = f"dtobs/hosts/{_generation(who)}/{count}"
+    here = f"{key}/{boot_id()}/{pid_namespace()}"
+    if store.add(f"{here}/ranks", 1) == 1:
+        number = store.add(f"{key}/count", 1) - 1
+        store.set(f"{here}/number", str(number))
+        return number, True
+    store.wait([f"{here}/number"], timedelta(seconds=AGREE_SECONDS))
+    return int(store.get(f"{here}/number")), False
 
 
 def one_host(who: Identity) -> bool:

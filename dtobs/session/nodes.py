@@ -86,6 +86,12 @@ def arrange(run: RunDirectory, who: Identity, asked: str, warn: Callable[[str], 
         warn(str(error))
         host = ""
     if nodes < 2:
+        if who.node > 0:
+            warn(
+                "this job runs on several hosts, and nothing says on how many. Unless the run directory is on a disk "
+                "that they share, no finding compares ranks of different hosts. To connect their monitors, set "
+                f"LOCAL_WORLD_SIZE, LOCAL_RANK and GROUP_RANK, as torchrun does, and {VARIABLE}={AUTO}"
+            )
         return Listening(host) if host else None
     if not host and who.rank == 0 and not asked:
         warn(

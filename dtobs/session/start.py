@@ -18,7 +18,7 @@ from dtobs.recording.policy import VARIABLE as ON_HANG
 from dtobs.recording.policy import Policy
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory, new_run_path
-from dtobs.session.identity import Identity, one_host, resolve_run_dir
+from dtobs.session.identity import Identity, host_number, one_host, resolve_run_dir
 from dtobs.session.nodes import VARIABLE
 from dtobs.session.run_info import describe_run
 from dtobs.session.session import LiveSession, Session
@@ -139,8 +139,8 @@ def _start(
 
     who = Identity.find()
     root, attempt, first = resolve_run_dir(run_dir, name, who)
-    watches = first if one_host(who) else who.local_rank == 0
-    who = replace(who, attempt=attempt, starts_monitor=watches)
+    node, first_here = host_number(who) if who.node < 0 else (who.node, who.local_rank == 0)
+    who = replace(who, node=node, attempt=attempt, starts_monitor=first if one_host(who) else first_here)
     run = RunDirectory(root)
     run.create()
     recorder = Recorder(run, who.rank, who.world_size, local_rank=who.local_rank, node=who.node, attempt=who.attempt)
@@ -148,7 +148,7 @@ def _start(
         recorder, who.rank, who.world_size, together(model), references(optimizer), mesh, replicas, levels
     )
     recorder.page.set(hang_timeout_ns=int((hang_timeout or 0) * 1e9))
-    if first or (who.local_rank == 0 and not run.run_json.exists()):  # a disk that rank 0 does not see
+    if first or (first_here and not run.run_json.exists()):  # a disk that rank 0 does not see
         said = describe_run(name, who, mesh, config)
         if who.attempt > 0:  # the run began with its first attempt
             said["started"] = run.read_run().get("started", said["started"])

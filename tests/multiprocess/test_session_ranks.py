@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dtobs
 from dtobs.events import Phase, RankState
 from dtobs.recording.view import RunView, load_run
+from dtobs.session import identity
 from tests.harness import Gate, run_ranks, start_ranks
 
 
@@ -41,6 +42,22 @@ def test_ranks_agree_on_a_run_directory_without_a_collective(tmp_path: Path):
     assert view.ranks == [0, 1]
     info = json.loads((view.root / "run.json").read_text())
     assert (info["schema"], info["name"], info["world_size"]) == ("dtobs.run/1", "trial 0", 2)
+
+
+def on_a_host(rank: int, world: int, folder: Path) -> None:
+    identity.boot_id = lambda: f"host {rank % 2}"
+    dtobs.attach(run_dir=folder, monitor=False).close()
+
+
+def test_ranks_of_one_host_are_one_node_where_no_launcher_says_it(tmp_path: Path):
+    """As under Ray: each process is given one device and says that it is local rank 0."""
+    silent = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": None, "GROUP_RANK": None}
+    run_ranks(on_a_host, 4, tmp_path / "run", env=silent)
+    view = load_run(tmp_path / "run")
+    nodes = {rank: int(view.page(rank)["node"]) for rank in view.ranks}
+    assert sorted(nodes) == [0, 1, 2, 3]
+    assert nodes[0] == nodes[2] != nodes[1] == nodes[3]
+    assert set(nodes.values()) == {0, 1}
 
 
 def describe(rank: int, world: int, folder: Path) -> None:

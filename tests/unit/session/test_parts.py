@@ -27,7 +27,7 @@ from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import load_run
 from dtobs.session import Session, identity
-from dtobs.session.identity import Identity, resolve_run_dir
+from dtobs.session.identity import Identity, host_number, resolve_run_dir
 from dtobs.session.restart import describe_setback
 from dtobs.session.run_info import git_revision, hide_arguments, without_secrets
 from dtobs.testing.fake_run import FakeRun
@@ -136,7 +136,22 @@ def test_identity_from_torchrun():
     }
     assert Identity.find(values) == Identity(5, 8, 1, 1, 2, "job7")
     assert Identity.find({}) == Identity(0, 1, 0, 0, 0, "")
+    assert Identity.find({"RANK": "3", "WORLD_SIZE": "4"}).node == -1, "nothing says how many ranks a host has"
+    open_mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_LOCALID": "0"}
+    assert Identity.find({"RANK": "3", "WORLD_SIZE": "4", **open_mpi}) == Identity(3, 4, 1, 1, 0, "")
     assert Identity.find({"RANK": "x", "TORCHELASTIC_RUN_ID": "none"}) == Identity(0, 1, 0, 0, 0, "")
+
+
+def test_hosts_of_a_launcher_that_counts_none(monkeypatch: pytest.MonkeyPatch):
+    """As under Ray, where each process is given one device and says that it is local rank 0."""
+    store = HashStore()
+    monkeypatch.setattr(identity, "_store", lambda: store)
+    found = []
+    for rank, host in enumerate(("b", "a", "b", "a")):
+        monkeypatch.setattr(identity, "boot_id", lambda host=host: host)
+        monkeypatch.setattr(identity, "_agreed", {})  # each is a process of its own
+        found.append(host_number(Identity(rank, 4, 0, -1, 0)))
+    assert found == [(0, True), (1, True), (0, False), (1, False)]
 
 
 def test_a_restart_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
