@@ -13,9 +13,9 @@ from enum import IntEnum
 import numpy as np
 import xxhash
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of everything below. A reader accepts its own and older ones. 2 added the pipeline fields of a step, 3 how
-its numbers fit FP16 and FP8, 5 what its exposed communication and its host's time were spent on."""
+its numbers fit FP16 and FP8, 5 what its exposed communication and its host's time were spent on, 6 what it compiled."""
 
 
 class Kind(IntEnum):
@@ -133,7 +133,7 @@ EVENT_DTYPE = np.dtype(
 )
 EVENT_FORMAT = "<QqHHIIIIIQdQ"
 
-STEP_PARTS = ("data", "forward", "backward", "exposed", "optimizer", "checkpoint", "validation", "other")
+STEP_PARTS = ("data", "forward", "backward", "exposed", "optimizer", "checkpoint", "validation", "compile", "other")
 """A step's partition: ``<part>_ns`` sum to ``end_ns - begin_ns``. `exposed` is communication the host waited for."""
 
 EXPOSED_ALONG = ("data", "shard", "tensor", "context", "expert", "pipeline")

@@ -213,6 +213,7 @@ def badput(look: MonitorSnapshot) -> Iterator[Sample]:
         "communication": [r.first_time("exposed") for r in ranks],
         "checkpoint": [r.first_time("checkpoint") for r in ranks],
         "validation": [r.first_time("validation") for r in ranks],
+        "compile": [r.first_time("compile") for r in ranks],
         "other": [r.first_time("other") for r in ranks],
         # A difference of large sums: rounded, so that its residue does not make a counter go down.
         "between-steps": [round(r.between, 3) for r in ranks],

@@ -43,7 +43,7 @@ class DeviceMarks(NamedTuple):
     here: Callable[[], object]  #: whether the current stream is the one whose parts are measured
 
 
-DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, VALIDATION, OTHER = range(len(STEP_PARTS))
+DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, VALIDATION, COMPILE, OTHER = range(len(STEP_PARTS))
 _NO_TRAINING = frozenset({CHECKPOINT, VALIDATION})
 """Parts in which waiting for others is part of the work."""
 _PART_OF: dict[int, int] = {
@@ -119,6 +119,7 @@ class Progress:
         self.unnamed = _UNNAMED  #: the dimension of groups that do not say theirs
         self.sends = False  #: whether the last that was issued is a send or a receive
         self._device: DeviceMarks | None = None  # where the parts are those of a device
+        self._compiles = False  # between `compile_begin` and `compile_end`
         self._stream_waits = False  # between `stream_waits` and `stream_goes_on`
         self._announced = False  # the page says already that the next wait has begun
         self._finished: Record | None = None  # a step that is over but still takes reports
@@ -204,9 +205,23 @@ class Progress:
         ints[_PHASE], ints[_PHASE_BEGIN] = phase, now
         ints[_ALLOWANCE] = PAUSED_NS if self._paused else self.allowances.get(phase, 0)
         self.part = _PART_OF.get(phase, OTHER)
-        if self._part != EXPOSED:
+        if self._part not in (EXPOSED, COMPILE):
             self._switch(self.part, now)
         self._page.commit()
+
+    def compile_begin(self) -> None:
+        """torch compiles from here on: on the training thread, or on another while that waits for a backward."""
+        waits = self.part == BACKWARD and not self._wait_depth
+        if self.active and self.part not in _NO_TRAINING and (threading.get_ident() == self.thread or waits):
+            self._compiles = True
+            if self._part != EXPOSED:
+                self._switch(COMPILE, self._clock())
+
+    def compile_end(self) -> None:
+        """What was compiled is there."""
+        self._compiles = False
+        if self._part == COMPILE:
+            self._switch(self.part, self._clock())
 
     def _switch(self, part: int, now: int) -> None:
         self._parts[self._part] += now - self._since
@@ -301,7 +316,7 @@ class Progress:
         self._ints[_WAIT_SINCE] = 0
         if self._part == EXPOSED:
             self._along[self._wait_along] += now - self._since
-            self._switch(self.part, now)
+            self._switch(COMPILE if self._compiles else self.part, now)
         self._page.commit()
 
     # steps

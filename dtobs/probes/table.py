@@ -40,6 +40,7 @@ PROBES = (
     ProbeEntry("device times", "device_parts:DevicePartsProbe"),
     ProbeEntry("profiler", "profiler:Profiler"),
     ProbeEntry("backward", "backward:Backward"),
+    ProbeEntry("compilations", "compilations:Compilations"),
     ProbeEntry("loader", "loader:Loader"),
     ProbeEntry("saves", "saves:Saves"),
     ProbeEntry("loads", "loads:Loads"),

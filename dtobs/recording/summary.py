@@ -32,6 +32,7 @@ ADVICE = {
     "waiting in the pipeline": "more micro-batches, or stages of equal length: `dtobs timeline` draws them",
     "checkpoints": "write them asynchronously, less often, or to faster storage",
     "validation": "validate less often, or on fewer batches",
+    "compiling": "keep compiled code between runs (TORCHINDUCTOR_CACHE_DIR), or give the compiler fewer shapes",
     "other work in the steps": "look for logging, `.item()` and Python work between the phases",
     "between steps": "look at what runs between the steps",
 }
@@ -40,6 +41,7 @@ LATE = {
     "data": ("waits for data", "look at its loader, and at its share of the data"),
     "validation": ("validates", "let every rank validate a share, or validate less often"),
     "checkpoint": ("saves a checkpoint", "save in the background, or a share on every rank"),
+    "compile": ("compiles", ADVICE["compiling"]),
     "other": ("does other work in the steps", ADVICE["other work in the steps"]),
     "computing": ("computes", ADVICE["waiting for slower ranks"]),
 }
@@ -217,7 +219,7 @@ def _beyond_least(
     waits = np.array([mine[rows] for (_, mine), rows in zip(of_ranks.values(), at, strict=True)])
     late, longer = waits.argmin(axis=0), waits.mean(axis=0) - waits.min(axis=0)
     more = []  # by part, in each step: how much more of it the late rank has than the mean of all
-    for fields in (("data",), ("validation",), ("checkpoint",), ("other",), PRODUCTIVE):
+    for fields in (("data",), ("validation",), ("checkpoint",), ("compile",), ("other",), PRODUCTIVE):
         spent = np.array(
             [
                 sum(records[f"{f}_ns"][rows] for f in fields)
@@ -262,6 +264,7 @@ def _losses(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_], hung: S
         "waiting in the pipeline": pipeline,
         "checkpoints": spent("checkpoint"),
         "validation": spent("validation"),
+        "compiling": spent("compile"),
         "other work in the steps": spent("other"),
         "between steps": max(0.0, (span - float(walls.sum())) / 1e9),
     }

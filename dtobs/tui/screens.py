@@ -32,6 +32,7 @@ _PART_COLOURS = {
     "optimizer": "#8fd694",
     "checkpoint": "#e5c07b",
     "validation": "#7aa2f7",
+    "compile": "#c678dd",
     "other": "#4a5266",
 }
 _BAR = 32

@@ -42,6 +42,12 @@ _HOST = (
         "Python collects garbage",
         "Call gc.freeze() before the loop and collect on all ranks at once, every so many steps.",
     ),
+    (
+        "compile",
+        "compiling",
+        "torch compiles for it again and again",
+        "Give its batches the shapes of the others', or mark what changes as dynamic; TORCH_LOGS=recompiles says why.",
+    ),
 )
 
 

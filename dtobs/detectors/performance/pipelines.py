@@ -110,7 +110,7 @@ def _shares_by_hand(view: RunView, chain: list[int]) -> _Shares | None:
 def _computing(times: Times) -> Floats:
     """Seconds that each rank computes in each step, as its schedule shows or, by hand, while it waits for nobody."""
     seen: Floats = np.nan_to_num(times.seconds("pipeline_compute"))
-    return seen if (seen > 0).any() else times.busy - times.parts["data"]
+    return seen if (seen > 0).any() else times.busy - times.parts["data"] - times.parts["compile"]
 
 
 def _shares(view: RunView, plan: Plan) -> _Shares | None:

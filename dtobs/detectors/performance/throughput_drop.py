@@ -36,6 +36,7 @@ _WORDS = {
     "throttled": "processor time used up by its container",
     "run_delay": "waiting for a core that others use",
     "exposed": "communication",
+    "compile": "compiling",
 }
 
 

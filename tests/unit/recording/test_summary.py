@@ -29,6 +29,7 @@ def of(run: FakeRun) -> Summary:
         ({"checkpoint": 0.3}, "checkpoints"),
         ({"validation": 0.3}, "validation"),
         ({"other": 0.3}, "other work in the steps"),
+        ({"compile": 0.3}, "compiling"),
     ],
 )
 def test_the_largest_loss_is_named_with_what_to_try(tmp_path: Path, fields: dict[str, float], worst: str):
