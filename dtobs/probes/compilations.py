@@ -44,5 +44,5 @@ class Compilations(Probe):
 
 def _both(handler: Any, begin: Any, end: Any) -> tuple[tuple[list[Any], Any], ...]:
     """What the compiler calls when it begins and when it is done, each with ours; () where it is another compiler."""
-    lists = getattr(handler, "start_callbacks", None), getattr(handler, "end_callbacks", None)
-    return ((lists[0], begin), (lists[1], end)) if all(isinstance(each, list) for each in lists) else ()  # type: ignore[return-value]
+    starts, ends = getattr(handler, "start_callbacks", None), getattr(handler, "end_callbacks", None)
+    return ((starts, begin), (ends, end)) if isinstance(starts, list) and isinstance(ends, list) else ()

@@ -70,8 +70,9 @@ def device_norms(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def device_peaks(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """float32[N]: the largest magnitude in each of some tensors on one device, there; not finite where one is not."""
-    peaks: torch.Tensor = torch.stack([peak.float() for peak in torch._foreach_norm(list(values), math.inf)])
-    return peaks
+    peaks = list(torch._foreach_norm(list(values), math.inf))
+    alike = len({peak.dtype for peak in peaks}) == 1
+    return torch.stack(peaks if alike else [peak.float() for peak in peaks]).float()
 
 
 def device_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -107,6 +107,7 @@ INDEX: dict[str, int] = {name: i for i, name in enumerate((*_HEAD, *PAGE_INTS, *
 assert PAGE_DTYPE.itemsize <= HALF_BYTES
 assert len(INDEX) * 8 == PAGE_DTYPE.itemsize
 
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
 _RETRIES = 8
 _MOST_HEADERS = 16
 _ours: set[bytes] = set()
@@ -192,9 +193,7 @@ def _claim(fd: int, local_rank: int) -> int:
     """A slot that is this open file's while it is mapped; that of `local_rank` where files cannot be locked."""
     for slot in range(local_rank, MAX_SLOTS):
         start = HEADER_BYTES + slot * SLOT_BYTES
-        wanted = struct.pack(
-            "hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, SLOT_BYTES, 0
-        )  # struct flock of 64-bit Linux
+        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, SLOT_BYTES, 0)
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
         except BlockingIOError:

@@ -123,7 +123,8 @@ def unrecorded(situation: Situation, left: frozenset[int]) -> Told:
 def _undone(calls: list[str], ranks: int) -> str:
     """What the first rank's device stands in: its host then hangs wherever it has something to launch, and polls."""
     later = f" and {count(len(calls) - 1, 'later call')}" if len(calls) > 1 else ""
-    return f"; {'its' if ranks == 1 else 'of the first the'} device has not done {calls[0]}{later}" if calls else ""
+    whose = "its device" if ranks == 1 else "the device of the first"
+    return f"; {whose} has not done {calls[0]}{later}" if calls else ""
 
 
 def _handed_over(thread: ThreadStack | None) -> str:

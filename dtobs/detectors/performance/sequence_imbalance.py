@@ -32,9 +32,8 @@ def sequence_imbalance(view: RunView) -> list[Finding]:
         times = step_times(view, rows_of(view, group), last=MOST_STEPS)
         if times is None or not times.settled or times.overloaded:
             continue
-        work = (
-            times.busy - times.parts["data"] - times.parts["compile"]
-        )  # a loop by hand may compute in what is no forward of a module
+        # A loop by hand may compute in what is no forward of a module.
+        work = times.busy - times.parts["data"] - times.parts["compile"]
         sizes = times.records["input_elements"].astype(np.float64)
         if not (sizes > 0).all():
             continue
