@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import is_fsdp, wrappers
-from dtobs.probes.modules import compiler_is_there, untraced
+from dtobs.probes.modules import compiler_is_there, contained, untraced
 
 SEARCH_STEPS = 64
 """Steps for which a model is looked for: the search costs something in each call of any module."""
@@ -81,6 +81,9 @@ class Following(Probe):
         if (known is not None and known() is optimizer) or self.context.steps_open:
             return  # one that another wraps is not seen by itself
         context = self.context
+        if contained(optimizer):
+            self._known[id(optimizer)] = weakref.ref(optimizer)
+            return  # those that it calls are followed
         if not any(each() is optimizer for each in context.optimizers):
             parameters = context.trained_by(optimizer)
             if not (parameters & self._held() or self._goes_on_alone(optimizer, parameters)):

@@ -155,6 +155,19 @@ def _with_closure(closure: Callable[..., Any], args: Any, kwargs: Any) -> tuple[
     return (args[0], closure, *args[2:]), kwargs
 
 
+def contained(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that one only calls, as torchtitan's container of one for each part of a model: a list of them is
+    among its attributes, and together they train what it trains. Their hyperparameters and state are the true ones.
+
+    One that wraps another (Lookahead, ZeRO) does more than to call it, and contains none.
+    """
+    several = [value for value in getattr(optimizer, "__dict__", {}).values() if isinstance(value, (list, tuple, dict))]
+    each = [one for value in several for one in (value.values() if isinstance(value, dict) else value)]
+    inner = [one for one in each if isinstance(one, torch.optim.Optimizer) and one is not optimizer]
+    of_inner = {id(p) for one in inner for group in one.param_groups for p in group["params"]}
+    return inner if inner and of_inner == {id(p) for g in optimizer.param_groups for p in g["params"]} else []
+
+
 class OptimizerSteps(Probe):
     """An optimizer's step is a phase; when it has stepped, the step ends unless the user says where steps end.
 

@@ -18,7 +18,7 @@ from dtobs.probes.base import Context, Probe
 from dtobs.probes.deferred import capturing
 from dtobs.probes.following import Following
 from dtobs.probes.layout import Together, wrapper_around
-from dtobs.probes.modules import Forward, OptimizerSteps
+from dtobs.probes.modules import Forward, OptimizerSteps, contained
 from dtobs.probes.progress import Progress, phase_number
 from dtobs.probes.table import DISTRIBUTED, OFF, make_probes
 from dtobs.session.reports import Reports
@@ -201,6 +201,7 @@ def _parts(model: Any) -> list[Any]:
 
 
 def references(optimizer: Any) -> list[weakref.ref[Any]]:
-    """One optimizer, several or none, as `Context.optimizers` holds them."""
+    """One optimizer, several or none, as `Context.optimizers` holds them; those that another contains, in its place."""
     several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    return [weakref.ref(each) for each in several if each is not None]
+    given = [one for each in several if each is not None for one in contained(each) or [each]]
+    return [weakref.ref(each) for each in {id(each): each for each in given}.values()]

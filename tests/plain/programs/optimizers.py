@@ -230,3 +230,42 @@ def sparse_embeddings(rank: int, world: int, watch: Watch) -> list[float]:
     assert_learned(losses)
     assert_replicas_equal(model.parameters())
     return losses
+
+
+class Container(torch.optim.Optimizer):
+    """One optimizer for matrices and one for the rest, called as if they were one; schedules are theirs."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        matrices, rest = ([p for p in parameters if (p.dim() > 1) is wanted] for wanted in (True, False))
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(matrices, 1e-2), torch.optim.SGD(rest, 5e-2)]
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+@program()
+def optimizers_in_a_container(rank: int, world: int, watch: Watch) -> list[float]:
+    """As torchtitan has one for each part of the model; what the container says of the learning rate is never used."""
+    model = DDP(mlp())
+    optimizer = Container(list(model.parameters()))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.95) for each in optimizer.optimizers]
+    watch(model, optimizer)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        losses.append(loss.item())
+    assert_learned(losses)
+    assert_replicas_equal(model.parameters())
+    return losses

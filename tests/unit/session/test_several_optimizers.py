@@ -102,6 +102,43 @@ def test_optimizers_that_step_one_after_another_do_one_step(attach: Attach):
     assert steps["local_norm"][-1] == pytest.approx(squares**0.5)
 
 
+class Container(torch.optim.Optimizer):
+    """Calls others, as torchtitan's does; its own hyperparameters are nobody's."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for each in optimizers for g in each.param_groups for p in g["params"]], {"lr": 7.0})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("given", ["attach", "later"])
+def test_optimizers_in_a_container_are_followed_in_its_place(attach: Attach, parts: int, given: str):
+    model = make_model()
+    parameters = list(model.parameters())
+    shares = [parameters] if parts == 1 else [parameters[:2], parameters[2:]]
+    optimizer = Container(*(torch.optim.AdamW(share, 1e-3) for share in shares))
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 4, 0.1) for each in optimizer.optimizers]
+    with attach(model, optimizer if given == "attach" else None, probes={"updates": "all"}) as session:
+        for _ in range(12):
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+            for schedule in schedules:
+                schedule.step()
+    view = look(session)
+    steps = view.rank_steps(0)[1:]
+    assert steps["learning_rate"][-10:] == pytest.approx([1e-3] * 2 + [1e-4] * 4 + [1e-5] * 4, rel=1e-5)
+    assert np.diff(steps["step"]).tolist() == [1] * (len(steps) - 1)
+    found = audits(view)
+    assert [audit.kind for audit in found] == ["adam"] * parts
+    assert all(len(audit.records) for audit in found)
+    assert [*update_mismatch(view), *state_changed_at_rest(view)] == []
+
+
 def test_an_optimizer_made_anew_is_followed_in_its_place(attach: Attach):
     model = make_model()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
