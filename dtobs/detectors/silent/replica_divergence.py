@@ -8,7 +8,8 @@ met again once are averaged now and then on purpose: they may go their own ways 
 first such period (local SGD, DiLoCo): nothing is wrong with that, and `detectors.comparisons` says it as a fact, after
 `FIRST_PERIOD` steps. One tensor of one copy that differed in a single look, and never before or after, is no
 averaging: something overwrote what was then sent anew. Where ranks that called collectives equally often did not do so
-any more just before the copies parted, that is told with it: they took different ways through the model.
+any more just before the copies parted, that is told with it: they took different ways through the model. So are
+different learning rates in the step in which the copies parted.
 
 Why it hurts: from then on the ranks average gradients of different models. Nothing raises, the loss still falls.
 """
@@ -219,6 +220,23 @@ def _calls_apart(view: RunView, copies: ReplicaSet, when: int) -> tuple[int, dic
     return first, calls[first]
 
 
+def _rates_apart(view: RunView, copies: ReplicaSet, when: int) -> str:
+    """The end of a sentence about the first step before look `when` whose learning rates differ; "" where none do."""
+    rates: dict[int, dict[int, float]] = {}
+    since = int(copies.steps[when - 1]) if when else -1
+    for rank in copies.ranks:
+        history = view.rank_steps(rank)
+        some = history[(history["step"] > since) & (history["step"] <= int(copies.steps[when]))]
+        for step, rate in some[["step", "learning_rate"]].tolist():
+            if math.isfinite(rate):
+                rates.setdefault(step, {})[rank] = rate
+    first = min((step for step, of in rates.items() if len(set(of.values())) > 1), default=None)
+    if first is None:
+        return ""
+    said = ", ".join(f"{rate:.4g} on rank {rank}" for rank, rate in list(rates[first].items())[:MOST_SIDES])
+    return f"; in step {first} they trained with different learning rates ({said})"
+
+
 def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Finding:
     differs = copies.differs
     apart: npt.NDArray[np.bool_] = np.any(differs, axis=1)
@@ -257,6 +275,7 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         sides = {made: [rank for rank, n in calls[1].items() if n == made] for made in sorted(set(calls[1].values()))}
         said = ", ".join(f"{made} of {ranks_text(ranks)}" for made, ranks in list(sides.items())[:MOST_SIDES])
         summary += f"; step {calls[0]} is the first with unequal numbers of collective calls ({said})"
+    summary += "" if left_out else _rates_apart(view, copies, when)
     return Finding(
         "replica-divergence",
         summary,
