@@ -43,8 +43,9 @@ def host_digest(tensor: torch.Tensor) -> int:
 
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 scalar on the tensor's device. Nothing is copied to the host and nothing waits."""
-    flat = words(tensor)
-    return _of_small([flat])[0] if flat.numel() <= _SMALL else _of_large(flat)
+    with torch.no_grad():
+        flat = _flat(tensor)
+        return _of_small([flat])[0] if flat.numel() <= _SMALL else _of_large(words(flat))
 
 
 def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -57,7 +58,7 @@ def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     with torch.no_grad():
         for n, tensor in enumerate(tensors):
-            flat = tensor.reshape(-1) if tensor.dtype in _TOGETHER_AS_THEY_ARE else words(tensor)
+            flat = _flat(tensor)
             if flat.numel() <= _SMALL:
                 small.setdefault((flat.device, flat.dtype), []).append((n, flat))
             else:
@@ -70,6 +71,10 @@ def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         digests = [digest for digest in found if digest is not None]
         here = all(digest.device == device for digest in digests)
         return torch.stack(digests if here else [digest.to(device, non_blocking=True) for digest in digests])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1) if tensor.dtype in _TOGETHER_AS_THEY_ARE else words(tensor)
 
 
 def _of_small(flats: Sequence[torch.Tensor]) -> torch.Tensor:

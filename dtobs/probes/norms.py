@@ -63,7 +63,7 @@ def device_norm(values: torch.Tensor) -> torch.Tensor:
 
 def device_norms(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What `device_norm` makes of each, with few kernels for all: what each costs is the host's time to launch it."""
-    if any(each.itemsize > 4 or each.is_complex() for each in values):
+    if not values or any(each.itemsize > 4 or each.is_complex() for each in values):
         return [device_norm(each) for each in values]
     return list(torch._foreach_norm(list(values), 2, dtype=torch.float32))
 

@@ -165,7 +165,7 @@ class ReducedGradientProbe(Probe):
 
     def _read(self, tensors: list[Named]) -> None:
         found: dict[int, tuple[float | torch.Tensor, float]] = {}
-        later: dict[int, torch.Tensor] = {}
+        later: list[tuple[Named, torch.Tensor]] = []
         for named in tensors:
             gradient = named.tensor.grad
             if gradient is None:
@@ -174,12 +174,12 @@ class ReducedGradientProbe(Probe):
                 return  # not reduced yet as far as this tensor goes: the sum over ranks would be wrong
             values = local_tensor(gradient)
             values = values.coalesce().values() if values.is_sparse else values
-            found[id(named)] = (host_square(values) if values.is_cpu else math.nan, named.share)
-            if not values.is_cpu:
-                later[id(named)] = values
-        if later:
-            norms = device_norms(list(later.values()))
-            found |= {key: (norm, found[key][1]) for key, norm in zip(later, norms, strict=True)}
+            if values.is_cpu:
+                found[id(named)] = host_square(values), named.share
+            else:
+                later.append((named, values))
+        for (named, _), norm in zip(later, device_norms([values for _, values in later]), strict=True):
+            found[id(named)] = norm, named.share
         self._found |= found
 
     def step_begin(self) -> None:

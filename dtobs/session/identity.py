@@ -42,17 +42,17 @@ class Identity:
     def find(cls, environment: Mapping[str, str] | None = None) -> Identity:
         """From the process group where there is one, else from torchrun's variables, else a single process."""
         values = os.environ if environment is None else environment
-        rank, world = _from_group() or (_number(values, "RANK", 0), _number(values, "WORLD_SIZE", 1))
-        per_node = _first(values, _PER_NODE, 0)
-        local = _first(values, _LOCAL, rank)
-        node = _first(values, _NODE, rank // per_node if per_node else 0 if world == 1 else -1)
+        rank, world = _from_group() or (first_number(values, "RANK"), first_number(values, "WORLD_SIZE", default=1))
+        per_node = first_number(values, *PER_NODE)
+        local = first_number(values, *_LOCAL, default=rank)
+        node = first_number(values, *_NODE, default=rank // per_node if per_node else 0 if world == 1 else -1)
         launch = values.get("TORCHELASTIC_RUN_ID", "")
         return cls(
             rank=rank,
             world_size=world,
             local_rank=local,
             node=node,
-            attempt=_number(values, "TORCHELASTIC_RESTART_COUNT", 0),
+            attempt=first_number(values, "TORCHELASTIC_RESTART_COUNT"),
             launch="" if launch == "none" else launch,
         )
 
@@ -60,25 +60,20 @@ class Identity:
 # Of torchrun, Open MPI, Intel MPI, Slurm and launchers of frameworks. What Slurm says is of whom it started itself.
 _LOCAL = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _NODE = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
-_PER_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+PER_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def launched_as(world_size: int, environment: Mapping[str, str] | None = None) -> str:
     """What says that this process of a world of one was started as one of several; "" when nothing does."""
     values = os.environ if environment is None else environment
-    said = next((name for name in _SIZES if _number(values, name, 1) > 1), "")
+    said = next((name for name in _SIZES if first_number(values, name, default=1) > 1), "")
     return f"{said}={values[said]}" if said and world_size == 1 else ""
 
 
-def _first(values: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+def first_number(values: Mapping[str, str], *names: str, default: int = 0) -> int:
     """The first number among variables."""
     return next((int(values[name]) for name in names if values.get(name, "").isdecimal()), default)
-
-
-def _number(values: Mapping[str, str], name: str, default: int) -> int:
-    text = values.get(name, "")
-    return int(text) if text.isdecimal() else default
 
 
 def _from_group() -> tuple[int, int] | None:
@@ -162,7 +157,7 @@ def host_number(who: Identity) -> tuple[int, bool]:
 
 def one_host(who: Identity) -> bool:
     """Whether all ranks are on this host and `dtobs run` started them, so that every one finds the same."""
-    return "DTOBS_RUN_NAME" in os.environ and _number(os.environ, "LOCAL_WORLD_SIZE", 0) == who.world_size
+    return "DTOBS_RUN_NAME" in os.environ and first_number(os.environ, "LOCAL_WORLD_SIZE") == who.world_size
 
 
 def _another_job(path: Path) -> str:

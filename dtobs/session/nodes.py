@@ -20,7 +20,7 @@ from dtobs.host.address import address_towards
 from dtobs.host.process import read_process
 from dtobs.nodes.token import ensure_token, write_token
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
-from dtobs.session.identity import Identity, told_by_first
+from dtobs.session.identity import PER_NODE, Identity, first_number, told_by_first
 
 VARIABLE = "DTOBS_MONITOR_BIND"
 AUTO = "auto"
@@ -43,12 +43,9 @@ class Listening:
 
 def nodes_of(who: Identity, environment: Mapping[str, str] = os.environ) -> int:
     """How many nodes the job runs on, as its launcher says; 1 when it does not."""
-    for name in ("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
-        text = environment.get(name, "")
-        if text.isdecimal() and int(text) > 0:
-            return int(text)
-    here = environment.get("LOCAL_WORLD_SIZE", "")
-    return -(-who.world_size // int(here)) if here.isdecimal() and int(here) > 0 else 1
+    here = first_number(environment, *PER_NODE)
+    counted = -(-who.world_size // here) if here else 1
+    return first_number(environment, "GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or counted
 
 
 def bind_address(asked: str, environment: Mapping[str, str] = os.environ) -> str:

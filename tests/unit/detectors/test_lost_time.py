@@ -436,6 +436,7 @@ class TestCauseOfAStraggler:
             ({"forward": 0.4, "throttled_ns": 0.3e9}, "used up its processor time", "cpu-quota"),
             ({"forward": 0.4, "run_delay_ns": 0.3e9}, "other processes take its core", "no-core"),
             ({"forward": 0.4, "gc_ns": 0.3e9}, "Python collects garbage", "garbage"),
+            ({"compile": 0.4}, "torch compiles for it again and again", "compiling"),
             ({"data": 0.4}, "it waits for its data", "input"),
             ({"forward": 0.4, "input_elements": 2048.0}, "its inputs are 2.00 times as large", "larger-inputs"),
             ({"forward": 0.4, "on_core_ns": 0.1e9, "cpu_ns": 0.1e9}, "it sleeps, reads or writes", "off-processor"),

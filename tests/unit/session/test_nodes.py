@@ -46,6 +46,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ({"LOCAL_WORLD_SIZE": "2"}, 2),
         ({"LOCAL_WORLD_SIZE": "3"}, 2),
         ({"LOCAL_WORLD_SIZE": "4"}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({}, 1),
     ],
 )
