@@ -6,12 +6,25 @@ Detectors, alerts, runbooks and tests are checked against it.
 from __future__ import annotations
 
 from dataclasses import replace
+from signal import SIGBUS, SIGSEGV, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ
 
 from dtobs import silent_codes
 from dtobs.codes import Code, Family, Row, Severity, Trait
 from dtobs.expectations import EXPECTATIONS
 
-__all__ = ["CATALOGUE", "PREFLIGHT", "Code", "Family", "Severity", "Trait"]
+__all__ = ["AFTER_SIGNAL", "CATALOGUE", "PREFLIGHT", "Code", "Family", "Severity", "Trait"]
+
+AFTER_SIGNAL: dict[int, str] = {
+    SIGSEGV: "Native code crashed in it, nobody killed it: start with PYTHONFAULTHANDLER=1 to see from which line.",
+    SIGBUS: "Shared memory or a mapped file had no room: look at df /dev/shm (docker run --shm-size) and full disks.",
+    SIGXCPU: "It used up its processor time: see ulimit -t, or the scheduler's limit.",
+    SIGXFSZ: "It wrote a file larger than it may: see ulimit -f.",
+    **dict.fromkeys(
+        (SIGUSR1, SIGUSR2),
+        "Schedulers send this before a job's time is over (sbatch --signal): have the program handle it, and save.",
+    ),
+}
+"""What to do about a process that a signal ended which says why, by that signal."""
 
 _LOST_TIME: tuple[tuple[str, str, str], ...] = (
     (

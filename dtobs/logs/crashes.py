@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtobs.catalogue import AFTER_SIGNAL
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.logs.endings import DEADLY, LoggedEnding
 from dtobs.logs.evidence import Sign
@@ -319,8 +320,17 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
         ranks,
         Confidence.LIKELY if not everyone else Confidence.POSSIBLE,
         evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in quiet[:_EVIDENCE]),
-        next_step=_CRASHED if site else "" if first.signal == signal.SIGKILL else _CRASHED_SOMEWHERE,
+        next_step=_after(first.signal or 0, site),
     )
+
+
+def _after(number: int, site: str) -> str:
+    """What to do about a rank that this signal ended, at `site` where that is told."""
+    if number == signal.SIGKILL:
+        return ""
+    if site and number != signal.SIGBUS:
+        return _CRASHED
+    return AFTER_SIGNAL.get(number, _CRASHED_SOMEWHERE)
 
 
 def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:

@@ -152,7 +152,8 @@ class LogEvidence:
         self.attempt_of[file] = place.node, place.attempt
 
     def end(self) -> None:
-        """The file is over: of lines that were left because they look alike, the last ones count."""
+        """The file is over: an open table counts as it is, and of lines left because they look alike, the last ones."""
+        self._close_table(self._name)
         now, latest = self._order, sorted(self._skipped.values())
         self._skipped.clear()
         for order, number, raw in latest:
@@ -264,12 +265,8 @@ class LogEvidence:
         """Whether the line belongs to something that began before it."""
         if self._table is not None or text.startswith(("Failures:", "Root Cause (first observed failure)")):
             self._table = self._table or FailureTable()
-            more = self._table.feed(text)
-            if not more:
-                self.failures += [
-                    replace(f, where=where, order=self._order, file=self._file) for f in self._table.entries
-                ]
-                self._table = None
+            if not self._table.feed(text):
+                self._close_table(where)
             return True
         if writer in self._stacks:
             return self._stack(writer, text, where)
@@ -286,6 +283,11 @@ class LogEvidence:
             del self._traces[writer]
             return False
         return not trace.strange
+
+    def _close_table(self, where: str) -> None:
+        entries = self._table.entries if self._table else []
+        self.failures += [replace(f, where=where, order=self._order, file=self._file) for f in entries]
+        self._table = None
 
     def _stack(self, writer: Writer, text: str, where: str) -> bool:
         """Whether the line belongs to a stack, the innermost frame first; the first of the user's own is kept."""

@@ -7,8 +7,7 @@ one failed are not accused, nor is a process that ends badly after it closed its
 
 from __future__ import annotations
 
-from signal import SIGBUS, SIGSEGV, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ
-
+from dtobs.catalogue import AFTER_SIGNAL
 from dtobs.detectors.hangs.describe import stack_evidence, where
 from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.situation import Situation, Told
@@ -20,17 +19,6 @@ _TOLD_NEXT = (
     "Find who told this one process to end (kill, a scheduler, a debugger): the others were not. Restart from the last "
     "checkpoint."
 )
-_NEXT: dict[int, str] = {
-    SIGSEGV: "A native library crashed: start with PYTHONFAULTHANDLER=1 to see from which line, or read the core dump.",
-    SIGBUS: "Shared memory or a mapped file had no room: look at df /dev/shm (docker run --shm-size) and full disks.",
-    SIGXCPU: "It used up its processor time: see ulimit -t, or the scheduler's limit.",
-    SIGXFSZ: "It wrote a file larger than it may: see ulimit -f.",
-    **dict.fromkeys(
-        (SIGUSR1, SIGUSR2),
-        "Schedulers send this before a job's time is over (sbatch --signal): have the program handle it, and save.",
-    ),
-}
-"""What to do about a process that a signal ended which says why, by that signal."""
 _EXITED = "Look at what it printed last: it left by itself with that exit code (os._exit, or a native library's exit)."
 
 
@@ -68,6 +56,10 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
         confidence,
         step=int(view.page(first.rank)["step"]),
         evidence=tuple(record for e in endings[:8] for record in stack_evidence(situation, e.rank)),
-        next_step=_TOLD_NEXT if first.told else _EXITED if first.exit_code > 0 else _NEXT.get(-first.exit_code, ""),
+        next_step=_TOLD_NEXT
+        if first.told
+        else _EXITED
+        if first.exit_code > 0
+        else AFTER_SIGNAL.get(-first.exit_code, ""),
         since_ns=first.t_ns - int(view.page(first.rank)["clock_offset_ns"]),
     )

@@ -406,3 +406,13 @@ def test_who_is_killed_half_a_minute_after_another_failed_was_killed_for_it(
     verdict = diagnose_logs([str(tmp_path / "a.log")]).verdict
     assert verdict is not None
     assert (verdict.ranks, verdict.confidence) == (ranks, confidence)
+
+
+@pytest.mark.parametrize("last_rule", ["======\n", ""])
+def test_a_table_that_the_file_ends_in_counts_and_shared_memory_is_looked_at(tmp_path: Path, last_rule: str):
+    table = TABLE.format(rank=1, pid=71).replace("-6", "-7").replace("6 (SIGABRT)", "7 (SIGBUS)")
+    (tmp_path / "a.log").write_text(table.replace("======\n", last_rule))
+    verdict = diagnose_logs([str(tmp_path / "a.log")]).verdict
+    assert verdict is not None
+    assert (verdict.code, verdict.ranks) == ("rank-dead", (1,))
+    assert "df /dev/shm" in verdict.next_step
