@@ -100,7 +100,7 @@ ROWS: tuple[Row, ...] = (
         "updates-lost",
         "silent",
         Severity.WARNING,
-        "Most updates are lost to rounding",
+        "Updates are lost: to rounding, or undone again",
         "Keep FP32 master weights, use stochastic rounding, or raise the learning rate.",
     ),
     (

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from dtobs.detectors.silent.ledger_looks import judged_looks, ledger_entry
 from dtobs.detectors.silent.mixing import Explained, Judged
+from dtobs.detectors.silent.replica_divergence import replica_divergence
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import Ledger
@@ -62,7 +63,9 @@ def gradient_ledger(view: RunView) -> list[Finding]:
     looked = {one.step for one in judged}
     kept = [m for m in matters.values() if not _now_and_then(m, looked) and not _searches(m)]
     averages = any(_local(matter) for matter in kept) and (declared or _meet_again(view))
-    found = [_describe(matter, fine, known) for matter in kept if not (averages and _local(matter))]
+    kept = [matter for matter in kept if not (averages and _local(matter))]
+    apart = {f.ranks for f in replica_divergence(view)} if any(_local(matter) for matter in kept) else set()
+    found = [_describe(matter, fine, known, matter.ranks in apart) for matter in kept]
     return [*found, *_factors(judged)]
 
 
@@ -128,9 +131,11 @@ def _local(matter: _Matter) -> bool:
     return matter.kind in ("own", "group", "own-micro")
 
 
-def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str]) -> Finding:
+def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str], apart: bool) -> Finding:
+    """`apart`: the copies of these ranks differ although as much as a gradient travels between them."""
     code = "accumulation-not-normalized" if "micro" in matter.kind else "gradients-not-synchronized"
     text, ranks = _words(matter)
+    unused = ""
     word, fault = None if "micro" in matter.kind else "own-models" if _local(matter) else "", True
     confidence = Confidence.CERTAIN if len(set(matter.steps)) >= LASTING else Confidence.LIKELY
     others = {name for name, step in fine.items() if step >= min(matter.steps)} - set(matter.names)
@@ -138,7 +143,9 @@ def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str]) -> Find
     may_average = matter.flags & (Ledger.HELD_BACK | Ledger.CUSTOM_HOOK) or (
         matter.flags & Ledger.LEARNED and not others
     )
-    if _local(matter) and may_average:
+    if matter.kind == "own" and apart and not others:
+        unused = "; as much as a gradient travels between them, and what comes of it is not used"
+    elif _local(matter) and may_average:
         confidence, fault = Confidence.POSSIBLE, False
         text += "; they may average parameters instead"
     elif "micro" in matter.kind:  # sharpness-aware optimizers do it with two backwards, and on purpose
@@ -146,13 +153,14 @@ def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str]) -> Find
         confidence = Confidence.LIKELY if fault else Confidence.POSSIBLE
     return Finding(
         code,
-        f"{text}, in {_which(list(matter.names), others & known)} since step {min(matter.steps)}",
+        f"{text}, in {_which(list(matter.names), others & known)} since step {min(matter.steps)}{unused}",
         ranks,
         confidence,
         step=min(matter.steps),
         group=matter.kind if code == "gradients-not-synchronized" else None,
         expect=word,
         fault=fault,
+        next_step="Copy what the reduction gives back into p.grad, before the optimizer's step." if unused else "",
         evidence=(
             {
                 "what": "gradient ledger",

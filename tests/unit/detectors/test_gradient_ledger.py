@@ -13,9 +13,10 @@ from dtobs.detectors.silent.gradient_ledger import gradient_ledger
 from dtobs.detectors.silent.ledger_looks import judged_looks, looks
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import LEDGER, SKETCHES, Ledger, Side
+from dtobs.recording.meta import Parameter
 from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRun
-from tests.unit.detectors.ledgers import Case, Final, ledger_run, mean
+from tests.unit.detectors.ledgers import NAMES, Case, Final, ledger_run, mean
 
 ONE = "blocks.1.up.weight"
 EVERY = "all 5 parameters looked at"
@@ -218,6 +219,21 @@ def test_ranks_that_may_average_parameters_instead_are_only_asked(tmp_path: Path
     assert found.confidence == Confidence.POSSIBLE
     assert "they may average parameters instead" in found.summary
     assert "dtobs run --expect own-models" in found.next_step
+
+
+@pytest.mark.parametrize("travels", [True, False])
+def test_what_ranks_reduce_and_do_not_use(tmp_path: Path, travels: bool):
+    """An average by hand that is never copied back: the copies part while as much as a gradient travels."""
+    run = ledger_run(tmp_path, Case(final=own, flags=Ledger.LEARNED))
+    for rank in run.ranks:
+        rank.parameters(*(Parameter(name, (4,), "float32", "copies:4:0,1,2,3") for name in NAMES))
+        for step in range(13, 43):
+            rank.step(step, collective_bytes=80.0 if travels else 0.0, params_digest=step + 100 * rank.number)
+            rank.digests(*(step + 100 * rank.number + n for n in range(len(NAMES))), step=step)
+    (found,) = gradient_ledger(run.view())
+    assert found.confidence == (Confidence.CERTAIN if travels else Confidence.POSSIBLE)
+    assert ("what comes of it is not used" in found.summary) == travels
+    assert ("back into p.grad" in found.next_step) == travels
 
 
 def test_declared_averaging_is_believed(tmp_path: Path):

@@ -46,8 +46,7 @@ def train(
     level: str = "all",
 ) -> RunView:
     """Train a small network, all windows in every step; `between` steps something may happen."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16)).to(dtype)
+    model = network().to(dtype)
     optimizer = make(model.parameters())
     with dtobs.attach(
         model, optimizer, run_dir=folder, monitor=False, probes={"updates": level}, replicas="auto"
@@ -382,3 +381,34 @@ def test_replicas_that_change_alike_are_quiet(tmp_path: Path):
         records["rest"][61:, :8] *= 1.5
 
     assert copied(tmp_path, change) == []
+
+
+def network() -> nn.Module:
+    """What every training here begins with."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16))
+
+
+def restore(names: list[str], rows: int) -> After:
+    """Between two steps the first `rows` of these parameters get what they held at first."""
+    held = dict(network().named_parameters())
+
+    def between(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.data[:rows] = held[name][:rows]
+
+    return between
+
+
+def test_a_parameter_that_is_put_back_after_each_step_is_named(tmp_path: Path):
+    """Sharded optimizers by hand, with a broadcast from a rank that does not train the tensor."""
+    (one,) = found(train(tmp_path, OPTIMIZERS["adamw foreach"], restore(["3.weight"], 32)))
+    assert (one.code, one.ranks, one.confidence) == ("updates-lost", (0,), Confidence.LIKELY)
+    assert "adds to 3.weight is undone" in one.summary
+
+
+@pytest.mark.parametrize(("names", "rows"), [(["3.weight"], 8), ([n for n, _ in network().named_parameters()], 32)])
+def test_rows_that_are_kept_and_models_that_are_put_back_whole_are_another_matter(tmp_path: Path, names, rows):
+    """Frozen rows of an embedding; trials of a step, after which all is as it was."""
+    assert found(train(tmp_path, OPTIMIZERS["adamw foreach"], restore(names, rows))) == []
