@@ -18,8 +18,9 @@ from dtobs.events import RankState
 from dtobs.host.blocked import waits_for
 from dtobs.host.kernel_log import XID_NOTE, read_xids
 from dtobs.host.process import ProcessState, read_process
-from dtobs.host.stacks import parse_stacks
+from dtobs.host.stacks import main_thread, parse_stacks
 from dtobs.monitor import rank_stacks, worker_server
+from dtobs.monitor.loader_workers import LOADER, awaited_worker
 from dtobs.recording.capture import Capture, Gil, RankCapture
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, ran_here
@@ -56,6 +57,7 @@ class _Python:
     gil: Gil
     stacks: str
     notes: tuple[str, ...] = ()
+    waits_for: str = ""  #: the worker of its data loader that it waits for
 
 
 def capture_ranks(
@@ -89,7 +91,7 @@ def capture_ranks(
         for target in targets:
             looks[target.rank] = _start(pool, target, states[target.rank], deadline)
         wait_for([f for asked in looks.values() for f in asked.values()], deadline - time.monotonic())
-        ranks = {t.rank: replace(_collect(t, states[t.rank], looks[t.rank]), waits_for=waits[t.rank]) for t in targets}
+        ranks = {t.rank: _collect(t, states[t.rank], looks[t.rank], waits[t.rank]) for t in targets}
         ranks = _with_device_errors(ranks, targets)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -185,12 +187,16 @@ def _python(target: _Target, deadline: float) -> _Python:
     elif target.socket:
         lock = worker_server.python_lock(target.socket, GIL_SECONDS)
     notes = (lock.why,) if lock.why else ()
-    if _has_frames(lock.stacks):
-        return _Python(lock.state, lock.stacks, notes)
-    try:
-        return _Python(lock.state, _stacks(target, deadline), notes)
-    except rank_stacks.NoStacks as error:
-        return _Python(lock.state, "", (*notes, str(error)))
+    stacks = lock.stacks
+    if not _has_frames(stacks):
+        try:
+            stacks = _stacks(target, deadline)
+        except rank_stacks.NoStacks as error:
+            return _Python(lock.state, "", (*notes, str(error)))
+    main = main_thread(parse_stacks(stacks))
+    loads = main is not None and main.mentions(LOADER)
+    worker = awaited_worker(target.pid, target.signal, target.stacks, deadline) if loads else ""
+    return _Python(lock.state, stacks, notes, worker)
 
 
 def _stopped(target: _Target, deadline: float) -> _Python:
@@ -205,8 +211,8 @@ def _has_frames(text: str) -> bool:
     return bool(parse_stacks(text))
 
 
-def _collect(target: _Target, state: ProcessState, asked: dict[str, Future[Any]]) -> RankCapture:
-    seen = RankCapture(target.rank, state)
+def _collect(target: _Target, state: ProcessState, asked: dict[str, Future[Any]], waits: str) -> RankCapture:
+    seen = RankCapture(target.rank, state, waits_for=waits)
     notes: list[str] = []
     for name, future in asked.items():
         if not future.done():
@@ -220,7 +226,7 @@ def _collect(target: _Target, state: ProcessState, asked: dict[str, Future[Any]]
         if name == "fr":
             seen = replace(seen, flight_recorder=value)
         else:
-            seen = replace(seen, gil=value.gil, stacks_text=value.stacks)
+            seen = replace(seen, gil=value.gil, stacks_text=value.stacks, waits_for=value.waits_for or waits)
             notes += value.notes
     if not state.alive:
         notes.append(state.ending)

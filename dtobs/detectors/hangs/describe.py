@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtobs.detectors.hangs.situation import Absence, Situation, constructing, working_thread
+from dtobs.detectors.hangs.situation import Absence, Situation, constructing, thread_beside, working_thread
 from dtobs.host.stacks import Frame, ThreadStack
 from dtobs.words import duration_text, ranks_do, ranks_text
 
@@ -111,7 +111,7 @@ def where(situation: Situation, rank: int) -> str:
 
 def waits_there(situation: Situation, rank: int) -> str:
     """The end of a clause about where `rank` is: ", where it waits for its child process 71 (sleep 9)", or for a thread
-    of its own; or "".
+    of its own, or for a lock, with what another thread of it does meanwhile; or "".
 
     Only of a rank whose stack was seen at the same moment, and which has not moved since.
     """
@@ -122,6 +122,8 @@ def waits_there(situation: Situation, rank: int) -> str:
     if thread is not None:
         return f", where it waits for a thread of its own, which is at {thread.user_frame}"
     waits_for = capture.ranks[rank].waits_for
+    if not waits_for and (thread := thread_beside(situation.view, rank)) is not None:
+        waits_for = f"a lock or a thread, while a thread of its own is at {thread.user_frame}"
     return f", where it waits for {waits_for}" if waits_for else ""
 
 

@@ -372,6 +372,20 @@ def working_thread(view: RunView, rank: int) -> ThreadStack | None:
     return busy[0] if len(busy) == 1 else None
 
 
+def thread_beside(view: RunView, rank: int) -> ThreadStack | None:
+    """The only other thread in the user's own code, where the main one waits there for a lock or a thread; else None.
+
+    ``with lock:`` has no frame of its own: the kernel says that it waits (a futex).
+    """
+    main, process = view.rank(rank).stack, view.process(rank)
+    if main is None or not main.frames or main.frames[0].in_library:
+        return None
+    if process is None or not process.wchan.startswith("futex"):
+        return None
+    others = [s for s in view.rank(rank).stacks if s is not main and s.frames and not s.frames[0].in_library]
+    return others[0] if len(others) == 1 else None
+
+
 def _handed_over_to(view: RunView, rank: int) -> list[ThreadStack]:
     """The threads beside the main one where that waits for one of them."""
     main = view.rank(rank).stack

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtobs.events import RankState
+from dtobs.host.process import ProcessState
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors_hangs.trouble import captured, found, stack
 
@@ -119,3 +120,22 @@ def test_who_ended_without_the_last_save_is_named(training):
     (finding,) = found(run.view(later=5)).values()
     assert (finding.code, finding.ranks) == ("rank-exited-early", (1,))
     assert "in gather(sum, float32[1024]) #3 of group saves" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("wchan", "beside", "told"),
+    [
+        ("futex_do_wait", "/home/me/upload.py:4 put", True),
+        ("futex_do_wait", "/x/site-packages/wandb/sdk/lib.py:9 run", False),  # nobody's of this program
+        ("", "/home/me/upload.py:4 put", False),  # it computes
+    ],
+)
+def test_of_a_rank_that_waits_for_a_lock_the_line_of_its_other_thread_is_told(training, wchan, beside, told):
+    """Two locks taken in two orders: ``with lock:`` is no frame of its own."""
+    run = training(2)
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).phase("forward")
+    view = run.view(later=75, processes={1: ProcessState(1, alive=True, state="S", wchan=wchan)})
+    (finding,) = found(captured(view, rank_1=stack(beside) + stack("/home/me/train.py:9 main"))).values()
+    said = "where it waits for a lock or a thread, while a thread of its own is at /home/me/upload.py:4 in put"
+    assert (said in finding.summary) == told

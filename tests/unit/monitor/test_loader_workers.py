@@ -1,0 +1,85 @@
+"""What a data loader's worker processes do, of real loaders: stuck at a line, running, suspended, waiting for work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtobs.host.process import read_process
+from dtobs.monitor.loader_workers import awaited_worker
+from tests.unit.monitor.children import child
+
+NUMBER = int(signal.SIGRTMIN) + 12
+# A rank that takes `argv[4]` batches, and a data set that does `argv[3]` when it is asked for item 2.
+RANK = """
+import faulthandler, threading
+stacks = open(sys.argv[1], 'w')
+faulthandler.register(int(sys.argv[2]), file=stacks, all_threads=True)
+from torch.utils.data import DataLoader
+class Items:
+    def __len__(self): return 9
+    def __getitem__(self, index):
+        if index == 2: exec(sys.argv[3])
+        return index
+loader = iter(DataLoader(Items(), num_workers=int(sys.argv[5]), multiprocessing_context='fork'))
+for _ in range(int(sys.argv[4])):
+    next(loader)
+print('ready', flush=True)
+sys.stdin.read() if sys.argv[4] != '2' else next(loader)
+"""
+
+
+def said(tmp_path: Path, does: str, taken: int, *, workers: int = 2, then: Callable[[int], object] = id) -> str:
+    file = tmp_path / "stacks.txt"
+    with child(RANK, file, NUMBER, does, taken, workers) as rank:
+        then(rank.pid)
+        for _ in range(100):
+            found = awaited_worker(rank.pid, NUMBER, file, time.monotonic() + 5)
+            if found:
+                return found
+            time.sleep(0.05)
+            if taken != 2:
+                break
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("does", "how"),
+    [
+        ("threading.Event().wait()", "is at "),
+        ("while True: pass", "runs at "),
+        ("time.sleep(99)", "is at "),
+    ],
+)
+def test_the_line_at_which_a_worker_stays(tmp_path: Path, does: str, how: str):
+    found = said(tmp_path, does, 2)
+    assert found.startswith("its loader's worker ")
+    assert f"which {how}" in found
+    assert "in __getitem__" in found or "in <module>" in found
+
+
+def test_what_the_kernel_says_that_it_waits_for(tmp_path: Path):
+    assert said(tmp_path, "os.read(os.pipe()[0], 1)", 2).endswith(" and waits for something to come through a pipe")
+
+
+def test_a_worker_that_is_suspended(tmp_path: Path):
+    def suspend(pid: int) -> None:
+        worker = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        os.kill(worker, signal.SIGSTOP)
+        while not read_process(worker).stopped:
+            time.sleep(0.01)
+
+    assert said(tmp_path, "threading.Event().wait()", 2, then=suspend).endswith(", which is suspended")
+
+
+def test_workers_that_wait_for_work_are_not_blamed(tmp_path: Path):
+    assert said(tmp_path, "pass", 9) == ""
+
+
+def test_a_process_without_workers(tmp_path: Path):
+    assert awaited_worker(os.getpid(), NUMBER, tmp_path / "none", time.monotonic() + 1) == ""
