@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from dtobs.events import RankState
+from dtobs.host import rank_stacks
 from dtobs.host.blocked import waits_for
 from dtobs.host.kernel_log import XID_NOTE, read_xids
+from dtobs.host.loader_workers import LOADER, awaited_worker
 from dtobs.host.process import ProcessState, read_process
 from dtobs.host.stacks import main_thread, parse_stacks
-from dtobs.monitor import rank_stacks, worker_server
-from dtobs.monitor.loader_workers import LOADER, awaited_worker
+from dtobs.monitor import worker_server
 from dtobs.recording.capture import Capture, Gil, RankCapture
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView, ran_here

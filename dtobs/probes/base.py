@@ -69,6 +69,8 @@ class Context:
     """Told of each all-reduce, while it is learned who holds copies."""
     learned: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By id of a parameter the ranks that its gradient is reduced over before a step; a new dict once that is known."""
+    waits_for_data: Callable[[], int | None] = lambda: None
+    """The process that makes the batch which the training thread waits for, 0 for none; None where it does not wait."""
     conservation: ConservationProbe | None = None
     """Asked about each collective before it is issued, and told of each wait."""
     loss_scale: float | torch.Tensor | None = None

@@ -1,7 +1,9 @@
 """Looks at the stack of the thread that trains for some seconds, when the monitor asks where a rank spends its time.
 
 A thread of its own looks, `LOOKS` times at uneven intervals, and needs the Python lock for some ten microseconds each
-time. Nobody is interrupted, as by a signal, and nothing is needed that a container may forbid, as by a debugger.
+time. The rank is not interrupted, as by a signal, and nothing is needed that a container may forbid, as by a debugger.
+Where it waits for a worker process of its data loader, that one is asked for its stack by a signal, and its lines count
+as called by the rank's.
 """
 
 from __future__ import annotations
@@ -9,25 +11,33 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import torch
 
+from dtobs.host.loader_workers import worker_frames
 from dtobs.host.stacks import in_library
-from dtobs.recording.lines import LOOKS, Lines, LinesRequest, counted
+from dtobs.probes.stacks import STACKS_SIGNAL
+from dtobs.recording.lines import LOOKS, Lines, LinesRequest, StackLook, counted
 
 _MOST_FRAMES = 256
+_WORKER_SECONDS = 1.0
 _TORCH = f"{Path(torch.__file__).parent}/"
 _FRAMEWORK = ("/dtobs/probes/", "/dtobs/session/", "/dtobs/recording/", "/dtobs/integrations/")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class StackLooks(threading.Thread):
-    """Looks at the thread that makes it, until `stop`; `found` is there when all looks are done."""
+    """Looks at the thread that makes it, until `stop`; `found` is there when all looks are done.
 
-    def __init__(self, request: LinesRequest, step: int) -> None:
+    `awaited` is `Context.waits_for_data`; into the file `stacks` the rank, and what it forks, print their stacks.
+    """
+
+    def __init__(self, request: LinesRequest, step: int, awaited: Callable[[], int | None], stacks: Path) -> None:
         super().__init__(name="dtobs-lines", daemon=True)
+        self._awaited, self._stacks = awaited, stacks
         self.request, self._step = request, step
         self.found: Lines | None = None
         self._thread = threading.get_ident()
@@ -40,14 +50,20 @@ class StackLooks(threading.Thread):
     def run(self) -> None:
         """Look; what was seen is in `found` then."""
         pause, uneven = self.request.seconds / LOOKS, random.Random()
-        stacks = []
+        looks = []
         for _ in range(LOOKS):
             if self._stopped.wait(pause * uneven.uniform(0.4, 1.6)):
                 return
             frame = sys._current_frames().get(self._thread)
             if frame is not None:
-                stacks.append(told_lines(frame))
-        self.found = counted(self.request, self._step, stacks)
+                worker = self._awaited()
+                lines = [*(self._of_worker(worker) if worker else ()), *told_lines(frame)]
+                looks.append(StackLook(lines, worker is not None))
+        self.found = counted(self.request, self._step, looks)
+
+    def _of_worker(self, worker: int) -> list[str]:
+        frames = worker_frames(worker, STACKS_SIGNAL, self._stacks, _WORKER_SECONDS)
+        return [str(frame) for frame in frames if _is_told(frame.file)] or [str(frame) for frame in frames[:1]]
 
 
 def told_lines(frame: FrameType | None) -> list[str]:

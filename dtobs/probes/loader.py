@@ -33,6 +33,7 @@ class Loader(Probe):
 
     def install(self) -> None:
         self.around(dataloader._BaseDataLoaderIter, "__next__", self._begin, self.context.progress.end)
+        self.context.waits_for_data = self._awaited
 
     def before_optimizer(self) -> None:
         """Note a pass when its first batch is trained with."""
@@ -51,6 +52,16 @@ class Loader(Probe):
                 self._passes += 1
                 number = self._samplers.setdefault(sampler, len(self._samplers))
                 self.context.recorder.meta.add("pass", step=self.context.step, sampler=number, **order)
+
+    def _awaited(self) -> int | None:
+        """The process of the worker whose batch is waited for; 0 where none is known, None in other phases."""
+        if self.context.phase != Phase.DATA:
+            return None
+        iterator = self._newest() if self._newest is not None else None
+        try:
+            return int(iterator._workers[iterator._task_info[iterator._rcvd_idx][0]].pid or 0)  # type: ignore[union-attr]
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return 0
 
     def _begin(self, iterator: Any) -> int:
         if self._newest is None or self._newest() is not iterator:

@@ -97,7 +97,9 @@ class Profiler(Probe):
         self._seen_lines = changed
         request = read_lines_request(self._run)
         if request is not None and self.context.rank in request.ranks:
-            self._looks = StackLooks(request, self.context.step)
+            recorder = self.context.recorder
+            stacks = recorder.run_dir.stacks(recorder.rank, recorder.attempt)
+            self._looks = StackLooks(request, self.context.step, self.context.waits_for_data, stacks)
             self._looks.start()
 
     def _start(self, request: Request, step: int) -> None:

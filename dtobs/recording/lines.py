@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dtobs.codec import DecodeError, decode
 from dtobs.errors import TargetError
@@ -32,12 +33,16 @@ class LinesRequest:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of code: on the stack in `within` looks, the innermost in `at` of them; `depth` is 0 for the outermost."""
+    """A line of code: on the stack in `within` looks, the innermost in `at` of them; `depth` is 0 for the outermost.
+
+    `data` of those `at` it were looks at a rank that waited for its data.
+    """
 
     where: str
     within: int
     at: int
     depth: float
+    data: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,17 +59,25 @@ class Lines:
         return next((line.within for line in self.lines if line.where == where), 0) / max(self.looks, 1)
 
 
-def counted(request: LinesRequest, step: int, stacks: Sequence[Sequence[str]]) -> Lines:
-    """`stacks` hold the lines of one look each, the innermost first; kept are those that were seen most."""
-    within, at, depth = Counter[str](), Counter[str](), Counter[str]()
-    for stack in stacks:
+class StackLook(NamedTuple):
+    """What one look saw: lines, the innermost first, and whether the rank waited for its data."""
+
+    stack: Sequence[str]
+    data: bool = False
+
+
+def counted(request: LinesRequest, step: int, looks: Sequence[StackLook]) -> Lines:
+    """The lines that were seen most."""
+    within, at, depth, data = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    for stack, waits in looks:
         at.update(stack[:1])
+        data.update(stack[:1] if waits else ())
         within.update(set(stack))
         deepest = {where: len(stack) - place - 1 for place, where in reversed(list(enumerate(stack)))}
         depth.update(deepest)
     most = sorted(within.items(), key=lambda item: (-item[1], item[0]))[:MOST_LINES]
-    kept = (Line(where, seen, at[where], round(depth[where] / seen, 2)) for where, seen in most)
-    return Lines(request.number, step, len(stacks), tuple(kept))
+    kept = (Line(where, seen, at[where], round(depth[where] / seen, 2), data[where]) for where, seen in most)
+    return Lines(request.number, step, len(looks), tuple(kept))
 
 
 def lines_path(run: RunDirectory) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dtobs.detectors.performance.lines import line_alone
+from dtobs.detectors.performance.lines import line_of_data
 from dtobs.detectors.performance.window import step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -39,7 +39,7 @@ def data_starved(view: RunView) -> list[Finding]:
     worst = max(starved, key=lambda r: (starved[r][0], -r))
     share, typical, _, _ = starved[worst]
     upto = "up to " if len(starved) > 1 else ""
-    seen = next((line for rank in starved if (line := line_alone(view, rank, starved[rank][0])) is not None), None)
+    seen = next((line for rank in starved if (line := line_of_data(view, rank, starved[rank][0])) is not None), None)
     at = f", mostly at {seen.short}" if seen is not None else ""
     return [
         Finding(

@@ -59,15 +59,15 @@ def line_of(view: RunView, rank: int, peers: Iterable[int], share: float) -> Slo
     return SlowLine(rank, found.where, own.share(found.where), other.share(found.where), own.looks) if found else None
 
 
-def line_alone(view: RunView, rank: int, share: float) -> SlowLine | None:
-    """The line that is the innermost in most of `share` of the looks at `rank`; None where there is none."""
+def line_of_data(view: RunView, rank: int, share: float) -> SlowLine | None:
+    """The line at which `rank`, or its loader's worker, was in most of `share` of the looks, waiting for data."""
     own = view.meta(rank).lines
     if own is None or own.looks < LEAST_LOOKS:
         return None
-    found = max(own.lines, key=lambda line: line.at, default=None)
-    if found is None or found.at / own.looks < max(EXPLAINS * share, LEAST_SHARE):
+    found = max(own.lines, key=lambda line: line.data, default=None)
+    if found is None or found.data / own.looks < max(EXPLAINS * share, LEAST_SHARE):
         return None
-    return SlowLine(rank, found.where, found.at / own.looks, None, own.looks)
+    return SlowLine(rank, found.where, found.data / own.looks, None, own.looks)
 
 
 def _deepest(lines: Iterable[Line], more: dict[str, float], least: float) -> Line | None:

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
+import dtobs
 from dtobs.findings import Confidence, Finding
 from dtobs.monitor.journal import Journal
 from dtobs.monitor.lines import AskForLines
 from dtobs.probes.lines import StackLooks, told_lines
-from dtobs.recording.lines import LOOKS, LinesRequest, ask_for_lines, counted, lines_path, read_lines_request
+from dtobs.recording.lines import LOOKS, LinesRequest, StackLook, ask_for_lines, counted, lines_path, read_lines_request
 from dtobs.recording.rundir import RunDirectory
+from dtobs.recording.view import load_run
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import findings, noisy_run
 
+LOADS = "/me/data.py:9 in __getitem__"
 LOOP, FORWARD, AUDIT = "/me/train.py:40 in main", "/me/model.py:7 in forward", "/me/audit.py:3 in norms"
 
 
@@ -28,7 +32,8 @@ def slow_rank(tmp_path: Path) -> FakeRun:
 
 
 def looked(run: FakeRun, rank: int, stacks: list[list[str]], number: int = 1) -> None:
-    seen = counted(LinesRequest(number, (0, 1), 3.0), 5, stacks)
+    looks = [StackLook(stack, stack[0] == LOADS) for stack in stacks]
+    seen = counted(LinesRequest(number, (0, 1), 3.0), 5, looks)
     lines = [vars(line) for line in seen.lines]
     run.ranks[rank].meta("lines", number=number, step=seen.step, looks=seen.looks, lines=lines)
 
@@ -83,11 +88,12 @@ class TestTheSentence:
         assert "most of that" not in found.summary
         assert not [e for e in found.evidence if e["what"] == "line"]
 
-    def test_of_a_loader_it_is_where_the_rank_is_most(self, tmp_path: Path):
+    @pytest.mark.parametrize(("loads", "named"), [(40, True), (20, True), (3, False)])
+    def test_of_a_loader_it_is_where_the_rank_is_most_while_it_waits(self, tmp_path: Path, loads: int, named: bool):
         run = noisy_run(tmp_path, 2, 40, lambda rank, step: {"data": 0.4})
-        looked(run, 0, [["/me/data.py:9 in __getitem__", LOOP]] * 40 + USUAL[:8])
+        looked(run, 0, [[LOADS, LOOP]] * loads + [[FORWARD, LOOP]] * (LOOKS - loads))
         (found,) = [f for f in findings(run) if f.code == "data-starved"]
-        assert found.summary.endswith("a step), mostly at data.py:9")
+        assert found.summary.endswith("a step), mostly at data.py:9" if named else "a step)")
 
     def test_that_it_is_known_now_is_written_to_the_journal(self, tmp_path: Path):
         run, journal = slow_rank(tmp_path / "run"), Journal(tmp_path / "findings.jsonl")
@@ -132,7 +138,7 @@ class TestAsking:
 
 
 def test_looks_find_the_line_at_which_a_thread_is():
-    looks = StackLooks(LinesRequest(3, (0,), 0.5), 9)
+    looks = StackLooks(LinesRequest(3, (0,), 0.5), 9, lambda: None, Path())
     looks.start()
     deadline = time.monotonic() + 30
     while looks.is_alive() and time.monotonic() < deadline:
@@ -145,6 +151,42 @@ def test_looks_find_the_line_at_which_a_thread_is():
     assert Path(at.where.partition(":")[0]).name == "test_lines.py"
     assert not [line for line in found.lines if "threading.py" in line.where]
     assert threading.current_thread() is threading.main_thread()
+
+
+class Slow(Dataset[int]):
+    """Items that take a while, at one line."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.02)  # the line
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_looks_at_a_rank_that_waits_for_its_loader_see_the_line_of_the_data_set(tmp_path: Path, workers: int):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        forks = "fork" if workers else None
+        loader = DataLoader(Slow(), batch_size=4, num_workers=workers, multiprocessing_context=forks)
+        deadline = time.monotonic() + 60
+        for number, batch in enumerate(loader):
+            model(batch[:, None].float()).sum().backward()
+            optimizer.step()
+            if number == 2:
+                ask_for_lines(RunDirectory(tmp_path), 1, (0,), 3.0)
+            if load_run(tmp_path).meta(0).lines is not None or time.monotonic() > deadline:
+                break
+    view = load_run(tmp_path)
+    assert view.pages["probe_failures"].tolist() == [0]
+    found = view.meta(0).lines
+    assert found is not None
+    most = max(found.lines, key=lambda line: line.data)
+    assert "test_lines.py:" in most.where
+    assert most.where.endswith(" in __getitem__")
+    assert most.data > found.looks / 3
 
 
 @pytest.mark.parametrize(
@@ -163,7 +205,7 @@ def test_lines_of_torch_and_of_python_are_left_out(file: str, told: bool):
 
 
 def test_looks_end_when_they_are_stopped():
-    looks = StackLooks(LinesRequest(1, (0,), 60.0), 0)
+    looks = StackLooks(LinesRequest(1, (0,), 60.0), 0, lambda: None, Path())
     looks.start()
     looks.stop()
     looks.join(30)
@@ -171,7 +213,7 @@ def test_looks_end_when_they_are_stopped():
 
 
 def test_a_line_in_a_recursion_counts_once_a_look():
-    seen = counted(LinesRequest(1, (0,), 3.0), 0, [["a", "b", "b", "c"], ["b", "c"]])
+    seen = counted(LinesRequest(1, (0,), 3.0), 0, [StackLook(["a", "b", "b", "c"]), StackLook(["b", "c"])])
     assert [(line.where, line.within, line.at, line.depth) for line in seen.lines] == [
         ("b", 2, 1, 1.5),
         ("c", 2, 0, 0.0),

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from dtobs.events import Phase
+from dtobs.host import rank_stacks
 from dtobs.host.process import ProcessState, start_ticks
 from dtobs.host.pyspy import find_pyspy
 from dtobs.host.stacks import parse_stacks
-from dtobs.monitor import rank_stacks, worker_server
+from dtobs.monitor import worker_server
 from dtobs.monitor.capture import capture_ranks, make_room
 from dtobs.recording.capture import Capture, load_capture
 from dtobs.recording.view import load_run

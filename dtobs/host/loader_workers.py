@@ -10,10 +10,10 @@ import time
 from itertools import islice
 from pathlib import Path
 
+from dtobs.host import rank_stacks
 from dtobs.host.blocked import waits_for
 from dtobs.host.process import kernel_text, read_process
-from dtobs.host.stacks import ThreadStack, main_thread, parse_stacks
-from dtobs.monitor import rank_stacks
+from dtobs.host.stacks import Frame, ThreadStack, main_thread, parse_stacks
 
 LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
@@ -38,12 +38,30 @@ def awaited_worker(pid: int, signal: int, file: Path, deadline: float, proc: Pat
         if seconds <= 0:
             break
         what = waits_for(worker, {}, proc)  # before the signal, which ends what some calls wait for
-        stack = _stack(worker, signal, file, seconds)
-        if stack is not None and _at_work(stack):
+        frames = worker_frames(worker, signal, file, seconds)
+        if frames:
             does = "runs" if read_process(worker, proc=proc).state == "R" else "is"
             ends = f" and waits for {what}" if what else ""
-            return f"its loader's worker {worker}, which {does} at {stack.user_frame}{ends}"
+            return f"its loader's worker {worker}, which {does} at {ThreadStack('', frames).user_frame}{ends}"
     return ""
+
+
+def worker_frames(worker: int, signal: int, file: Path, seconds: float) -> tuple[Frame, ...]:
+    """What the loop of a worker process has called, the innermost first; () where it waits for work, or none is read.
+
+    Where a worker was forked, its stack goes on with the rank's own: that is left out.
+    """
+    try:
+        text = rank_stacks.by_signal(worker, 0, signal, file, seconds)
+    except rank_stacks.NoStacks:
+        try:
+            text = rank_stacks.by_pyspy(worker, seconds)
+        except rank_stacks.NoStacks:
+            return ()
+    stack = main_thread(parse_stacks(text))
+    frames = stack.frames if stack is not None else ()
+    loop = next((n for n, frame in enumerate(frames) if frame.file.endswith(_WORKER)), 0)
+    return frames[:loop] if loop and "/multiprocessing/" not in frames[loop - 1].file else ()
 
 
 def _workers(pid: int, proc: Path) -> list[int]:
@@ -60,22 +78,3 @@ def _children(pid: int, proc: Path) -> list[int]:
         for thread in sorted((proc / str(pid) / "task").glob("*"))
         for child in kernel_text(thread / "children").split()
     ]
-
-
-def _at_work(stack: ThreadStack) -> bool:
-    """Whether it is the stack of a worker that has called the data set, or something of the user's before."""
-    files = [frame.file for frame in stack.frames]
-    loop = next((n for n, file in enumerate(files) if file.endswith(_WORKER)), 0)
-    return loop > 0 and "/multiprocessing/" not in files[loop - 1]
-
-
-def _stack(worker: int, signal: int, file: Path, seconds: float) -> ThreadStack | None:
-    """The main thread of `worker`; None where nothing can be read."""
-    try:
-        text = rank_stacks.by_signal(worker, 0, signal, file, seconds)
-    except rank_stacks.NoStacks:
-        try:
-            text = rank_stacks.by_pyspy(worker, seconds)
-        except rank_stacks.NoStacks:
-            return None
-    return main_thread(parse_stacks(text))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.host.loader_workers import awaited_worker
 from dtobs.host.process import read_process
-from dtobs.monitor.loader_workers import awaited_worker
 from tests.unit.monitor.children import child
 
 NUMBER = int(signal.SIGRTMIN) + 12
