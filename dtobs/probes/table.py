@@ -48,6 +48,7 @@ PROBES = (
     ProbeEntry("gradients", "gradients:GradientProbe"),
     ProbeEntry("reduced gradients", "reduced:ReducedGradientProbe"),
     ProbeEntry("parameters", "parameters:ParameterProbe"),
+    ProbeEntry("averages", "averages:AverageProbe"),
     ProbeEntry("generators", "generators:GeneratorProbe"),
     ProbeEntry("inputs", "inputs:InputProbe"),
     ProbeEntry("samples", "samples:SampleProbe", ("rotating", "all", OFF)),

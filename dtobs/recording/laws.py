@@ -18,6 +18,8 @@ WINDOW = 32
 """Elements of one tensor that the update audit copies."""
 SAMPLES_EACH = 32
 """Samples in one record of the data ledger."""
+AVERAGES_PIECES = 32
+"""Pieces of a copy that a loop keeps beside its model: tensors, or several in a row, each with one digest."""
 
 
 @dataclass(frozen=True)
@@ -162,5 +164,13 @@ CONSERVATION = Law(
     ),
     1 << 11,
 )
-LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES, SAMPLES, CONSERVATION)}
+AVERAGES = Law(
+    "averages",
+    _record(
+        ("copy", "<u4"),  # of the list in the ``averages`` meta entry
+        ("digest", "<u8", (AVERAGES_PIECES,)),  # just before the step's optimizer, so of what the last step left
+    ),
+    1 << 11,
+)
+LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES, SAMPLES, CONSERVATION, AVERAGES)}
 """Every law by name."""

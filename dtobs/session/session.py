@@ -229,6 +229,7 @@ class LiveSession(Session):
             return
         for undo in (*reversed(self._undo), self._probes.progress.finish, self._probes.deliver, self._probes.remove):
             self._attempt(undo)
+        self._context.model = None  # the session may be kept for longer than the model
         failed = self._recorder.page.get("state") == RankState.FAILED
         steps, began_ns = (int(self._recorder.page.get(name)) for name in ("steps_done", "attach_ns"))
         state = RankState.FAILED if failed else RankState.CLOSED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dtobs.detectors.base import Detector
+from dtobs.detectors.silent.averages_apart import averages_apart
 from dtobs.detectors.silent.batchnorm_unsynchronized import batchnorm_unsynchronized
 from dtobs.detectors.silent.checkpoint_corrupt import checkpoint_corrupt
 from dtobs.detectors.silent.checkpoint_failed import checkpoint_failed
@@ -43,6 +44,7 @@ DETECTORS: tuple[Detector, ...] = (
     gradient_ledger,
     own_models,
     replica_divergence,
+    averages_apart,
     corrupted_communication,
     seed_policy,
     data_overlap,

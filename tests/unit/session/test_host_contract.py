@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -421,3 +423,22 @@ def test_install_that_fails_is_undone(attach: Attach, monkeypatch: pytest.Monkey
     assert load_run(session.run_dir).meta(0).probes["waits"]["reason"] == "OSError: half way"
     session.close()
     assert hooks(model, optimizer) == before
+
+
+def test_a_closed_session_does_not_keep_the_model(attach: Attach):
+    """Neither does a copy that the loop keeps beside it stay for longer than the loop wants it."""
+    model = make_model()
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = attach(model, optimizer)
+    train(model, optimizer, 3)
+    alive = weakref.ref(average)
+    del average
+    gc.collect()
+    assert alive() is None
+    session.close()
+    alive = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+    assert not session.active

@@ -1,0 +1,144 @@
+"""replica-divergence: copies that a loop keeps beside its model, or float buffers of it, that have gone apart.
+
+What it does: compares the digests of averages (EMA, SWA, teachers) and of float buffers between ranks. Nobody says that
+they are to be alike, so that is learned: they moved and were the same bit for bit on all ranks in `VALUES` states. If
+they are not any more, in `LOOKS` looks to the last, while the model's own copies are compared and agree, they are
+named; those that were apart before and met again are averaged now and then. A copy that all ranks call and that moves
+on one rank only is told as well.
+
+Why it hurts: what is evaluated, saved or learned from is another model on each rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dtobs.detectors.peers import outliers
+from dtobs.detectors.silent.replicas import replica_sets
+from dtobs.findings import Confidence, Finding
+from dtobs.recording.laws import AVERAGES, AVERAGES_PIECES
+from dtobs.recording.view import RunView
+from dtobs.words import ranks_do, ranks_text
+
+VALUES, LOOKS = 4, 2
+REST_LOOKS = 16
+"""Looks at a copy that moves on one rank while it rests on the others."""
+_NEXT = (
+    "Update it on every rank from the same parameters, or send it from one rank to the others before it is used; where"
+    " only one rank is to have it, make it there only."
+)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A copy that `ranks` keep: `digests` u64[ranks, looks, pieces] before the optimizer of `steps`."""
+
+    label: str
+    pieces: list[str]
+    ranks: list[int]
+    steps: npt.NDArray[np.int64]
+    digests: npt.NDArray[np.uint64]
+
+
+def averages_apart(view: RunView) -> list[Finding]:
+    """One finding for each copy of each set of ranks."""
+    found = []
+    for (label, pieces), holders in _holders(view).items():
+        moving = {rank: looks for rank, (number, _) in holders.items() if len(looks := _looks(view, rank, number))}
+        used = all(used for _, used in holders.values())
+        told = None
+        if len(moving) > 1:
+            told = _parted(view, _together(label, pieces, moving))
+        elif label and used:
+            told = _rests(label, holders, moving)
+        found += [told] if told is not None else []
+    return found
+
+
+def _holders(view: RunView) -> dict[tuple[str, tuple[str, ...]], dict[int, tuple[int, bool]]]:
+    """By what a copy is called and made of: the ranks that have it, as which number, and whether they call it."""
+    found: dict[tuple[str, tuple[str, ...]], dict[int, tuple[int, bool]]] = {}
+    for rank in view.ranks:
+        said = view.meta(rank).laws.get(AVERAGES.name, {}).get("copies")
+        for number, copy in enumerate(said if isinstance(said, list) else []):
+            if isinstance(copy, dict) and isinstance(copy.get("pieces"), list) and copy["pieces"]:
+                key = str(copy.get("label")), tuple(map(str, copy["pieces"][:AVERAGES_PIECES]))
+                found.setdefault(key, {})[rank] = number, bool(copy.get("used"))
+    return {key: ranks for key, ranks in found.items() if len(ranks) > 1}
+
+
+def _looks(view: RunView, rank: int, number: int) -> npt.NDArray[np.void]:
+    """The records of one copy by ascending step; of a step that was done again the later one."""
+    records = view.law(AVERAGES, rank)
+    records = records[records["copy"] == number][::-1]
+    found: npt.NDArray[np.void] = records[np.unique(records["step"], return_index=True)[1]]
+    return found
+
+
+def _together(label: str, pieces: tuple[str, ...], moving: dict[int, npt.NDArray[np.void]]) -> _Kept:
+    steps = functools.reduce(np.intersect1d, (looks["step"] for looks in moving.values()))
+    digests = [looks["digest"][np.isin(looks["step"], steps), : len(pieces)] for looks in moving.values()]
+    return _Kept(label, list(pieces), list(moving), steps, np.stack(digests))
+
+
+def _parted(view: RunView, kept: _Kept) -> Finding | None:
+    """A copy that was kept alike and is not any more."""
+    alike = (kept.digests == kept.digests[:1]).all(axis=0)  # [looks, pieces]
+    whole = alike.all(axis=1)
+    if len(whole) <= LOOKS or not whole.any() or whole[-1]:
+        return None
+    last = int(np.flatnonzero(whole)[-1])
+    piece = int(np.argmin(alike[last + 1]))
+    states = len(np.unique(kept.digests[0, : last + 1, piece]))
+    stays = len(whole) - last - 1 >= LOOKS and not alike[-LOOKS:, piece].any()
+    if not (whole[:last].all() and stays and states >= VALUES):
+        return None
+    before, since = int(kept.steps[last]) - 1, int(kept.steps[last + 1]) - 1
+    if not _models_agree(view, kept.ranks, since):
+        return None
+    apart = int((~alike[last + 1]).sum())
+    name = kept.pieces[piece] + (f" and {apart - 1} more" if apart > 1 else "")
+    odd, majority = outliers({r: int(d) for r, d in zip(kept.ranks, kept.digests[:, last + 1, piece], strict=True)})
+    others = sorted(set(kept.ranks) - set(odd))
+    who = f"{ranks_do(odd, 'differ')} from {ranks_text(others)}" if majority else f"{ranks_text(odd)} differ"
+    where = f"in a copy of the model ({kept.label})" if kept.label else "in buffers"
+    return Finding(
+        "replica-divergence",
+        f"{who} {where} since step {since}: {name}; it was alike until step {before}, and the model's parameters are",
+        tuple(odd),
+        Confidence.CERTAIN if kept.label else Confidence.LIKELY,
+        step=since,
+        group=kept.label or "buffers",
+        next_step=_NEXT,
+        evidence=(
+            {"what": "digests of averages", "copy": kept.label, "pieces": apart, "states_alike": states, "step": since},
+        ),
+    )
+
+
+def _rests(label: str, holders: dict[int, tuple[int, bool]], moving: dict[int, npt.NDArray[np.void]]) -> Finding | None:
+    """A copy that all ranks call, and that moves on one of them only."""
+    steadily = {rank: looks for rank, looks in moving.items() if len(looks) >= REST_LOOKS}
+    if not steadily:
+        return None
+    rests = [rank for rank in holders if rank not in moving]
+    return Finding(
+        "replica-divergence",
+        f"a copy of the model ({label}) follows the model on {ranks_text(steadily)} only, though all ranks call it",
+        tuple(rests),
+        Confidence.LIKELY,
+        step=max(0, min(int(looks["step"][0]) for looks in steadily.values()) - 1),
+        group=label,
+        next_step=_NEXT,
+        evidence=({"what": "digests of averages", "copy": label, "looks": min(map(len, steadily.values()))},),
+    )
+
+
+def _models_agree(view: RunView, ranks: list[int], since: int) -> bool:
+    """Whether the copies of the model itself on these ranks are compared, and are alike from step `since` on."""
+    mine = [copies for copies in replica_sets(view, always=True) if set(ranks) <= set(copies.ranks)]
+    return bool(mine) and not any(copies.differs[copies.steps >= since].any() for copies in mine)

@@ -1,0 +1,291 @@
+"""Copies that a loop keeps beside its model (EMA, SWA, a teacher, a target network), and the model's own float buffers.
+
+Nobody names such copies, so they are looked for among all objects, in a few steps only: modules, and lists and dicts of
+tensors, whose shapes are those of the model or of a part of it, and which no optimizer trains. What they hold is
+digested now and then (`looks_every`), and written down once it moves. Copies that their owner lets go are let go.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from dtobs.probes.base import Probe
+from dtobs.probes.digests import device_digests, host_digest
+from dtobs.probes.layout import local_tensor
+from dtobs.probes.sampling import period
+from dtobs.recording.laws import AVERAGES, AVERAGES_PIECES
+
+SEARCHES = (0, 8, 64, 512)
+"""Steps since the probe began in which copies are looked for: a walk over all objects, some dozen milliseconds."""
+BYTES_A_STEP = 1 << 20
+CALL_STEPS = 32
+"""For how many steps it is looked whether the loop calls a copy; not where torch compiles, which sees that."""
+FIRST_LOOKS = 64
+"""Looks before they become fewer: half as many again whenever the number of steps has doubled."""
+_LEAST_TENSORS, _MOST_TENSORS, _MOST_COPIES = 2, 4096, 4
+_LEAST_HELD = 4
+"""Tensors of a list or dict."""
+_LEAST_OF_PART = 4
+"""Parameters of a part of the model, such as an encoder, of which a copy counts."""
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class _Copy:
+    """One that was found: what it is called, and how to get at its tensors; none once it is gone."""
+
+    label: str
+    tensors: Callable[[], Tensors]
+    used: bool = False  #: the loop has called it
+    moves: bool = False  #: what rests is not written down
+    last: npt.NDArray[np.uint64] | None = None
+
+
+class AverageProbe(Probe):
+    """Writes the ring AVERAGES and the ``law`` entry that explains its records."""
+
+    name = "averages"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: list[_Copy] = []
+        self._said: list[dict[str, Any]] = []
+        self._step, self._steps, self._every = -1, 0, 1
+        self._calls: Any = None
+        self._until = 0
+        self._record = np.zeros((), AVERAGES.dtype)
+
+    def install(self) -> None:
+        """Begin with the model's own buffers."""
+        self._copies, self._said = [], []
+        self._step, self._steps = -1, 0
+        if self.context.model is not None:
+            self._copies.append(_Copy("", _of_module(self.context.model, _float_buffers)))
+
+    def remove(self) -> None:
+        """Let go of everything."""
+        self._listen_no_more()
+        self._copies = []
+        super().remove()
+
+    def step_begin(self) -> None:
+        """Give up to look for calls after a while: it costs something in each call of any module."""
+        if self._calls is not None and (self.context.step > self._until or self.context.progress.compiled):
+            self._listen_no_more()
+
+    def before_optimizer(self) -> None:
+        """What the last step left, where it is time to look."""
+        step, model = self.context.step, self.context.model
+        if step == self._step or model is None:
+            return
+        self._step = step
+        if self._steps in SEARCHES:
+            self._search(model)
+        self._steps += 1
+        if step % looks_every(step, self._every) == 0:
+            self._look(step)
+
+    def _search(self, model: nn.Module) -> None:
+        groups = (group for each in self.context.watched_optimizers().values() for group in each.param_groups)
+        trained = (parameter for group in groups for parameter in group["params"])
+        known = _places([*(t for copy in self._copies for _, t in copy.tensors()), *trained])
+        for found in copies_of(model, known):
+            if len(self._copies) > _MOST_COPIES:
+                break
+            same = sum(copy.label.partition(" #")[0] == found.label for copy in self._copies)
+            found.label += f" #{same + 1}" if same else ""
+            self._copies.append(found)
+        modules = any(_module(copy) is not None for copy in self._copies)
+        if modules and self._calls is None and not self.context.progress.compiled:
+            self._until = self.context.step + CALL_STEPS
+            self._calls = register_module_forward_pre_hook(self.guard(self._called))
+        self._every = period((t for copy in self._copies for _, t in copy.tensors()), BYTES_A_STEP)
+
+    def _called(self, module: nn.Module, _inputs: Any) -> None:
+        for copy in self._copies:
+            copy.used |= _module(copy) is module
+
+    def _listen_no_more(self) -> None:
+        handle, self._calls = self._calls, None
+        if handle is not None:
+            handle.remove()
+
+    def _look(self, step: int) -> None:
+        said = []
+        for number, copy in enumerate(self._copies):
+            held = copy.tensors()[:_MOST_TENSORS]
+            said.append({"label": copy.label, "used": copy.used, "pieces": _pieces([name for name, _ in held])})
+            tensors = [local_tensor(tensor) for _, tensor in held]
+            if not tensors or any(t.is_meta for t in tensors):
+                continue
+            if all(t.is_cpu for t in tensors):
+                self._write(step, number, copy, np.array([host_digest(t) for t in tensors], np.uint64))
+            elif not any(t.is_cpu for t in tensors):
+                self.late.put(device_digests(tensors), functools.partial(self._arrived, step, number, copy))
+        if said != self._said:
+            self._said = said
+            self.context.recorder.meta.add("law", name=AVERAGES.name, copies=said)
+
+    def _arrived(self, step: int, number: int, copy: _Copy, found: npt.NDArray[Any]) -> None:
+        self._write(step, number, copy, found.view(np.uint64).copy())
+
+    def _write(self, step: int, number: int, copy: _Copy, digests: npt.NDArray[np.uint64]) -> None:
+        copy.moves |= copy.last is not None and not np.array_equal(copy.last, digests)
+        copy.last = digests
+        if copy.moves:
+            record = self._record
+            record["step"], record["copy"], record["digest"] = step, number, 0
+            pieces = np.array_split(digests, min(AVERAGES_PIECES, len(digests)))
+            record["digest"][: len(pieces)] = [xxhash.xxh3_64_intdigest(piece.tobytes()) for piece in pieces]
+            self.context.recorder.law(AVERAGES).append(record)
+
+
+def looks_every(step: int, every: int) -> int:
+    """Every how many steps a look is taken around `step`, a multiple of `every`.
+
+    It doubles as the run goes on, so that the ring holds looks from its beginning to its end.
+    """
+    return every << max(0, step // (FIRST_LOOKS * every)).bit_length()
+
+
+def _pieces(names: list[str]) -> list[str]:
+    """What each number of a record is of: a tensor, or the first and the last of several."""
+    parts = np.array_split(np.array(names, object), min(AVERAGES_PIECES, len(names))) if names else []
+    return [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]
+
+
+def copies_of(model: nn.Module, known: set[int]) -> Iterator[_Copy]:
+    """Modules, lists and dicts that hold as many tensors of the same shapes as `model` or a part of it.
+
+    Those that share memory with the model, have gradients or are `known` (as `_places` has it) are none.
+    """
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    wanted, taken = _shapes_of_parts(model), known | _places((*model.parameters(), *model.buffers(), *gradients))
+    names = {n: list(some) for some in (_all_parameters(model), _whole_state(model)) if (n := len(some)) >= _LEAST_HELD}
+    held = {tuple(t.shape for _, t in some) for some in (_all_parameters(model), _whole_state(model))}
+    things = gc.get_objects()
+    modules = [thing for thing in things if issubclass(type(thing), nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    for root in modules:
+        if id(root) in inner:
+            continue
+        for module in root.modules():
+            tensors = list(module.parameters())
+            if _is_copy(tensors, wanted, taken):
+                taken |= _places(tensors)
+                yield _Copy(type(module).__name__, _of_module(module, _parameters))
+    for thing in things:
+        kind = type(thing)
+        if kind in (list, dict, OrderedDict) and len(thing) in names:
+            tensors = thing if kind is list else list(thing.values())
+            if _is_copy(tensors, held, taken):
+                taken |= _places(tensors)
+                called = [name for name, _ in names[len(thing)]] if kind is list else [str(key) for key in thing]
+                yield _Copy(f"a {kind.__name__}", _of_container(thing, called))
+
+
+class _of_module:
+    """The tensors of a module, as long as that lives."""
+
+    def __init__(self, module: nn.Module, tensors: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        self.module, self._tensors = weakref.ref(module), tensors
+
+    def __call__(self) -> Tensors:
+        module = self.module()
+        return list(self._tensors(module)) if module is not None else []
+
+
+def _module(copy: _Copy) -> nn.Module | None:
+    """The module that a copy is, while it lives."""
+    return copy.tensors.module() if isinstance(copy.tensors, _of_module) and copy.label else None
+
+
+def _of_container(held: Any, names: list[str]) -> Callable[[], Tensors]:
+    """The tensors of a list or dict; none once nobody else holds it, or it holds something else."""
+    own = [held]  # neither can be referred to weakly
+
+    def tensors() -> Tensors:
+        if own and (sys.getrefcount(own[0]) <= 2 or len(own[0]) != len(names)):
+            own.clear()
+        if not own:
+            return []
+        values = list(own[0].values() if isinstance(own[0], dict) else own[0])
+        return list(zip(names, values, strict=True)) if all(map(_holds_numbers, values)) else []
+
+    return tensors
+
+
+def _shapes_of_parts(model: nn.Module) -> set[tuple[torch.Size, ...]]:
+    whole = tuple(p.shape for p in model.parameters())
+    parts = (tuple(p.shape for p in part.parameters()) for part in model.modules() if part is not model)
+    found = {shapes for shapes in parts if len(shapes) >= _LEAST_OF_PART}
+    return found | ({whole} if len(whole) >= _LEAST_TENSORS else set())
+
+
+def _is_copy(tensors: list[Any], wanted: set[tuple[torch.Size, ...]], taken: set[int]) -> bool:
+    if not _LEAST_TENSORS <= len(tensors) <= _MOST_TENSORS:
+        return False
+    if not all(_holds_numbers(t) and t.is_leaf and t.grad is None for t in tensors):
+        return False
+    return tuple(t.shape for t in tensors) in wanted and not taken & _places(tensors)
+
+
+def _holds_numbers(thing: Any) -> bool:
+    """Whether it is a tensor in memory, dense, and none of those that a compiler reckons with."""
+    plain = type(thing) in (torch.Tensor, nn.Parameter, nn.Buffer) or isinstance(thing, DTensor)
+    return plain and thing.layout == torch.strided
+
+
+def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where in memory they lie; of what lies nowhere its identity."""
+    return {_address(local_tensor(tensor)) or id(tensor) for tensor in tensors}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # sparse, or put together from others
+        return 0
+
+
+def _whole_state(model: nn.Module) -> Tensors:
+    """What ``state_dict`` has, in its order, without calling it: under FSDP that communicates."""
+    return [
+        (f"{prefix}.{name}".lstrip("."), tensor)
+        for prefix, part in model.named_modules()
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        if tensor is not None and name not in part._non_persistent_buffers_set
+    ]
+
+
+def _all_parameters(model: nn.Module) -> Tensors:
+    return list(model.named_parameters())
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+
+
+def _float_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Float buffers but those of batch norms, which every rank has of its own."""
+    for prefix, part in module.named_modules():
+        if not isinstance(part, _BATCH_NORM):
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and _holds_numbers(buffer):
+                    yield f"{prefix}.{name}".lstrip("."), buffer
