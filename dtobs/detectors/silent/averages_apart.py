@@ -88,6 +88,7 @@ def _together(label: str, pieces: tuple[str, ...], moving: dict[int, npt.NDArray
 def _parted(view: RunView, kept: _Kept) -> Finding | None:
     """A copy that was kept alike and is not any more."""
     alike = (kept.digests == kept.digests[:1]).all(axis=0)  # [looks, pieces]
+    alike |= ~alike[:VALUES].all(axis=0)  # statistics of each rank's own data, say, that never were
     whole = alike.all(axis=1)
     if len(whole) <= LOOKS or not whole.any() or whole[-1]:
         return None
@@ -110,7 +111,7 @@ def _parted(view: RunView, kept: _Kept) -> Finding | None:
         "replica-divergence",
         f"{who} {where} since step {since}: {name}; it was alike until step {before}, and the model's parameters are",
         tuple(odd),
-        Confidence.CERTAIN if kept.label else Confidence.LIKELY,
+        Confidence.CERTAIN if kept.label else Confidence.POSSIBLE,
         step=since,
         group=kept.label or "buffers",
         next_step=_NEXT,

@@ -55,9 +55,9 @@ def test_one_of_three_that_goes_its_own_way_is_named(tmp_path: Path):
     )
 
 
-def test_of_two_both_are_named_and_of_buffers_it_is_likely(tmp_path: Path):
+def test_of_two_both_are_named_and_of_buffers_it_is_possible(tmp_path: Path):
     (found,) = told(tmp_path, changed(alike(30), 1, 20), label="")
-    assert (found.ranks, found.confidence, found.group) == ((0, 1), Confidence.LIKELY, "buffers")
+    assert (found.ranks, found.confidence, found.group) == ((0, 1), Confidence.POSSIBLE, "buffers")
     assert "in buffers since step 20" in found.summary
 
 
@@ -76,6 +76,12 @@ def test_of_two_both_are_named_and_of_buffers_it_is_likely(tmp_path: Path):
 )
 def test_what_is_no_fault_is_quiet(tmp_path: Path, looks: Copies):
     assert told(tmp_path, looks) == []
+
+
+def test_statistics_that_were_never_alike_hide_nothing(tmp_path: Path):
+    """A dict of the whole state has those of batch norms as well."""
+    (found,) = told(tmp_path, changed(changed(alike(30), 1, 0, piece=2), 1, 20))
+    assert ": b.weight; it was alike" in found.summary
 
 
 def test_copies_of_models_that_differ_say_nothing_of_their_own(tmp_path: Path):
