@@ -18,7 +18,7 @@ class Loader(Probe):
 
     Where a loader that is trained with has a DistributedSampler or a RandomSampler, each pass over it becomes a
     ``pass`` entry: the order in which it will read. A pass belongs to training when the optimizer steps on what it
-    gave.
+    gave. Of a stream (an IterableDataset) it is said how many workers read it.
     """
 
     name = "loader"
@@ -30,6 +30,8 @@ class Loader(Probe):
         self._given: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # batches of each iterator
         self._samplers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._passes = 0
+        self._at = -1  # the step in which was looked last
+        self._stream: int | None = None  # how many workers read a stream, as far as it was said
 
     def install(self) -> None:
         self.around(dataloader._BaseDataLoaderIter, "__next__", self._begin, self.context.progress.end)
@@ -42,8 +44,13 @@ class Loader(Probe):
             return
         given = iterator._num_yielded
         before, self._given[iterator] = self._given.get(iterator, given + 1), given
+        at, self._at = self._at, self.context.step
+        if before == given and at != self._at and self._stream:
+            self._say_stream(0)  # a batch that the loop takes twice says nothing of the workers
         if before <= given:
             return  # the pass goes on; an iterator that is kept between passes counts from 0 again
+        if iterator._dataset_kind == dataloader._DatasetKind.Iterable and self._stream is None:
+            self._say_stream(iterator._num_workers)
         sampler = getattr(iterator, "_index_sampler", None)
         sampler = getattr(sampler, "sampler", sampler)
         if self._passes < MOST_PASSES:
@@ -52,6 +59,10 @@ class Loader(Probe):
                 self._passes += 1
                 number = self._samplers.setdefault(sampler, len(self._samplers))
                 self.context.recorder.meta.add("pass", step=self.context.step, sampler=number, **order)
+
+    def _say_stream(self, workers: int) -> None:
+        self._stream = workers
+        self.context.recorder.meta.add("process", stream_workers=workers)
 
     def _awaited(self) -> int | None:
         """The process of the worker whose batch is waited for; 0 where none is known, None in other phases."""

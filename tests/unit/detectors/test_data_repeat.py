@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
 import dtobs
 from dtobs.detectors.silent.data_repeat import data_repeat
@@ -49,6 +50,46 @@ def test_new_orders_and_no_shuffling_are_quiet(tmp_path: Path, set_epoch: bool, 
     view = load_run(tmp_path)
     assert len(view.meta(0).passes) == 3
     assert data_repeat(view) == []
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Twenty batches of two, of which each worker reads a part or, by mistake, all."""
+
+    def __init__(self, parts: bool) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        first, each = (info.id, info.num_workers) if info is not None and self.parts else (0, 1)
+        for number in range(first, 40, each):
+            yield torch.arange(2.0) + number
+
+
+@pytest.mark.parametrize(("workers", "parts", "repeats"), [(2, False, 2), (2, True, 0), (0, False, 0)])
+def test_a_stream_that_every_worker_reads(tmp_path: Path, workers: int, parts: bool, repeats: int) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for batch in DataLoader(Stream(parts), 2, num_workers=workers):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = data_repeat(load_run(tmp_path))
+    assert [f.group for f in found] == (["workers"] if repeats else [])
+    if repeats:
+        assert f"rank 0 reads each batch {repeats} times in a row" in found[0].summary
+
+
+def test_steps_that_take_a_batch_twice_on_purpose_are_quiet(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for batch in DataLoader(Stream(parts=True), 2, num_workers=2):
+            for _ in range(2):
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert data_repeat(load_run(tmp_path)) == []
 
 
 def test_ranks_that_are_asked_alone_are_named(tmp_path: Path) -> None:
