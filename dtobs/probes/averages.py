@@ -22,19 +22,17 @@ import torch
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digests, host_digest
 from dtobs.probes.layout import local_tensor
+from dtobs.probes.modules import around_call
 from dtobs.probes.sampling import period
 from dtobs.recording.laws import AVERAGES, AVERAGES_PIECES
 
 SEARCHES = (0, 8, 64, 512)
 """Steps since the probe began in which copies are looked for: a walk over all objects, some dozen milliseconds."""
 BYTES_A_STEP = 1 << 20
-CALL_STEPS = 32
-"""For how many steps it is looked whether the loop calls a copy; not where torch compiles, which sees that."""
 FIRST_LOOKS = 64
 """Looks before they become fewer: half as many again whenever the number of steps has doubled."""
 _LEAST_TENSORS, _MOST_TENSORS, _MOST_COPIES = 2, 4096, 4
@@ -67,8 +65,6 @@ class AverageProbe(Probe):
         self._copies: list[_Copy] = []
         self._said: list[dict[str, Any]] = []
         self._step, self._steps, self._every = -1, 0, 1
-        self._calls: Any = None
-        self._until = 0
         self._record = np.zeros((), AVERAGES.dtype)
 
     def install(self) -> None:
@@ -80,14 +76,8 @@ class AverageProbe(Probe):
 
     def remove(self) -> None:
         """Let go of everything."""
-        self._listen_no_more()
         self._copies = []
         super().remove()
-
-    def step_begin(self) -> None:
-        """Give up to look for calls after a while: it costs something in each call of any module."""
-        if self._calls is not None and (self.context.step > self._until or self.context.progress.compiled):
-            self._listen_no_more()
 
     def before_optimizer(self) -> None:
         """What the last step left, where it is time to look."""
@@ -111,20 +101,11 @@ class AverageProbe(Probe):
             same = sum(copy.label.partition(" #")[0] == found.label for copy in self._copies)
             found.label += f" #{same + 1}" if same else ""
             self._copies.append(found)
-        modules = any(_module(copy) is not None for copy in self._copies)
-        if modules and self._calls is None and not self.context.progress.compiled:
-            self._until = self.context.step + CALL_STEPS
-            self._calls = register_module_forward_pre_hook(self.guard(self._called))
+            module = found.tensors.module() if isinstance(found.tensors, _of_module) else None
+            # Of a class of torch's other modules are called all the time, some of them while they are compiled.
+            if module is not None and not type(module).__module__.startswith("torch.nn"):
+                around_call(self, module, functools.partial(_note_call, found), _note_call)
         self._every = period((t for copy in self._copies for _, t in copy.tensors()), BYTES_A_STEP)
-
-    def _called(self, module: nn.Module, _inputs: Any) -> None:
-        for copy in self._copies:
-            copy.used |= _module(copy) is module
-
-    def _listen_no_more(self) -> None:
-        handle, self._calls = self._calls, None
-        if handle is not None:
-            handle.remove()
 
     def _look(self, step: int) -> None:
         said = []
@@ -211,9 +192,9 @@ class _of_module:
         return list(self._tensors(module)) if module is not None else []
 
 
-def _module(copy: _Copy) -> nn.Module | None:
-    """The module that a copy is, while it lives."""
-    return copy.tensors.module() if isinstance(copy.tensors, _of_module) and copy.label else None
+def _note_call(copy: _Copy, *_call: Any, **_named: Any) -> None:
+    """The loop calls it; there is nothing to end then."""
+    copy.used = True
 
 
 def _of_container(held: Any, names: list[str]) -> Callable[[], Tensors]:

@@ -119,7 +119,6 @@ class Progress:
         self.unnamed = _UNNAMED  #: the dimension of groups that do not say theirs
         self.sends = False  #: whether the last that was issued is a send or a receive
         self._device: DeviceMarks | None = None  # where the parts are those of a device
-        self.compiled = False  #: torch has begun to compile something
         self._compiles = False  # between `compile_begin` and `compile_end`
         self._stream_waits = False  # between `stream_waits` and `stream_goes_on`
         self._announced = False  # the page says already that the next wait has begun
@@ -212,7 +211,6 @@ class Progress:
 
     def compile_begin(self) -> None:
         """torch compiles from here on: on the training thread, or on another while that waits for a backward."""
-        self.compiled = True
         waits = self.part == BACKWARD and not self._wait_depth
         if self.active and self.part not in _NO_TRAINING and (threading.get_ident() == self.thread or waits):
             self._compiles = True

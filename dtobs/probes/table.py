@@ -48,7 +48,6 @@ PROBES = (
     ProbeEntry("gradients", "gradients:GradientProbe"),
     ProbeEntry("reduced gradients", "reduced:ReducedGradientProbe"),
     ProbeEntry("parameters", "parameters:ParameterProbe"),
-    ProbeEntry("averages", "averages:AverageProbe"),
     ProbeEntry("generators", "generators:GeneratorProbe"),
     ProbeEntry("inputs", "inputs:InputProbe"),
     ProbeEntry("samples", "samples:SampleProbe", ("rotating", "all", OFF)),
@@ -65,6 +64,7 @@ PROBES = (
     ProbeEntry("following", "following:Following"),
     ProbeEntry("forward", "modules:Forward"),
     ProbeEntry("optimizer", "modules:OptimizerSteps"),
+    ProbeEntry("averages", "averages:AverageProbe"),  # wraps calls in mid-run, over those that others have wrapped
 )
 
 

@@ -147,6 +147,33 @@ def test_what_moves_is_written_down(tmp_path: Path, keep: str):
         assert len(np.unique(moves["digest"][:, 0])) == len(moves)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own imports
+def test_a_copy_that_is_compiled_in_mid_run_is_compiled_as_without_us(tmp_path: Path):
+    model = Net()
+    kept = copy.deepcopy(model).requires_grad_(False).eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    call = Net.__call__
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for step in range(12):
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            if step == 3:
+                faster = torch.compile(kept, backend=backend)
+            if step > 3:
+                faster(torch.randn(4, 8))
+    assert Net.__call__ is call
+    assert len(graphs) == 1
+    view = load_run(tmp_path)
+    assert view.pages["probe_failures"].tolist() == [0]
+    assert [each["used"] for each in view.meta(0).laws["averages"]["copies"]] == [False, True]
+
+
 def test_of_many_tensors_each_piece_is_several():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
     kept = copy.deepcopy(model)
