@@ -30,9 +30,12 @@ from dtobs.probes.modules import around_call
 from dtobs.probes.sampling import period
 from dtobs.recording.laws import AVERAGES, AVERAGES_PIECES
 
-SEARCHES = (0, 8, 64, 512)
-"""Steps since the probe began in which copies are looked for: a walk over all objects, some dozen milliseconds."""
+SEARCHES = (0, 16, 256)
+"""Steps since the probe began in which copies are looked for: a walk over all objects, 0.1 s for a million of them."""
 BYTES_A_STEP = 1 << 20
+MOST_ELEMENTS = 1 << 18
+"""Of each tensor, its first ones."""
+_CONTAINERS = (list, dict, OrderedDict)
 FIRST_LOOKS = 64
 """Looks before they become fewer: half as many again whenever the number of steps has doubled."""
 _LEAST_TENSORS, _MOST_TENSORS, _MOST_COPIES = 2, 4096, 4
@@ -105,14 +108,14 @@ class AverageProbe(Probe):
             # Of a class of torch's other modules are called all the time, some of them while they are compiled.
             if module is not None and not type(module).__module__.startswith("torch.nn"):
                 around_call(self, module, functools.partial(_note_call, found), _note_call)
-        self._every = period((t for copy in self._copies for _, t in copy.tensors()), BYTES_A_STEP)
+        self._every = period((_begin(t) for copy in self._copies for _, t in copy.tensors()), BYTES_A_STEP)
 
     def _look(self, step: int) -> None:
         said = []
         for number, copy in enumerate(self._copies):
             held = copy.tensors()[:_MOST_TENSORS]
             said.append({"label": copy.label, "used": copy.used, "pieces": _pieces([name for name, _ in held])})
-            tensors = [local_tensor(tensor) for _, tensor in held]
+            tensors = [_begin(local_tensor(tensor)) for _, tensor in held]
             if not tensors or any(t.is_meta for t in tensors):
                 continue
             if all(t.is_cpu for t in tensors):
@@ -158,27 +161,34 @@ def copies_of(model: nn.Module, known: set[int]) -> Iterator[_Copy]:
     """
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     wanted, taken = _shapes_of_parts(model), known | _places((*model.parameters(), *model.buffers(), *gradients))
-    names = {n: list(some) for some in (_all_parameters(model), _whole_state(model)) if (n := len(some)) >= _LEAST_HELD}
-    held = {tuple(t.shape for _, t in some) for some in (_all_parameters(model), _whole_state(model))}
-    things = gc.get_objects()
-    modules = [thing for thing in things if issubclass(type(thing), nn.Module)]
+    wholes = {len(some): some for some in (_whole_state(model), list(_parameters(model)))}
+    modules, held = _objects({count for count in wholes if count >= _LEAST_HELD})
     inner = {id(child) for module in modules for child in module._modules.values()}
-    for root in modules:
-        if id(root) in inner:
-            continue
-        for module in root.modules():
-            tensors = list(module.parameters())
-            if _is_copy(tensors, wanted, taken):
-                taken |= _places(tensors)
-                yield _Copy(type(module).__name__, _of_module(module, _parameters))
-    for thing in things:
+    for module in (part for root in modules if id(root) not in inner for part in root.modules()):
+        tensors = list(module.parameters())
+        if _is_copy(tensors, wanted, taken):
+            taken |= _places(tensors)
+            yield _Copy(type(module).__name__, _of_module(module, _parameters))
+    for thing in held:
+        whole = wholes[len(thing)]
+        tensors = list(thing.values() if isinstance(thing, dict) else thing)
+        if _is_copy(tensors, {tuple(t.shape for _, t in whole)}, taken):
+            taken |= _places(tensors)
+            names = [str(name) for name in (thing if isinstance(thing, dict) else dict(whole))]
+            yield _Copy(f"a {type(thing).__name__}", _of_container(thing, names))
+
+
+def _objects(counts: set[int]) -> tuple[list[nn.Module], list[Any]]:
+    """All modules, and the lists and dicts with one of these numbers of entries."""
+    modules, held = [], []
+    for thing in gc.get_objects():
         kind = type(thing)
-        if kind in (list, dict, OrderedDict) and len(thing) in names:
-            tensors = thing if kind is list else list(thing.values())
-            if _is_copy(tensors, held, taken):
-                taken |= _places(tensors)
-                called = [name for name, _ in names[len(thing)]] if kind is list else [str(key) for key in thing]
-                yield _Copy(f"a {kind.__name__}", _of_container(thing, called))
+        if kind in _CONTAINERS:
+            if len(thing) in counts:
+                held.append(thing)
+        elif issubclass(kind, nn.Module) and {"_modules", "_parameters"} <= vars(thing).keys():
+            modules.append(thing)
+    return modules, held
 
 
 class _of_module:
@@ -229,8 +239,15 @@ def _is_copy(tensors: list[Any], wanted: set[tuple[torch.Size, ...]], taken: set
 
 def _holds_numbers(thing: Any) -> bool:
     """Whether it is a tensor in memory, dense, and none of those that a compiler reckons with."""
-    plain = type(thing) in (torch.Tensor, nn.Parameter, nn.Buffer) or isinstance(thing, DTensor)
+    plain = type(thing) in (torch.Tensor, nn.Parameter) or isinstance(thing, DTensor)
     return plain and thing.layout == torch.strided
+
+
+def _begin(tensor: torch.Tensor) -> torch.Tensor:
+    """What is read of it: all, or the first elements of a large one."""
+    if isinstance(tensor, DTensor) or tensor.numel() <= MOST_ELEMENTS or not tensor.is_contiguous():
+        return tensor
+    return tensor.detach().view(-1)[:MOST_ELEMENTS]
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -253,10 +270,6 @@ def _whole_state(model: nn.Module) -> Tensors:
         for name, tensor in (*part._parameters.items(), *part._buffers.items())
         if tensor is not None and name not in part._non_persistent_buffers_set
     ]
-
-
-def _all_parameters(model: nn.Module) -> Tensors:
-    return list(model.named_parameters())
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
