@@ -47,6 +47,7 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
     everybody = len(ranks) == len(view.ranks) > 1
     seen = first.timed and first.kind is not End.ABORTED
     confidence = Confidence.CERTAIN if seen else Confidence.POSSIBLE if everybody else Confidence.LIKELY
+    after_signal = AFTER_SIGNAL.get(-first.exit_code, "")
     pids = ", ".join(str(e.process.pid) for e in endings[:8] if e.process)
     return Finding(
         "rank-dead",
@@ -56,10 +57,6 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
         confidence,
         step=int(view.page(first.rank)["step"]),
         evidence=tuple(record for e in endings[:8] for record in stack_evidence(situation, e.rank)),
-        next_step=_TOLD_NEXT
-        if first.told
-        else _EXITED
-        if first.exit_code > 0
-        else AFTER_SIGNAL.get(-first.exit_code, ""),
+        next_step=_TOLD_NEXT if first.told else _EXITED if first.exit_code > 0 else after_signal,
         since_ns=first.t_ns - int(view.page(first.rank)["clock_offset_ns"]),
     )

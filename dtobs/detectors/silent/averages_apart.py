@@ -12,6 +12,7 @@ Why it hurts: what is evaluated, saved or learned from is another model on each 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,12 +51,10 @@ def averages_apart(view: RunView) -> list[Finding]:
     for (label, pieces), holders in _holders(view).items():
         moving = {rank: looks for rank, (number, _) in holders.items() if len(looks := _looks(view, rank, number))}
         used = all(used for _, used in holders.values())
-        told = None
         if len(moving) > 1:
-            told = _parted(view, _together(label, pieces, moving))
-        elif label and used:
-            told = _rests(label, holders, moving)
-        found += [told] if told is not None else []
+            found += [told for kept in _together(label, pieces, moving) if (told := _parted(view, kept)) is not None]
+        elif label and used and (told := _rests(label, holders, moving)) is not None:
+            found.append(told)
     return found
 
 
@@ -79,10 +78,24 @@ def _looks(view: RunView, rank: int, number: int) -> npt.NDArray[np.void]:
     return found
 
 
-def _together(label: str, pieces: tuple[str, ...], moving: dict[int, npt.NDArray[np.void]]) -> _Kept:
+def _together(label: str, pieces: tuple[str, ...], moving: dict[int, npt.NDArray[np.void]]) -> Iterator[_Kept]:
+    """The ranks that were alike at first: all of them, or those that hold the same shards."""
     steps = functools.reduce(np.intersect1d, (looks["step"] for looks in moving.values()))
-    digests = [looks["digest"][np.isin(looks["step"], steps), : len(pieces)] for looks in moving.values()]
-    return _Kept(label, list(pieces), list(moving), steps, np.stack(digests))
+    if not len(steps):
+        return
+    each = [looks["digest"][np.isin(looks["step"], steps), : len(pieces)] for looks in moving.values()]
+    digests = np.stack(each)
+    alone = np.zeros((len(moving), len(pieces)), bool)  # what a rank has of its own tells nothing of its shard
+    for piece in range(len(pieces)):
+        _, which, times = np.unique(digests[:, 0, piece], return_inverse=True, return_counts=True)
+        alone[:, piece] = times[which] == 1
+    sets: dict[bytes, list[int]] = {}
+    for place, first in enumerate(np.where(alone, np.uint64(0), digests[:, 0])):
+        sets.setdefault(first.tobytes(), []).append(place)
+    ranks = list(moving)
+    for places in sets.values():
+        if len(places) > 1:
+            yield _Kept(label, list(pieces), [ranks[p] for p in places], steps, digests[places])
 
 
 def _parted(view: RunView, kept: _Kept) -> Finding | None:

@@ -84,6 +84,18 @@ def test_statistics_that_were_never_alike_hide_nothing(tmp_path: Path):
     assert ": b.weight; it was alike" in found.summary
 
 
+def test_ranks_that_hold_other_shards_are_compared_with_their_own_replicas(tmp_path: Path):
+    """Two replicas of two shards each; a third piece is whole on all."""
+    looks = alike(30, 4)
+    for rank in (1, 3):
+        for digests in looks[rank]:
+            digests[:2] = [digests[0] + 7, digests[1] + 7]
+    assert told(tmp_path / "fine", looks) == []
+    (found,) = told(tmp_path / "bad", changed(looks, 3, 20, piece=0))
+    assert found.ranks == (1, 3)
+    assert "since step 20: a.weight" in found.summary
+
+
 def test_copies_of_models_that_differ_say_nothing_of_their_own(tmp_path: Path):
     assert told(tmp_path, changed(alike(30), 1, 20), models_differ=True) == []
 
