@@ -38,7 +38,7 @@ def awaited_worker(pid: int, signal: int, file: Path, deadline: float, proc: Pat
         if seconds <= 0:
             break
         what = waits_for(worker, {}, proc)  # before the signal, which ends what some calls wait for
-        frames = worker_frames(worker, signal, file, seconds)
+        frames = worker_frames(worker, signal, file, seconds, pyspy=True)
         if frames:
             does = "runs" if read_process(worker, proc=proc).state == "R" else "is"
             ends = f" and waits for {what}" if what else ""
@@ -46,16 +46,17 @@ def awaited_worker(pid: int, signal: int, file: Path, deadline: float, proc: Pat
     return ""
 
 
-def worker_frames(worker: int, signal: int, file: Path, seconds: float) -> tuple[Frame, ...]:
+def worker_frames(worker: int, signal: int, file: Path, seconds: float, *, pyspy: bool = False) -> tuple[Frame, ...]:
     """What the loop of a worker process has called, the innermost first; () where it waits for work, or none is read.
 
-    Where a worker was forked, its stack goes on with the rank's own: that is left out.
+    Where a worker was forked, its stack goes on with the rank's own: that is left out. `pyspy`: ask that where the
+    worker does not answer the signal.
     """
     try:
         text = rank_stacks.by_signal(worker, 0, signal, file, seconds)
     except rank_stacks.NoStacks:
         try:
-            text = rank_stacks.by_pyspy(worker, seconds)
+            text = rank_stacks.by_pyspy(worker, seconds) if pyspy else ""
         except rank_stacks.NoStacks:
             return ()
     stack = main_thread(parse_stacks(text))

@@ -122,7 +122,7 @@ class AverageProbe(Probe):
                 self._write(step, number, copy, np.array([host_digest(t) for t in tensors], np.uint64))
             elif not any(t.is_cpu for t in tensors):
                 self.late.put(device_digests(tensors), functools.partial(self._arrived, step, number, copy))
-        if said != self._said:
+        if said != self._said and any(each["pieces"] for each in said):
             self._said = said
             self.context.recorder.meta.add("law", name=AVERAGES.name, copies=said)
 

@@ -54,11 +54,10 @@ class StackLooks(threading.Thread):
         for _ in range(LOOKS):
             if self._stopped.wait(pause * uneven.uniform(0.4, 1.6)):
                 return
-            frame = sys._current_frames().get(self._thread)
-            if frame is not None:
-                worker = self._awaited()
-                lines = [*(self._of_worker(worker) if worker else ()), *told_lines(frame)]
-                looks.append(StackLook(lines, worker is not None))
+            if self._thread in (frames := sys._current_frames()):
+                lines, worker = told_lines(frames[self._thread]), self._awaited()
+                del frames  # nothing of the loop's is held while a worker is asked
+                looks.append(StackLook([*(self._of_worker(worker) if worker else ()), *lines], worker is not None))
         self.found = counted(self.request, self._step, looks)
 
     def _of_worker(self, worker: int) -> list[str]:
