@@ -54,6 +54,20 @@ stuck_in_user_code()
 """
 
 
+LOADING = """
+import faulthandler, threading
+stacks = open(sys.argv[1], 'w')
+faulthandler.register(int(sys.argv[2]), file=stacks, all_threads=True)
+from torch.utils.data import DataLoader
+class Items:
+    def __len__(self): return 4
+    def __getitem__(self, index): threading.Event().wait()
+loader = iter(DataLoader(Items(), num_workers=1, multiprocessing_context='fork'))
+print('ready', flush=True)
+next(loader)
+"""
+
+
 PIECES = """
 import signal, sys, time
 def dump(*_):
@@ -129,6 +143,17 @@ def test_a_dump_that_is_written_in_pieces_is_read_whole(tmp_path: Path):
     with child(PIECES, file, NUMBER) as process:
         said = rank_stacks.by_signal(process.pid, 0, NUMBER, file, 5)
     assert [len(thread.frames) for thread in parse_stacks(said)] == [1, 1]
+
+
+def test_a_rank_that_waits_for_its_loader_is_told_with_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with child(LOADING, tmp_path / "stacks.txt", NUMBER) as process:
+        run = one_rank(tmp_path, process.pid, monkeypatch, **(said(tmp_path) | {"worker_server": None}))
+        deadline, seen = time.monotonic() + 60, None
+        while time.monotonic() < deadline and (seen is None or not seen.waits_for.startswith("its loader's worker")):
+            seen = capture_ranks(load_run(run.directory.root), "a test").ranks[0]
+    assert seen is not None
+    assert seen.waits_for.endswith(" in __getitem__")
+    assert any(thread.mentions("dataloader.py") for thread in seen.stacks)
 
 
 def test_a_stopped_rank_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
