@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dtobs.host.stacks import in_library
 from dtobs.recording.arrivals import Arrival, arrive, become, described, read_arrivals, write_arrival
 from dtobs.recording.rundir import RunDirectory
 
+_TRACED = re.compile(r'\s*File "(.{1,4096})", line (\d{1,9}), in (.+)')
 _SEEN = "DTOBS_ARRIVED"
 """Set in a rank: what it starts is not the rank, though it inherits the rank's variables."""
 
@@ -69,6 +73,26 @@ def _note_what_ends_it(rank: int) -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def spawned_rank_raised(error: Any, processes: int) -> None:
+    """Write down of one of so many `processes` of torch.multiprocessing.spawn why it never came, as its parent is told.
+
+    `error` is the parent's ProcessRaisedException. Their numbers are those of the ranks, as far as ranks have come.
+    """
+    run = _run()
+    arrivals, rank = read_arrivals(run.root), int(error.error_index)
+    peer = next(iter(arrivals.values()), None)
+    world, attempt = (peer.world_size, peer.attempt) if peer is not None else (processes, 0)
+    if rank in arrivals or not 1 < world == processes:
+        return
+    if not run.run_json.exists():
+        run.write_run({"name": os.environ.get("DTOBS_RUN_NAME", "run"), "world_size": world})
+    lines = str(error).strip().splitlines()
+    places = [found for line in lines if (found := _TRACED.match(line)) and not in_library(found[1])]
+    place = f" ({places[-1][1]}:{places[-1][2]} in {places[-1][3]})" if places else ""
+    failed = become(arrive(rank, world, attempt), "failed", error=f"{lines[-1]}{place}", uncaught=True)
+    write_arrival(run, replace(failed, pid=int(error.error_pid), ticks=0))
 
 
 def _innermost(trace: TracebackType | None) -> str:

@@ -250,6 +250,30 @@ def test_an_error_that_a_launcher_of_processes_handles_is_told(tmp_path: Path):
     assert "needs a launcher" not in job.stderr
 
 
+@pytest.mark.parametrize("another_asks", [False, True])
+def test_an_error_of_a_spawned_rank_before_its_process_group_is_told(another_asks: bool, tmp_path: Path):
+    program = tmp_path / "train.py"
+    asks = f"dist.init_process_group('gloo', 'file://{tmp_path}/store', rank=rank, world_size=2)"
+    program.write_text(
+        "import glob, time, torch.distributed as dist, torch.multiprocessing as mp\n"
+        "def work(rank):\n"
+        f"    while rank == 1 and {another_asks} and not glob.glob('{tmp_path}/run/rendezvous/0/00000.json'):\n"
+        "        time.sleep(0.01)\n"
+        "    if rank == 1:\n"
+        "        {}['learning_rate']\n"
+        f"    {asks if another_asks else 'time.sleep(99)'}\n"
+        "if __name__ == '__main__':\n"
+        "    mp.spawn(work, nprocs=2)\n"
+    )
+    with observed("--run-dir", tmp_path / "run", "--", sys.executable, program, cwd=tmp_path) as job:
+        assert job.wait() == 1, job.stderr
+    said = f"rank 1 failed before init_process_group was called: KeyError: 'learning_rate' ({program}:6 in work)"
+    assert f"uncaught-exception: {said}" in job.stderr
+    assert "ProcessRaisedException" in job.stderr
+    verdict = diagnose(gather(tmp_path / "run")).verdict
+    assert verdict is not None and (verdict.ranks, verdict.confidence.value) == ((1,), "certain")
+
+
 def test_a_rank_that_does_not_come_out_of_its_download_is_named(tmp_path: Path):
     """Nobody has built a model or an optimizer yet."""
     program = tmp_path / "train.py"

@@ -4,8 +4,9 @@ Until then it records that a rank has started and when the rank asks for its pro
 rendezvous leaves no other record.
 
 This folder is put first on PYTHONPATH. Nothing but the standard library is imported here, since every Python process
-below the command runs this: launchers, data-loader workers and pip as well. A process that builds neither
-is left alone. A ``sitecustomize`` that this one hides is run as it would have been.
+below the command runs this: launchers, data-loader workers and pip as well. A process that builds neither is left
+alone, but for what torch.multiprocessing.spawn tells a parent of a rank that raised. A ``sitecustomize`` that this one
+hides is run as it would have been.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 _OPTIMIZERS = "torch.optim.optimizer"
 _GROUPS = "torch.distributed.distributed_c10d"
+_SPAWN = "torch.multiprocessing.spawn"
 _asked = bool(os.environ.get("DTOBS_AUTO_ATTACH"))
 
 
@@ -83,6 +85,24 @@ def _tell_of_groups(module: Any) -> None:
     module.init_process_group = init_process_group
 
 
+def _tell_of_spawn(module: Any) -> None:
+    original = module.ProcessContext.join
+
+    @functools.wraps(original)
+    def join(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except module.ProcessRaisedException as error:
+            _guarded(functools.partial(_spawned_rank_raised, error, len(self.processes)))
+            raise
+
+    module.ProcessContext.join = join
+
+
+def _spawned_rank_raised(error: Any, processes: int) -> None:
+    _ours("session.early_rendezvous").spawned_rank_raised(error, processes)
+
+
 def _saw(optimizer: Any) -> None:
     _guarded(lambda: _ours("integrations.auto").optimizer_created(optimizer))
 
@@ -121,5 +141,9 @@ def _run_hidden() -> None:
 
 
 if _asked:
-    sys.meta_path[:0] = [_WhenThere(_OPTIMIZERS, _tell_of_optimizers), _WhenThere(_GROUPS, _tell_of_groups)]
+    sys.meta_path[:0] = [
+        _WhenThere(_OPTIMIZERS, _tell_of_optimizers),
+        _WhenThere(_GROUPS, _tell_of_groups),
+        _WhenThere(_SPAWN, _tell_of_spawn),
+    ]
 _run_hidden()
