@@ -1,4 +1,4 @@
-"""Which of its loader's worker processes keeps a rank waiting, and at which line of the data set that one is.
+"""Which worker process of its data loader, or of a pool, keeps a rank waiting, and at which line that one is.
 
 A worker that was forked has the rank's handler for the signal that prints stacks, and prints into the rank's file.
 Others are read by py-spy, where that is there.
@@ -15,8 +15,10 @@ from dtobs.host.blocked import waits_for
 from dtobs.host.process import kernel_text, read_process
 from dtobs.host.stacks import Frame, ThreadStack, main_thread, parse_stacks
 
-LOADER = "torch/utils/data/dataloader.py"
-_WORKER = "torch/utils/data/_utils/worker.py"
+POOL = "/multiprocessing/pool.py"
+_LOADER = "torch/utils/data/dataloader.py"
+_LOOPS = ("torch/utils/data/_utils/worker.py", POOL)
+"""Where a worker is called from."""
 _NAME = "pt_data_worker"
 """As torch calls them, since 2.6."""
 _MOST_WORKERS = 16
@@ -24,15 +26,21 @@ _SECONDS = 1.0
 """For each worker."""
 
 
-def awaited_worker(pid: int, signal: int, file: Path, deadline: float, proc: Path = Path("/proc")) -> str:
-    """What the loader of rank process `pid` waits for: "its loader's worker 71, which is at data.py:8 in __getitem__".
+def awaited_worker(
+    main: ThreadStack | None, pid: int, signal: int, file: Path, deadline: float, proc: Path = Path("/proc")
+) -> str:
+    """What the main thread of rank process `pid` waits for: "its loader's worker 71, which is at data.py:8 in read".
 
-    "" where no worker is suspended or at work, as when their queues are what stands still.
+    "" where its stack is in no loader or pool, or no worker is suspended or at work, as when their queues are what
+    stands still.
     """
+    if main is None or not main.mentions(_LOADER, POOL):
+        return ""
+    whose = "loader" if main.mentions(_LOADER) else "pool"
     workers = _workers(pid, proc)
     for worker in workers:
         if read_process(worker, proc=proc).stopped:
-            return f"its loader's worker {worker}, which is suspended"
+            return f"its {whose}'s worker {worker}, which is suspended"
     for worker in workers:
         seconds = min(_SECONDS, deadline - time.monotonic())
         if seconds <= 0:
@@ -42,7 +50,7 @@ def awaited_worker(pid: int, signal: int, file: Path, deadline: float, proc: Pat
         if frames:
             does = "runs" if read_process(worker, proc=proc).state == "R" else "is"
             ends = f" and waits for {what}" if what else ""
-            return f"its loader's worker {worker}, which {does} at {ThreadStack('', frames).user_frame}{ends}"
+            return f"its {whose}'s worker {worker}, which {does} at {ThreadStack('', frames).user_frame}{ends}"
     return ""
 
 
@@ -61,7 +69,7 @@ def worker_frames(worker: int, signal: int, file: Path, seconds: float, *, pyspy
             return ()
     stack = main_thread(parse_stacks(text))
     frames = stack.frames if stack is not None else ()
-    loop = next((n for n, frame in enumerate(frames) if frame.file.endswith(_WORKER)), 0)
+    loop = next((n for n, frame in enumerate(frames) if frame.file.endswith(_LOOPS)), 0)
     return frames[:loop] if loop and "/multiprocessing/" not in frames[loop - 1].file else ()
 
 

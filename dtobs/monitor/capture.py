@@ -18,7 +18,7 @@ from dtobs.events import RankState
 from dtobs.host import rank_stacks
 from dtobs.host.blocked import waits_for
 from dtobs.host.kernel_log import XID_NOTE, read_xids
-from dtobs.host.loader_workers import LOADER, awaited_worker
+from dtobs.host.loader_workers import awaited_worker
 from dtobs.host.process import ProcessState, read_process
 from dtobs.host.stacks import main_thread, parse_stacks
 from dtobs.monitor import worker_server
@@ -58,7 +58,7 @@ class _Python:
     gil: Gil
     stacks: str
     notes: tuple[str, ...] = ()
-    waits_for: str = ""  #: the worker of its data loader that it waits for
+    waits_for: str = ""  #: the worker process that it waits for
 
 
 def capture_ranks(
@@ -195,8 +195,7 @@ def _python(target: _Target, deadline: float) -> _Python:
         except rank_stacks.NoStacks as error:
             return _Python(lock.state, "", (*notes, str(error)))
     main = main_thread(parse_stacks(stacks))
-    loads = main is not None and main.mentions(LOADER)
-    worker = awaited_worker(target.pid, target.signal, target.stacks, deadline) if loads else ""
+    worker = awaited_worker(main, target.pid, target.signal, target.stacks, deadline)
     return _Python(lock.state, stacks, notes, worker)
 
 

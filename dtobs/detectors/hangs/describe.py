@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtobs.detectors.hangs.situation import Absence, Situation, constructing, thread_beside, working_thread
+from dtobs.detectors.hangs.endings import raised_at
+from dtobs.detectors.hangs.situation import (
+    Absence,
+    Situation,
+    constructing,
+    ended_thread,
+    thread_beside,
+    working_thread,
+)
 from dtobs.host.stacks import Frame, ThreadStack
 from dtobs.words import duration_text, ranks_do, ranks_text
 
 _MAX_RANKS_SHOWN = 8
 _MAX_FRAMES = 12
+_MAX_MESSAGE = 160
 
 Evidence = dict[str, Any]
 
@@ -118,6 +127,9 @@ def waits_there(situation: Situation, rank: int) -> str:
     capture = situation.view.capture
     if capture is None or situation.main_stack(rank) is None:
         return ""
+    ended = ended_thread(situation.view, rank)
+    if ended is not None:
+        return f", where it waits for its threads, of which {raised_in_thread(ended)}"
     thread = working_thread(situation.view, rank)
     if thread is not None:
         return f", where it waits for a thread of its own, which is at {thread.user_frame}"
@@ -125,6 +137,14 @@ def waits_there(situation: Situation, rank: int) -> str:
     if not waits_for and (thread := thread_beside(situation.view, rank)) is not None:
         waits_for = f"a lock or a thread, while a thread of its own is at {thread.user_frame}"
     return f", where it waits for {waits_for}" if waits_for else ""
+
+
+def raised_in_thread(error: dict[str, Any]) -> str:
+    """ "prefetch has ended by KeyError: 'x' at train.py:8 in fill": an exception as it is recorded."""
+    message = " ".join(str(error.get("message", "")).split())[:_MAX_MESSAGE]
+    place = f" at {raised_at(error)}" if raised_at(error) else ""
+    name = str(error.get("type") or "an exception").rpartition(".")[2]
+    return f"{error['thread']} has ended by {name}{f': {message}' if message else ''}{place}"
 
 
 def _in_construction(situation: Situation, rank: int) -> str:

@@ -96,10 +96,7 @@ class Ending:
     @property
     def place(self) -> str:
         """The user's line at which its exception was raised, "" when that is not known."""
-        frame = (self.exception or {}).get("frame")
-        if not isinstance(frame, dict):
-            return ""
-        return f"{frame.get('file', '?')}:{frame.get('line', '?')} in {frame.get('function', '?')}"
+        return raised_at(self.exception or {})
 
     @property
     def timed(self) -> bool:
@@ -201,6 +198,14 @@ def _last_sign_of_life_ns(view: RunView, rank: int) -> int:
     if capture is None or rank not in capture.ranks or not capture.ranks[rank].process.alive:
         return published
     return max(published, capture.taken_ns)
+
+
+def raised_at(exception: dict[str, Any]) -> str:
+    """The user's line at which an exception, as it is recorded, was raised; "" when that is not known."""
+    frame = exception.get("frame")
+    if not isinstance(frame, dict):
+        return ""
+    return f"{frame.get('file', '?')}:{frame.get('line', '?')} in {frame.get('function', '?')}"
 
 
 def _last_exception(view: RunView, rank: int) -> dict[str, Any] | None:

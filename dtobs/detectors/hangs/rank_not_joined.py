@@ -20,7 +20,7 @@ from dtobs.detectors.hangs.describe import (
     where,
     working_evidence,
 )
-from dtobs.detectors.hangs.situation import Situation, Told, communicating_thread, undone_by_device
+from dtobs.detectors.hangs.situation import Situation, Told, communicating_thread, ended_thread, undone_by_device
 from dtobs.findings import Confidence, Finding
 from dtobs.host.stacks import ThreadStack
 from dtobs.words import count, duration_text, ranks_do, ranks_text
@@ -28,6 +28,7 @@ from dtobs.words import count, duration_text, ranks_do, ranks_text
 _STEPS_PAST = 2
 """Later steps in which a rank made the calls of other groups: a call that it has not made by then is left out."""
 
+_THREAD_NEXT = "Fix what that thread raised, and have it hand its errors over to who waits for it."
 _UNDONE_NEXT = "Match the sends and receives of these ranks: a message that nobody answers holds up the whole device."
 
 
@@ -59,7 +60,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
                     *working_evidence(situation, ranks[0]),
                     *stack_evidence(situation, ranks[0]),
                 ),
-                next_step=_UNDONE_NEXT if undone and any(way in undone[0] for way in (":send ", ":recv ")) else "",
+                next_step=_next_step(situation, ranks[0], undone),
                 since_ns=absence.since_ns,
             )
         )
@@ -118,6 +119,12 @@ def unrecorded(situation: Situation, left: frozenset[int]) -> Told:
         since_ns=int(situation.view.page(first)["wait_since_ns"] or situation.view.page(first)["collective_ns"]),
     )
     return Told([finding])
+
+
+def _next_step(situation: Situation, rank: int, undone: list[str]) -> str:
+    if undone and any(way in undone[0] for way in (":send ", ":recv ")):
+        return _UNDONE_NEXT
+    return _THREAD_NEXT if ended_thread(situation.view, rank) is not None else ""
 
 
 def _undone(calls: list[str], ranks: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from dtobs.calls.absent import HeldUp, missing_in
 from dtobs.calls.lost_step import LostStep, believed, lost_steps
@@ -16,6 +17,7 @@ from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
 from dtobs.detectors.hangs.stall import WORKING_CORES, Stall, stall
 from dtobs.events import Phase
 from dtobs.findings import CATALOGUE, Finding, Trait
+from dtobs.host.loader_workers import POOL
 from dtobs.host.stacks import ThreadStack
 from dtobs.recording.told import told_ns, until
 from dtobs.recording.view import RunView
@@ -372,6 +374,13 @@ def working_thread(view: RunView, rank: int) -> ThreadStack | None:
     return busy[0] if len(busy) == 1 else None
 
 
+def ended_thread(view: RunView, rank: int) -> dict[str, Any] | None:
+    """The exception that ended the last thread of `rank` that one ended, where the main thread waits for a thread."""
+    main = view.rank(rank).stack
+    ended = [e for e in view.meta(rank).exceptions if e.get("thread")]
+    return ended[-1] if ended and main is not None and _idle(main) else None
+
+
 def thread_beside(view: RunView, rank: int) -> ThreadStack | None:
     """The only other thread in the user's own code, where the main one waits there for a lock or a thread; else None.
 
@@ -389,7 +398,7 @@ def thread_beside(view: RunView, rank: int) -> ThreadStack | None:
 def _handed_over_to(view: RunView, rank: int) -> list[ThreadStack]:
     """The threads beside the main one where that waits for one of them."""
     main = view.rank(rank).stack
-    if main is None or not _idle(main):
+    if main is None or not _idle(main) or main.mentions(POOL):  # a pool's threads only hand on what processes do
         return []
     return [stack for stack in view.rank(rank).stacks if stack is not main]
 

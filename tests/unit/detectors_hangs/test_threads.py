@@ -139,3 +139,29 @@ def test_of_a_rank_that_waits_for_a_lock_the_line_of_its_other_thread_is_told(tr
     (finding,) = found(captured(view, rank_1=stack(beside) + stack("/home/me/train.py:9 main"))).values()
     said = "where it waits for a lock or a thread, while a thread of its own is at /home/me/upload.py:4 in put"
     assert (said in finding.summary) == told
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_thread_that_an_exception_has_ended_is_told_of_a_rank_that_waits_for_its_threads(training, waits: bool):
+    run = training(2)
+    run.rank(0).phase("backward").collective(wait=True)
+    frame = {"file": "/home/me/data.py", "line": 4, "function": "fill"}
+    said = {"type": "builtins.KeyError", "message": "'tokens'", "thread": "prefetch", "t_ns": 1, "frame": frame}
+    run.rank(1).meta("exception", **said)
+    view = captured(run.view(later=75), rank_1=MAIN if waits else stack("/home/me/train.py:9 main"))
+    (finding,) = found(view).values()
+    assert (finding.code, finding.ranks) == ("rank-not-joined", (1,))
+    told = "where it waits for its threads, of which prefetch has ended by KeyError: 'tokens' at /home/me/data.py:4 in fill"
+    assert (told in finding.summary) == waits
+    assert ("Fix what that thread raised" in finding.next_step) == waits
+
+
+def test_a_rank_that_waits_for_a_pool_is_not_said_to_wait_for_a_thread(training):
+    run = training(2)
+    run.rank(0).phase("backward").collective(wait=True)
+    pool = stack(
+        "/usr/lib/python3.11/threading.py:327 wait", "/usr/lib/python3.11/multiprocessing/pool.py:9 get", "/a.py:1 f"
+    )
+    view = captured(run.view(later=75), rank_1=stack("/home/me/log.py:4 write") + pool)
+    (finding,) = found(view).values()
+    assert "a thread of its own" not in finding.summary

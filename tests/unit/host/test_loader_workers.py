@@ -12,9 +12,12 @@ import pytest
 
 from dtobs.host.loader_workers import awaited_worker
 from dtobs.host.process import read_process
+from dtobs.host.stacks import Frame, ThreadStack
 from tests.unit.monitor.children import child
 
 NUMBER = int(signal.SIGRTMIN) + 12
+LOADS = ThreadStack("", (Frame("/x/torch/utils/data/dataloader.py", 9, "__next__"),))
+WAITS = ThreadStack("", (Frame("/x/threading.py", 9, "wait"), Frame("/x/multiprocessing/pool.py", 9, "get")))
 # A rank that takes `argv[4]` batches, and a data set that does `argv[3]` when it is asked for item 2.
 RANK = """
 import faulthandler, threading
@@ -39,7 +42,7 @@ def said(tmp_path: Path, does: str, taken: int, *, workers: int = 2, then: Calla
     with child(RANK, file, NUMBER, does, taken, workers) as rank:
         then(rank.pid)
         for _ in range(100):
-            found = awaited_worker(rank.pid, NUMBER, file, time.monotonic() + 5)
+            found = awaited_worker(LOADS, rank.pid, NUMBER, file, time.monotonic() + 5)
             if found:
                 return found
             time.sleep(0.05)
@@ -82,4 +85,27 @@ def test_workers_that_wait_for_work_are_not_blamed(tmp_path: Path):
 
 
 def test_a_process_without_workers(tmp_path: Path):
-    assert awaited_worker(os.getpid(), NUMBER, tmp_path / "none", time.monotonic() + 1) == ""
+    assert awaited_worker(LOADS, os.getpid(), NUMBER, tmp_path / "none", time.monotonic() + 1) == ""
+
+
+POOL = """
+import faulthandler, multiprocessing, threading
+stacks = open(sys.argv[1], 'w')
+faulthandler.register(int(sys.argv[2]), file=stacks, all_threads=True)
+def work(number):
+    if number == 1: threading.Event().wait()
+pool = multiprocessing.get_context('fork').Pool(2)
+pool.map_async(work, range(2))
+print('ready', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_line_at_which_a_worker_of_a_pool_stays(tmp_path: Path):
+    file, found, deadline = tmp_path / "stacks.txt", "", time.monotonic() + 30
+    with child(POOL, file, NUMBER) as rank:
+        while not found and time.monotonic() < deadline:
+            found = awaited_worker(WAITS, rank.pid, NUMBER, file, time.monotonic() + 5)
+        assert awaited_worker(None, rank.pid, NUMBER, file, time.monotonic() + 5) == ""
+    assert found.startswith("its pool's worker ")
+    assert found.endswith(" in work")
