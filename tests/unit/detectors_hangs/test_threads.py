@@ -151,7 +151,8 @@ def test_a_thread_that_an_exception_has_ended_is_told_of_a_rank_that_waits_for_i
     view = captured(run.view(later=75), rank_1=MAIN if waits else stack("/home/me/train.py:9 main"))
     (finding,) = found(view).values()
     assert (finding.code, finding.ranks) == ("rank-not-joined", (1,))
-    told = "where it waits for its threads, of which prefetch has ended by KeyError: 'tokens' at /home/me/data.py:4 in fill"
+    ended = "prefetch has ended by KeyError: 'tokens' at /home/me/data.py:4 in fill"
+    told = f"where it waits for its threads, of which {ended}"
     assert (told in finding.summary) == waits
     assert ("Fix what that thread raised" in finding.next_step) == waits
 
