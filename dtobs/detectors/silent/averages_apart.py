@@ -26,6 +26,8 @@ from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
 VALUES, LOOKS = 4, 2
+RECENT = 16
+"""Records of a rank, the newest, in which a look that all ranks have is sought first."""
 REST_LOOKS = 16
 """Looks at a copy that moves on one rank while it rests on the others."""
 _NEXT = (
@@ -48,7 +50,11 @@ class _Kept:
 def averages_apart(view: RunView) -> list[Finding]:
     """One finding for each copy of each set of ranks."""
     found = []
-    for (label, pieces), holders in _holders(view).items():
+    known = _holders(view)
+    recent = {rank: view.law(AVERAGES, rank, RECENT) for rank in {rank for ranks in known.values() for rank in ranks}}
+    for (label, pieces), holders in known.items():
+        if _agree_now({rank: recent[rank][recent[rank]["copy"] == number] for rank, (number, _) in holders.items()}):
+            continue
         moving = {rank: looks for rank, (number, _) in holders.items() if len(looks := _looks(view, rank, number))}
         used = all(used for _, used in holders.values())
         if len(moving) > 1:
@@ -56,6 +62,15 @@ def averages_apart(view: RunView) -> list[Finding]:
         elif label and used and (told := _rests(label, holders, moving)) is not None:
             found.append(told)
     return found
+
+
+def _agree_now(recent: dict[int, npt.NDArray[np.void]]) -> bool:
+    """Whether all ranks have the same in the newest look that all have; most jobs are no more work than that."""
+    steps = set.intersection(*(set(records["step"].tolist()) for records in recent.values()))
+    if not steps:
+        return False
+    newest = [records["digest"][records["step"] == max(steps)][-1] for records in recent.values()]
+    return all(np.array_equal(digests, newest[0]) for digests in newest)
 
 
 def _holders(view: RunView) -> dict[tuple[str, tuple[str, ...]], dict[int, tuple[int, bool]]]:
