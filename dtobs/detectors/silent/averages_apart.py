@@ -55,7 +55,8 @@ def averages_apart(view: RunView) -> list[Finding]:
     for (label, pieces), holders in known.items():
         if _agree_now({rank: recent[rank][recent[rank]["copy"] == number] for rank, (number, _) in holders.items()}):
             continue
-        moving = {rank: looks for rank, (number, _) in holders.items() if len(looks := _looks(view, rank, number))}
+        written = {rank: _looks(view, rank, number) for rank, (number, _) in holders.items() if len(recent[rank])}
+        moving = {rank: looks for rank, looks in written.items() if len(looks)}
         used = all(used for _, used in holders.values())
         if len(moving) > 1:
             found += [told for kept in _together(label, pieces, moving) if (told := _parted(view, kept)) is not None]
