@@ -170,7 +170,7 @@ def copies_of(model: nn.Module, known: set[int]) -> Iterator[_Copy]:
             taken |= _places(tensors)
             yield _Copy(type(module).__name__, _of_module(module, _parameters))
     for thing in held:
-        whole = wholes[len(thing)]
+        whole = wholes.get(len(thing), [])  # it may have become longer or shorter since
         tensors = list(thing.values() if isinstance(thing, dict) else thing)
         if _is_copy(tensors, {tuple(t.shape for _, t in whole)}, taken):
             taken |= _places(tensors)

@@ -107,6 +107,12 @@ def test_a_copy_that_its_owner_lets_go_is_let_go(name: str):
     assert last() is None
 
 
+def test_a_list_that_grows_while_copies_are_looked_for_is_none(monkeypatch: pytest.MonkeyPatch):
+    """As that of the modules which are found."""
+    monkeypatch.setattr("dtobs.probes.averages._objects", lambda counts: ([], [[0] * 77, {}]))
+    assert list(copies_of(Net(), set())) == []
+
+
 def test_looks_become_fewer_and_are_the_same_for_every_rank():
     looks = [step for step in range(100_000) if step % looks_every(step, 2) == 0]
     assert looks[:FIRST_LOOKS] == [2 * n for n in range(FIRST_LOOKS)]
