@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ PRELUDE = "import sys, os, time, signal\n"
 
 @contextlib.contextmanager
 def child(code: str, *arguments: object, interpreter: str = sys.executable) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process that has printed a line, with a pipe to its stdin; killed on leaving."""
+    """A Python process that has printed a line, with a pipe to its stdin; killed on leaving, with what it started."""
     process = subprocess.Popen(
         [interpreter, "-c", PRELUDE + code, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
@@ -26,7 +28,8 @@ def child(code: str, *arguments: object, interpreter: str = sys.executable) -> I
         assert line.strip() == b"ready", line
         yield process
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for stream in (process.stdin, process.stdout):
             if stream is not None:
