@@ -22,8 +22,8 @@ _LOOPS = ("torch/utils/data/_utils/worker.py", POOL)
 _NAME = "pt_data_worker"
 """As torch calls them, since 2.6."""
 _MOST_WORKERS = 16
-_SECONDS = 1.0
-"""For each worker."""
+_SECONDS = 0.6
+"""For each worker to answer the signal, and as long for py-spy."""
 
 
 def awaited_worker(
@@ -38,20 +38,24 @@ def awaited_worker(
         return ""
     whose = "loader" if main.mentions(_LOADER) else "pool"
     workers = _workers(pid, proc)
-    for worker in workers:
-        if read_process(worker, proc=proc).stopped:
+    states = {worker: read_process(worker, proc=proc) for worker in workers}
+    for worker, state in states.items():
+        if state.stopped:
             return f"its {whose}'s worker {worker}, which is suspended"
-    for worker in workers:
+    for worker, state in states.items():
         seconds = min(_SECONDS, deadline - time.monotonic())
         if seconds <= 0:
             break
+        if state.state == "D":
+            continue  # no signal reaches it there
         what = waits_for(worker, {}, proc)  # before the signal, which ends what some calls wait for
         frames = worker_frames(worker, signal, file, seconds, pyspy=True)
         if frames:
             does = "runs" if read_process(worker, proc=proc).state == "R" else "is"
             ends = f" and waits for {what}" if what else ""
             return f"its {whose}'s worker {worker}, which {does} at {ThreadStack('', frames).user_frame}{ends}"
-    return ""
+    slow = [worker for worker, state in states.items() if state.state == "D"]
+    return f"its {whose}'s worker {slow[0]}, which waits for a disk or a network file system" if slow else ""
 
 
 def worker_frames(worker: int, signal: int, file: Path, seconds: float, *, pyspy: bool = False) -> tuple[Frame, ...]:

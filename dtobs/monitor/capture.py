@@ -31,6 +31,8 @@ DEADLINE_SECONDS = 5.0
 GIL_SECONDS = 1.5
 STACK_SECONDS = 2.0
 FLIGHT_RECORDER_SECONDS = 3.0
+_LEFT_SECONDS = 1.0
+"""Of that, for workers that do not answer: the stacks of their rank, which are there, must not come too late."""
 _MAX_THREADS = 64
 _TICKS = os.sysconf("SC_CLK_TCK")
 _FRESH_NS = 60_000_000_000
@@ -195,7 +197,7 @@ def _python(target: _Target, deadline: float) -> _Python:
         except rank_stacks.NoStacks as error:
             return _Python(lock.state, "", (*notes, str(error)))
     main = main_thread(parse_stacks(stacks))
-    worker = awaited_worker(main, target.pid, target.signal, target.stacks, deadline)
+    worker = awaited_worker(main, target.pid, target.signal, target.stacks, deadline - _LEFT_SECONDS)
     return _Python(lock.state, stacks, notes, worker)
 
 

@@ -129,7 +129,7 @@ def waits_there(situation: Situation, rank: int) -> str:
         return ""
     ended = ended_thread(situation.view, rank)
     if ended is not None:
-        return f", where it waits for its threads, of which {raised_in_thread(ended)}"
+        return f", where it waits for its threads, of which {_raised_in_thread(ended)}"
     thread = working_thread(situation.view, rank)
     if thread is not None:
         return f", where it waits for a thread of its own, which is at {thread.user_frame}"
@@ -139,7 +139,7 @@ def waits_there(situation: Situation, rank: int) -> str:
     return f", where it waits for {waits_for}" if waits_for else ""
 
 
-def raised_in_thread(error: dict[str, Any]) -> str:
+def _raised_in_thread(error: dict[str, Any]) -> str:
     """ "prefetch has ended by KeyError: 'x' at train.py:8 in fill": an exception as it is recorded."""
     message = " ".join(str(error.get("message", "")).split())[:_MAX_MESSAGE]
     place = f" at {raised_at(error)}" if raised_at(error) else ""

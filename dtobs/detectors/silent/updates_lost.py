@@ -107,6 +107,6 @@ def _resting(view: RunView, rank: int) -> set[str]:
     if len(digests) < LEAST_DIGESTS or "digest" not in (digests.dtype.names or ()):
         return set()
     rests = (digests["digest"] == digests["digest"][:1]).all(axis=0)
-    return (
-        {p.name for p, same in zip(view.meta(rank).params, rests, strict=False) if same} if not rests.all() else set()
-    )
+    if rests.all():
+        return set()
+    return {p.name for p, same in zip(view.meta(rank).params, rests, strict=False) if same}

@@ -109,3 +109,26 @@ def test_the_line_at_which_a_worker_of_a_pool_stays(tmp_path: Path):
         assert awaited_worker(None, rank.pid, NUMBER, file, time.monotonic() + 5) == ""
     assert found.startswith("its pool's worker ")
     assert found.endswith(" in work")
+
+
+@pytest.mark.parametrize(("state", "said"), [("D", True), ("S", False)])
+def test_a_worker_that_no_signal_reaches_is_told_by_its_state(tmp_path: Path, state: str, said: bool):
+    """On a mount that is lost; a process of that number is not there, so nobody could be asked."""
+    worker = 2**22 + 7  # beyond the largest number that a process has
+    for folder, name, text in (
+        ("9/task/9", "children", f"{worker} "),
+        (f"{worker}", "comm", "pt_data_worker\n"),
+        (f"{worker}", "stat", f"{worker} (pt_data_worker) {state} " + "0 " * 60),
+    ):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / name).write_text(text)
+    found = awaited_worker(LOADS, 9, NUMBER, tmp_path / "stacks.txt", time.monotonic() + 5, tmp_path)
+    told = f"its loader's worker {worker}, which waits for a disk or a network file system"
+    assert found == (told if said else "")
+
+
+def test_who_has_no_time_left_asks_nobody(tmp_path: Path):
+    """The stacks of the rank itself are there already, and must not come too late for their capture."""
+    with child(RANK, tmp_path / "stacks.txt", NUMBER, "threading.Event().wait()", 2, 2) as rank:
+        assert awaited_worker(LOADS, rank.pid, NUMBER, tmp_path / "stacks.txt", time.monotonic() - 0.1) == ""
+    assert (tmp_path / "stacks.txt").read_text() == ""
