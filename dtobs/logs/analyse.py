@@ -25,6 +25,7 @@ _STEPS_AFTER = 3
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
 _LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died", "rendezvous-closed")
 _ENGINE_WAITS = 4
+_LAST_LINES = 20
 _MAX_RANKS_SHOWN = 4096
 _CANCELLED = "CANCELLED AT"
 _CRASHED = ("uncaught-exception", "device-out-of-memory", "device-fault", "illegal-address", "disk-full")
@@ -91,9 +92,8 @@ def judge(evidence: LogEvidence, several_files: bool, notes: list[str], bytes_re
     if not findings:
         findings += spikes(tracks)
     notes = [*notes, *_notes(live, ended, findings, tracks), *_attempts(signs, evidence), *paces(tracks)]
-    missing = (
-        tuple(rank for rank in range(min(world, _MAX_RANKS_SHOWN)) if rank not in heard.ranks) if heard.ranks else ()
-    )
+    known = heard.ranks | {ending.rank for ending in ended}
+    missing = tuple(rank for rank in range(min(world, _MAX_RANKS_SHOWN)) if rank not in known) if heard.ranks else ()
     return LogAnalysis(
         world,
         tuple(findings),
@@ -118,6 +118,8 @@ def _causes(
         complaining=frozenset(s.rank for s in live if s.rank is not None and s.role in (Role.CASCADE, Role.STUCK)),
         timed_out=any(s.kind == "work-timeout" for s in live),
         cancelled_at={s.file: s.order for s in reversed(live) if s.kind == "interrupted" and _CANCELLED in s.text},
+        bare=[s for s in live if s.kind == "bare-exception" and not _went_on(s, evidence, ended)],
+        heap=next((s.fields["what"] for s in live if s.kind == "heap"), ""),
         fatal_sites={s.rank: s.fields["site"] for s in live if s.kind == "fatal-site"},
     )
     found = crashes(scene)
@@ -130,6 +132,12 @@ def _causes(
         if not found or (found[0].code == "dumps-missing" and any(s.kind == "signalled" for s in live)):
             found = unexplained(scene, live) or found
     return found or meetings.at_barrier(live, heard, evidence.moved)
+
+
+def _went_on(sign: Sign, evidence: LogEvidence, ended: list[LoggedEnding]) -> bool:
+    """Whether training made steps after a line, or much else was told and the end of no rank."""
+    moved = any(at > sign.order for at, _ in evidence.moved.get(sign.file, ()))
+    return moved or (not ended and evidence.ends[sign.file] - sign.order > _LAST_LINES)
 
 
 def _told_in_table(evidence: LogEvidence, live: list[Sign]) -> list[Sign]:

@@ -19,6 +19,7 @@ from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.logs.endings import DEADLY, LoggedEnding
 from dtobs.logs.evidence import Sign
 from dtobs.logs.templates import Role
+from dtobs.logs.traces import is_installed
 from dtobs.words import numbers, ranks_text, verb
 
 _XID_OF_PROGRAMS = {"13", "31", "43", "45", "68", "69", "109"}
@@ -61,7 +62,9 @@ class Scene:
     complaining: frozenset[int]  #: ranks with a cascade line
     timed_out: bool
     cancelled_at: dict[int, int] = field(default_factory=dict)  #: by file, the line that cancels the job
+    bare: Sequence[Sign] = ()  #: exceptions without a traceback, of which nothing shows that they were got over
     fatal_sites: dict[int | None, str] = field(default_factory=dict)  #: where Python stood when a signal ended it
+    heap: str = ""  #: what the allocator says of a heap that it found corrupted
 
     def cancelled(self, ending: LoggedEnding) -> bool:
         """Whether the scheduler had taken the job back before it tells that this rank was killed."""
@@ -79,6 +82,12 @@ _CRASHED = "Look at the line shown: native code that it calls crashed; run it wi
 _CRASHED_SOMEWHERE = (
     "Native code crashed in it, nobody killed it: read its last lines, and run it with PYTHONFAULTHANDLER=1, which"
     " prints the line of Python where it crashes."
+)
+
+
+_HEAP = (
+    "A native extension wrote beyond its memory or freed it twice: run the rank with PYTHONFAULTHANDLER=1 and"
+    " MALLOC_CHECK_=3, and suspect what was built for another version of torch or libc."
 )
 
 
@@ -256,8 +265,8 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
     )
     ranks = _ranks(chosen, scene, "uncaught-exception")
     first = chosen[0]
-    message = f": {_cut(first.fields['message'])}" if first.fields.get("message") else ""
-    site = f" at {first.fields['site']}" if first.fields.get("site") else ""
+    message = f": {_cut(first.fields['message']).rstrip('.')}" if first.fields.get("message") else ""
+    site = _own_site(first, signs)
     told = {e.rank for e in scene.endings if e.rank is not None}
     sure = bool(ranks) and (set(ranks) <= told or not told) and (len(ranks) == 1 or chosen[0].rank is not None)
     return Finding(
@@ -267,6 +276,15 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
         Confidence.CERTAIN if sure else Confidence.LIKELY,
         evidence=_records(chosen),
     )
+
+
+def _own_site(first: Sign, signs: Iterable[Sign]) -> str:
+    """Where it was raised, by the user's own line: of a chain, the exception that was raised from it may have that."""
+    site = first.fields.get("site", "")
+    if is_installed(site):
+        later = (s.fields.get("site", "") for s in signs if s.writer == first.writer and s.order > first.order)
+        site = next((other for other in later if other and not is_installed(other)), site)
+    return f" at {site}" if site else ""
 
 
 def _host_memory(signs: list[Sign], scene: Scene) -> Finding | None:
@@ -313,14 +331,15 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
     first = quiet[0]
     on = f" on {first.host}" if first.host else ""
     site = "" if first.signal == signal.SIGKILL else scene.fatal_site(ranks)
+    heap = f" and found its heap corrupted ({scene.heap})" if first.signal == signal.SIGABRT and scene.heap else ""
     everyone = len(ranks) > 1 and len(ranks) == len({e.rank for e in scene.endings})
     return Finding(
         "rank-dead",
-        f"{ranks_text(ranks) if ranks else 'a rank'} ended by {first.words()}{on}{site}",
+        f"{ranks_text(ranks) if ranks else 'a rank'} ended by {first.words()}{on}{heap}{site}",
         ranks,
         Confidence.LIKELY if not everyone else Confidence.POSSIBLE,
         evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in quiet[:_EVIDENCE]),
-        next_step=_after(first.signal or 0, site),
+        next_step=_HEAP if heap else _after(first.signal or 0, site),
     )
 
 
@@ -359,6 +378,8 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
         waited = any(s.role is Role.STUCK for s in blames) or None in upset
         ended = [e for e in ended if e.rank is not None and e.rank not in upset and not waited]
         lost = f", while {ranks_text(sorted(r for r in upset if r is not None))} lost the connection to a peer"
+    if bare := _bare_exception(scene, ended, bool(blames)):
+        return [bare]
     if not ended:
         return []
     ranks = tuple(sorted({e.rank for e in ended if e.rank is not None}))
@@ -373,6 +394,23 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
             "wrapped in torch.distributed.elastic.multiprocessing.errors.record, which writes the exception down.",
         )
     ]
+
+
+def _bare_exception(scene: Scene, ended: Sequence[LoggedEnding], blames: bool) -> Finding | None:
+    """The last exception of which a paste has only the line that names it, where its rank or the end of one is told."""
+    known = [s for s in scene.bare if s.rank is not None]
+    if not known and (blames or not ended):
+        return None
+    first = (known or scene.bare)[-1:]
+    if not first:
+        return None
+    ranks = tuple(sorted({s.rank for s in known if s.rank is not None and s.fields == first[0].fields}))
+    ranks = ranks or tuple(sorted({e.rank for e in ended if e.rank is not None}))
+    text = f"{ranks_text(ranks) if ranks else 'a rank'} told of {first[0].text.strip()[:_SHOWN]}"
+    return Finding(
+        "uncaught-exception", text, ranks, Confidence.LIKELY if known else Confidence.POSSIBLE,
+        evidence=_records(first), next_step="Look at the traceback of this line, which is not among the lines given.",
+    )  # fmt: skip
 
 
 def _signalled(signs: Sequence[Sign], scene: Scene) -> Finding:

@@ -11,7 +11,7 @@ from dtobs.logs import prefix, progress
 from dtobs.logs.failure_table import Failed, FailureTable
 from dtobs.logs.places import LogPlace
 from dtobs.logs.templates import GROUP, Role, has_digits, match, may_have_digits, says_nothing
-from dtobs.logs.traces import STARTS, Raised, Trace, rank_named
+from dtobs.logs.traces import STARTS, Raised, Trace, is_beheaded, rank_named
 
 _KEPT = {
     "work-timeout": 64,
@@ -29,8 +29,10 @@ _MAX_SIGNS = 400_000
 _MAX_PAIRS = 100_000
 _MAX_TEXT = 600
 _LOSSES = 4096
-_WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced"})
-"""Rows that an exception's message may quote of another process: the exception itself is the rank's own."""
+_WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced", "bare-exception"})
+"""Rows that say nothing of an exception: what its message may quote of another process, and that it is one."""
+_STACK_OF_A_LOG = "Call stack:"
+"""What Python's logging prints before the place of a line that it could not write."""
 _DIGITS = b"0123456789"
 _HEX = _DIGITS + b"abcdef"
 _ALIKE, _TAKEN, _SHAPES, _SHAPED = 2000, 16, 4096, 400
@@ -40,6 +42,9 @@ OF_TORCH = "torch"
 _NEVER_RAISED = ("Exception ignored in", "--- Logging error ---")
 """What Python prints before a traceback that goes nowhere."""
 _FOLLOWS = 3
+_LAST_ERROR = "Last error:"
+"""What NCCL's exceptions put before the line that tells what went wrong."""
+_GOES_ON = 4
 _UTC = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
 _COLLECTIVE_STACK = "Stack trace of the failed collective"
@@ -114,6 +119,7 @@ class LogEvidence:
         ] = {}  #: (host, pid) → (size, rank) of its communicators
         self.attempts: list[int | None] = [None]  #: the last step of each attempt, as far as restarts are told
         self.attempt_of: dict[int, tuple[str, int]] = {}  #: file → (its node's folder, the attempt it is of)
+        self.ends: dict[int, int] = {}  #: file → the number of its last line
         self.left_out = 0
         self._skipped: dict[bytes, tuple[int, int, bytes]] = {}  #: of lines that look alike the latest not read
         self._boring: Counter[bytes] = Counter()  #: lines without their digits, of progress or that say nothing
@@ -124,6 +130,7 @@ class LogEvidence:
         self._repeated: dict[tuple[int, str, str], int] = {}  #: (file, rank, key) → its place in `signs`
         self._traces: dict[Writer, Trace] = {}
         self._announced: dict[Writer, int] = {}  #: the line that says of the next traceback that nobody gets it
+        self._unsaid: dict[Writer, tuple[int, int, str]] = {}  #: (place in `signs`, line, ending) of half a message
         self._stacks: dict[Writer, int] = {}  #: lines so far of a stack that is told
         self._fatal: set[Writer] = set()  #: whose stack has not yet come to the thread that failed
         self._table: FailureTable | None = None
@@ -136,13 +143,14 @@ class LogEvidence:
     @property
     def hot(self) -> bool:
         """Whether a traceback, a stack or a table is open."""
-        return bool(self._traces) or bool(self._stacks) or self._table is not None
+        return bool(self._traces or self._stacks or self._unsaid) or self._table is not None
 
     def begin(self, file: int, name: str, place: LogPlace, head: Callable[[], bytes] = bytes) -> None:
         """Lines of another file follow; once there is one, `head` says how the file begins."""
         self.end()
         self._traces.clear()
         self._announced.clear()
+        self._unsaid.clear()
         self._stacks.clear()
         self._fatal.clear()
         self._dull.clear()
@@ -154,6 +162,7 @@ class LogEvidence:
     def end(self) -> None:
         """The file is over: an open table counts as it is, and of lines left because they look alike, the last ones."""
         self._close_table(self._name)
+        self.ends[self._file] = self._order
         now, latest = self._order, sorted(self._skipped.values())
         self._skipped.clear()
         for order, number, raw in latest:
@@ -168,7 +177,7 @@ class LogEvidence:
             self._column, self._head = prefix.columns(self._head()), None
         self._order += 1
         shape = raw[:_SHAPED].translate(None, _DIGITS)
-        if not (self._traces or self._stacks or self._table is not None):
+        if not self.hot:
             if shape in self._dull:
                 return
             alike = self._boring[shape]
@@ -204,6 +213,12 @@ class LogEvidence:
             return
         if any(words in text for words in _NEVER_RAISED):
             self._announced[writer] = number
+            return
+        if is_beheaded(text):
+            self._traces.setdefault(writer, Trace(beheaded=True)).feed(text)
+            return
+        if text.startswith(_STACK_OF_A_LOG):
+            self._traces.setdefault(writer, Trace(ignored=True, beheaded=True))
             return
         if text.startswith(_COLLECTIVE_STACK):
             self._stacks[writer] = 0
@@ -263,6 +278,8 @@ class LogEvidence:
 
     def _continues(self, writer: Writer, text: str, where: str) -> bool:
         """Whether the line belongs to something that began before it."""
+        if writer in self._unsaid:
+            self._say(writer, text)
         if self._table is not None or text.startswith(("Failures:", "Root Cause (first observed failure)")):
             self._table = self._table or FailureTable()
             if not self._table.feed(text):
@@ -313,7 +330,28 @@ class LogEvidence:
         return True
 
     def _raised(self, writer: Writer, raised: Raised, where: str) -> None:
-        self._keep(sign_of(raised, writer, where, self._order, self._file))
+        sign = sign_of(raised, writer, where, self._order, self._file)
+        half = ":" if not raised.message or raised.message.endswith(":") else _LAST_ERROR
+        if self._keep(sign) and (half == ":" or "NCCL error" in raised.message):
+            self._unsaid[writer] = len(self.signs) - 1, 0, half
+
+    def _say(self, writer: Writer, text: str) -> None:
+        """Add to an exception what one of the next lines tells: of a message that ends in a colon, or NCCL's."""
+        place, lines, half = self._unsaid.pop(writer)
+        words = text.strip()
+        if half == _LAST_ERROR and words == _LAST_ERROR:
+            half = ""
+        elif words and (not half or (half == ":" and text[0] in " \t")):
+            sign = self.signs[place]
+            message = f"{sign.fields['message']} {words}".strip()[:_MAX_TEXT] if half else words[:_MAX_TEXT]
+            self.signs[place] = replace(sign, fields=sign.fields | {"message": message})
+            if not half or words.endswith("."):
+                return
+        elif words and half != _LAST_ERROR:
+            return
+        if lines >= _GOES_ON:
+            return
+        self._unsaid[writer] = place, lines + 1, half
 
     def _progress(self, writer: Writer, text: str, where: str, raw: bytes) -> bool:
         told = progress.parse(text)

@@ -79,7 +79,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("fingerprint", ROOT, "Detected mismatch between collectives on ranks", r"Rank (?P<rank>\d{1,7}) is running collective: CollectiveFingerPrint\((?P<mine>[^)]{0,300})", "collective-mismatch"),
     _row("ddp-shapes", ROOT, "appears not to match sizes of the same param in process", r"(?:\[Rank (?P<rank>\d{1,7})\]: )?params\[(?P<index>\d{1,9})\] in this process with sizes (?P<sizes>\[[\d, ]{0,100}\])", "shape-mismatch"),
     _row("ddp-shapes", ROOT, "DDP expects same model across all ranks", r"but Rank (?P<rank>\d{1,7}) has (?P<mine>\d{1,9}) params, while rank (?P<other>\d{1,7}) has inconsistent (?P<theirs>\d{1,9})", "shape-mismatch"),
-    _row("unused-parameters", ROOT, "Expected to have finished reduction in the prior iteration", "", "unused-parameters"),
+    _row("unused-parameters", ROOT, ("Expected to have finished reduction in the prior iteration", "has parameters that were not used in producing the loss"), "", "unused-parameters"),
     _row("fingerprint-alone", ROOT, "is running inconsistent collective: CollectiveFingerPrint(", r"Rank (?P<rank>\d{1,7}) is running inconsistent", "collective-mismatch"),
     _row("nccl-mismatch", ROOT, ("Mismatched collective detected", "caused by a collective mismatch"), r"around rank (?P<rank>\d{1,7})", "collective-mismatch"),
     _row("nccl-mismatch", ROOT, "Mismatched collective detected", "", "collective-mismatch"),
@@ -201,11 +201,13 @@ TEMPLATES: tuple[Template, ...] = (
     _row("segfault", TEARDOWN, ("Segmentation fault", "Fatal Python error", "(core dumped)", "Bus error", "*** Process received signal ***", "Illegal instruction"), r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)"),
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
     _row("completed", INFO, ("worker group successfully finished", "train_runtime", "`Trainer.fit` stopped", "Training completed", "Training complete", "training complete", "Finished training", "finished training", "Training finished", "training done", "Training done", "Training is done", "exiting program at iteration", "Training finished successfully")),
+    _row("heap", INFO, ("double free or corruption", "free(): ", "malloc(): ", "malloc_consolidate(): ", "corrupted size vs. prev_size", "corrupted double-linked list", "munmap_chunk(): "), r"^(?P<what>double free or corruption(?: \(\S{1,12}\))?|(?:free|malloc\w{0,20}|munmap_chunk)\(\): [a-z][^\r\n]{1,80}|corrupted [^\r\n]{1,60})"),
     _row("completed", INFO, "finished: ", r"^finished: \d{1,12} steps?\b"),  # runtime.train
     _row("completed", INFO, " passed", r"(?<!failed, )\b\d{1,7} passed(?:, \d{1,7} (?:skipped|deselected|xfailed|xpassed|warnings?)){0,4} in [\d.]{1,12}s"),  # pytest
     # --- facts of the job ---
     _row("member", INFO, "GLOBAL_RANK: ", r"GLOBAL_RANK: (?P<rank>\d{1,7}), MEMBER: \d{1,7}/(?P<members>\d{1,7})"),
     _row("world", INFO, ("world_size", "world size", "Num processes:", "Starting with", "WORLD_SIZE"), r"(?:[wW]orld[ _]size|WORLD_SIZE|Num processes)['\"]?\s{0,4}[:=]{0,2}\s{0,4}(?P<size>\d{1,7})|Starting with (?P<started>\d{1,7}) processes"),
+    _row("bare-exception", ADVICE, ("Error: ", "Exception: "), r"^(?P<type>(?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,80}(?:Error|Exception)): (?P<message>\S[^\r\n]{0,300})"),
     _row("launch", INFO, "nproc_per_node", r"nproc_per_node\s{0,8}[:=]\s{0,4}(?P<nproc>\d{1,5})"),
 )
 # fmt: on
@@ -219,7 +221,7 @@ ANCHORS: tuple[bytes, ...] = (
     b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
     b"socketPoll", b"server socket", b"EI000", b"EE1002", b"worker died", b"is dead", b"DEVICE_LOST", b"HSA_STATUS", b"on resource: ", b"storage usage",
     b"finished: ", b" passed", b"] started", b"started ranks", b"global rank", b"MPI_AB", b"RUNNING AT", b"EXIT CODE",
-    b"RPC call", b"e-based barrier", b"died unexp", b"llegal instr",
+    b"RPC call", b'File "', b"Call stack:", b"e-based barrier", b"died unexp", b"orrupt", b"free(): ", b"alloc(): ", b"munmap_", b"llegal instr",
 )  # fmt: skip
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
 

@@ -17,7 +17,10 @@ _BOXED = re.compile(r"[│|]\s{1,4}(?P<file>[^\s:│|]{1,400}\.pyx?):(?P<line>\d
 _FRAME = re.compile(
     r"\s{0,12}[|+\- ]{0,6}File \"(?P<file>[^\"]{1,400})\", line (?P<line>\d{1,9})(?:, in (?P<name>\S{1,120}))?"
 )
-_EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w]{0,80}(?:\.[A-Za-z_<>]\w{0,80}>?){0,8})(?:: (?P<message>.{0,2000}))?$")
+_ALONE = re.compile(r"\s{2,6}File \"[^\"]{1,400}\", line \d{1,9}(?:, in \S{1,120})?$")
+_EXCEPTION = re.compile(
+    r"(?P<type>[A-Za-z_][\w]{0,80}(?:\.[A-Za-z_<>]\w{0,80}>?){0,8})(?::(?: (?P<message>.{0,2000}))?)?$"
+)
 _GROUPED = re.compile(r"\s{1,40}\| (?=\S)")
 """What Python puts before the exceptions of a group; frames and notes of them are indented further."""
 _INSTALLED = re.compile(
@@ -47,9 +50,10 @@ class Raised:
 class Trace:
     """One traceback that is being read."""
 
-    def __init__(self, rank: int | None = None, ignored: bool = False) -> None:
+    def __init__(self, rank: int | None = None, ignored: bool = False, beheaded: bool = False) -> None:
         self.rank = rank  #: who raised it, where its first line names somebody: `rank_named`
         self.ignored = ignored  #: nobody gets it, and the process goes on
+        self._patience = 0 if beheaded else _MAX_STRANGERS
         self.strange = False  #: the last line was somebody else's
         self._own = self._any = ""
         self._launcher = self._communicates = self._client = False
@@ -82,10 +86,12 @@ class Trace:
         ):
             return True
         found = _EXCEPTION.match(text.strip()[:2200])
-        if found is None or not (_looks_like_type(found["type"]) or (follows and found["message"] and self._any)):
+        if found is None or not (
+            _looks_like_type(found["type"]) or (follows and found["message"] and self._any and self._patience)
+        ):
             self.strange = True
             self._strangers += 1
-            return self._strangers < _MAX_STRANGERS
+            return self._strangers < self._patience
         return Raised(
             found["type"],
             found["message"] or "",
@@ -95,6 +101,16 @@ class Trace:
             text.strip(),
             self._client,
         )
+
+
+def is_installed(site: str) -> bool:
+    """Whether a place is in a library, not in the user's own files."""
+    return _INSTALLED.search(site) is not None
+
+
+def is_beheaded(text: str) -> bool:
+    """Whether a traceback begins with this line: a paste that lost the first, or a syntax error, which has none."""
+    return _ALONE.match(text) is not None
 
 
 def rank_named(text: str) -> int | None:

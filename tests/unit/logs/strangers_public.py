@@ -318,3 +318,61 @@ for name, text in {
     "metrics as JSON": "\n".join(json.dumps({"step": n, "loss": 2.1, "message": f"step {n} loss 2.1"}) for n in range(9)),
 }.items():  # fmt: skip
     row(f"healthy: {name}", text, None)
+
+# --- pastes that lost a part ---
+row(
+    "only the last line of a traceback, before the launcher's own",
+    "ImportError: /lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by attn.so)\n"
+    "E0101 11:11:12.1 100 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 0 "
+    "(pid: 102) of binary: /usr/bin/python",
+    ("uncaught-exception", (0,)),
+)
+row(
+    "two ranks, each with the last line of its traceback",
+    "[rank0]: RuntimeError: CUDA error: no kernel image is available for execution on the device\n"
+    "[rank0]: For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "[rank1]: RuntimeError: CUDA error: no kernel image is available for execution on the device",
+    ("uncaught-exception", (0, 1)),
+)
+row(
+    "healthy: an exception that a rank tells of and gets over",
+    "[rank0]: ValueError: sample 4 has no text, skipped\nstep 1 loss 2.0\nstep 2 loss 1.9\nstep 3 loss 1.8",
+    None,
+)
+row(
+    "healthy: an exception that is told early in a log without steps",
+    "[rank0]: ImportError: no module flash, take the slow way\n"
+    + "\n".join(f"[rank0]: loaded shard {n} of the training set, iteration over it" for n in range(40)),
+    None,
+)
+row(
+    "frames without their first line",
+    '  File "/home/me/loop.py", line 44, in fit\n    loss = self.step(batch)\n'
+    '  File "/env/lib/python3.10/site-packages/torch/nn/functional.py", line 2293, in embedding\n'
+    "    return torch.embedding(weight, input)\n"
+    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices",
+    ("uncaught-exception", ()),
+)
+row(
+    "healthy: a stack that is printed, and an exception that somebody else tells of later",
+    '  File "/home/me/loop.py", line 44, in fit\n    loss = self.step(batch)\nstack printed\n'
+    "ValueError: a sample was skipped\nstep 3 loss 1.0",
+    None,
+)
+row(
+    "a heap that is corrupted",
+    "step 100 loss 3.1\ndouble free or corruption (!prev)\n"
+    "E0101 11:11:12.1 100 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -6) local_rank: 1 "
+    "(pid: 102) of binary: /usr/bin/python",
+    ("rank-dead", (1,)),
+)
+row(
+    "Lightning's words for parameters without a gradient",
+    trace(
+        "lit.py:77",
+        "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss "
+        "returned by training_step.",
+        0,
+    ),
+    ("unused-parameters", (0,)),
+)

@@ -84,6 +84,11 @@ OF_A_LOADER = (
     + "\n[rank1]: Original "
     + trace("ds.py:71", "ValueError: cannot decode 42.jpg", 1).removeprefix("[rank1]: ")
 )
+OF_NCCL = (
+    "torch.distributed.DistBackendError: NCCL error in: ../ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with"
+    " NCCL_DEBUG=INFO for details), NCCL version 2.19.3"
+)
+CAUSE = "\n[rank2]: \n[rank2]: The above exception was the direct cause of the following exception:\n[rank2]: \n"
 LEFT = "\n".join(
     [
         *(late(r, 8) + "\n" + status(r, 8, 9, 7) for r in (0, 2, 3)),
@@ -102,6 +107,10 @@ LEFT = "\n".join(
         ("step 3 loss 1.0\nsrun: error: n7: task 5: Segmentation fault", "SIGSEGV", "nobody killed it"),
         (trace("m.py:3", "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500", 0), "port 29500", "ss -ltnp"),
         ("\n".join(f"step {n} loss nan" for n in range(9)), "not finite", "one prints for all"),
+        (trace("t.py:9", "RuntimeError: Error(s) in loading state_dict for Net:", 0) + "\n[rank0]: \tsize mismatch for tok.weight.", "Net: size mismatch for tok.weight at /data/ana/t.py:9", "exception"),
+        (trace("t.py:9", "RuntimeError: ") + "\n    An attempt was made to start a process before the\n    current one has started.\n\n    More.", "RuntimeError: An attempt was made to start a process before the current one has started at", "exception"),
+        (trace("t.py:9", OF_NCCL) + "\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'peer access'", "DistBackendError: Cuda failure 'peer access' at", "exception"),
+        (trace("jit.py:9", "OutOfResources: shared memory", 2).replace("/data/ana", "/x/site-packages") + CAUSE + trace("t.py:4", "InductorError: OutOfResources", 2), "OutOfResources: shared memory at /data/ana/t.py:4", "exception"),
     ],
 )  # fmt: skip
 def test_what_a_person_reads(tmp_path: Path, text: str, told: str, step: str):
