@@ -112,7 +112,8 @@ class LedgerProbe(Probe):
         self._rows = rows
         self._now, self._rotation = {}, Rotation(0)  # of rows that may not be there any more
         if unknown:
-            self._off(f"nothing says which ranks share the gradient of {unknown[0]} and {len(unknown) - 1} more")
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            self._off(f"nothing says which ranks share the gradient of {unknown[0]}{more}")
         elif self._learned:
             context.recorder.meta.add("probe", name=self.name, state="on", reason="learned from all-reduces")
         if not self._rows:

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -31,9 +31,20 @@ MOST_CHANGES = 200
 MOST_GROUPS = 16
 MOST_OPTIMIZERS = 4
 MOST_NAMES = 4
+SKIPPED = 4
+"""Steps that an optimizer may leave out between two looks before it counts as gone back to an earlier state."""
 _ENVIRONMENT = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
 _BY_MODE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _MOST_SOURCE_BYTES = 4 << 20
+
+
+class _Counted(NamedTuple):
+    """What an optimizer's state had counted at the last look, in the run's step `done`, and how fast it counts."""
+
+    done: int
+    counted: int
+    rate: float  #: its steps a step of the run
+    ahead: int
 
 
 class Settings(Probe):
@@ -48,13 +59,14 @@ class Settings(Probe):
         self._looked = 0
         self._without = 0  # passes without gradients in training mode since the last step; -1 once they were told
         self._groups: dict[int, tuple[Any, ...]] = {}  # by the optimizer's number
+        self._counted: dict[int, _Counted] = {}  # by its number
         self._ungraded: dict[int, set[int]] = {}  # by its number, ids of what has had no gradient at any look
         self._modules: list[weakref.ref[nn.Module]] = []
         self._autocast = ""
 
     def install(self) -> None:
         """Remember the modules whose behaviour depends on their mode."""
-        self._looked, self._groups, self._ungraded = 0, {}, {}
+        self._looked, self._groups, self._ungraded, self._counted = 0, {}, {}, {}
         model = self.context.model
         self._modules = (
             [weakref.ref(m) for m in model.modules() if isinstance(m, _BY_MODE)] if model is not None else []
@@ -101,6 +113,7 @@ class Settings(Probe):
             fields |= _without_an_optimizer(context) | self._without_a_gradient(number, stepping)
             first = number not in self._groups
             fields[f"{_called(number)} state"] = _state_at_first(stepping, context.model) if first else _state(stepping)
+            fields |= self._steps_before(number, stepping)
             fields |= _model(context.model, self._modules) | _arithmetic()
             fields |= {"autocast": self._autocast} if self._autocast else {}
         if not self._looked:
@@ -112,6 +125,18 @@ class Settings(Probe):
             self._changes += 1
             self._known |= changed
             context.recorder.meta.add("settings", step=context.step, fields=changed)
+
+    def _steps_before(self, number: int, stepping: torch.optim.Optimizer) -> dict[str, str]:
+        """By how many steps its state is ahead of this run, as of when it was first seen or last went back."""
+        now, done = _steps_counted(stepping), self.context.step - 1
+        if now is None:
+            return {}
+        known = self._counted.setdefault(number, _Counted(done, now, 1.0, now - done))
+        if done > known.done:
+            went_back = now < known.counted + known.rate * (done - known.done) - SKIPPED
+            rate = known.rate if went_back else (now - known.counted) / (done - known.done)
+            known = self._counted[number] = _Counted(done, now, rate, now - done if went_back else known.ahead)
+        return {f"{_called(number)}'s steps ahead of this run": str(known.ahead)}
 
     def _without_a_gradient(self, number: int, stepping: torch.optim.Optimizer) -> dict[str, str]:
         """What `stepping` holds and trains, and that had no gradient at any look; empty while that still changes."""
@@ -199,6 +224,18 @@ def _state_at_first(optimizer: torch.optim.Optimizer, model: nn.Module | None) -
     named = (name for name, p in plain_parameters(model) if p is without[0]) if model is not None else iter(())
     name = next(named, "one that the model does not have")
     return f"kept by {len(stepping) - len(without)} of {len(stepping)} parameters, not by {name}"
+
+
+def _steps_counted(optimizer: torch.optim.Optimizer) -> int | None:
+    """The most steps that its state has counted for a parameter; None where it has no count, or not on the host."""
+    counts = []
+    for state in optimizer.state.values():
+        steps = state.get("step") if isinstance(state, dict) else None
+        if isinstance(steps, torch.Tensor) and steps.device.type == "cpu" and steps.numel() == 1:
+            steps = steps.item()
+        if isinstance(steps, (int, float)):
+            counts.append(int(steps))
+    return max(counts, default=None)
 
 
 def _has_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool | None:

@@ -190,8 +190,8 @@ class UpdateProbe(Probe):
         for value in values:
             if isinstance(value, torch.Tensor) and not value.is_cpu:
                 found.append(value.detach().reshape(()).clone())
-            else:
-                found.append(float(value) if value is not None else math.nan)
+            else:  # Adafactor has two eps
+                found.append(math.nan if value is None or isinstance(value, (tuple, list)) else float(value))
         return found
 
     def _copy(self, number: int, first: int, count: int, *, gradient: bool) -> torch.Tensor | None:

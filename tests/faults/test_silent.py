@@ -15,7 +15,7 @@ from dtobs.drills.lost_time import TimeJob
 from dtobs.drills.silent import SilentJob
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import load_run
-from tests.faults.silent_programs import run_losing_time, run_silent, run_silent_sampled
+from tests.faults.silent_programs import run_losing_time, run_orders, run_shards, run_silent, run_silent_sampled
 from tests.harness import run_ranks
 
 exhaustive = pytest.mark.exhaustive
@@ -112,6 +112,23 @@ def test_the_nan_is_found_in_its_step_with_its_first_parameter(tmp_path: Path):
     assert found.step == 13
     assert found.evidence[-1]["parameter"] == "0.weight"
     assert found.evidence[0]["nonfinite"] == 2
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize(
+    ("program", "codes", "said"),
+    [
+        (run_orders, {"gradients-not-synchronized", "replica-divergence"}, "none is a mix of what the ranks computed"),
+        (run_shards, {"resume-mismatch"}, "rank 1 12 steps earlier than rank 0"),
+    ],
+)
+def test_what_loops_by_hand_get_wrong(tmp_path: Path, program: Any, codes: set[str], said: str, wrong: bool):
+    run_ranks(program, 2, tmp_path, wrong, timeout=90)
+    view = load_run(tmp_path)
+    assert [int(page["probe_failures"]) for page in view.pages] == [0, 0]
+    found = run_detectors(view)
+    assert {f.code for f in found} == (codes if wrong else set())
+    assert any(said in f.summary for f in found) == wrong
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])

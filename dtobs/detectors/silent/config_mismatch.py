@@ -23,6 +23,8 @@ KEPT_BY = "kept by "
 _OF_AN_OPTIMIZER = ("optimizer.", "optimizer", "learning rate of group")
 REPLACED = "replaced parameters"
 """The setting that names parameters which were made anew after the optimizer (`silent.optimizer_stale`)."""
+COUNTED = "'s steps ahead of this run"
+"""How settings end that say how far an optimizer's state counts ahead of this run (`silent.resume_mismatch`)."""
 UNHELD, UNGRADED = "parameters without an optimizer", "parameters without a gradient"
 """The settings that name parameters which nothing trains (`comparisons`)."""
 _MAY_DIFFER = ("optimizer shares", REPLACED, UNHELD, UNGRADED)
@@ -36,7 +38,7 @@ def config_mismatch(view: RunView) -> list[Finding]:
     found: list[Finding] = []
     groups = data_groups(view) or tensor_groups(view)
     for group in groups:
-        as_of = _common_step(view, group)
+        as_of = common_step(view, group)
         states = {rank: settings_of(view, rank, as_of) for rank in group} if as_of is not None else {}
         if not states or not all(states.values()):
             continue
@@ -48,7 +50,7 @@ def config_mismatch(view: RunView) -> list[Finding]:
                 odd, majority = outliers(values, of_all)
                 by_ranks.setdefault((tuple(odd), majority), []).append(name)
         for (ranks, majority), names in by_ranks.items():
-            found.append(_finding(ranks, majority, names, states, _since(view, names, list(states), as_of or 0)))
+            found.append(_finding(ranks, majority, names, states, since(view, names, list(states), as_of or 0)))
     return found
 
 
@@ -58,16 +60,16 @@ def _of_all(view: RunView, name: str, as_of: int | None) -> list[str]:
     return [state[name] for state in states if name in state]
 
 
-def _since(view: RunView, names: list[str], ranks: list[int], as_of: int) -> int:
+def since(view: RunView, names: list[str], ranks: list[int], as_of: int) -> int:
     """The step since which `ranks` differ in one of `names`, as they do in step `as_of`; 0 for before the first."""
     moments = sorted({at for rank in ranks for at, _ in view.meta(rank).settings if at <= as_of}, reverse=True)
-    since = as_of
+    first = as_of
     for at in moments:
         states = [settings_of(view, rank, at) for rank in ranks]
         if all(len({state.get(name) for state in states}) == 1 for name in names):
             break
-        since = at
-    return since
+        first = at
+    return first
 
 
 def settings_of(view: RunView, rank: int, step: int) -> dict[str, str]:
@@ -87,7 +89,7 @@ def is_state(name: str) -> bool:
     return name.startswith("optimizer") and name.endswith(" state")
 
 
-def _common_step(view: RunView, group: list[int]) -> int | None:
+def common_step(view: RunView, group: list[int]) -> int | None:
     """The last step that every rank of `group` has finished; None before the first."""
     window = view.steps(WINDOW)
     valid = window.valid[rows_of(view, group)].all(axis=0)
@@ -96,7 +98,7 @@ def _common_step(view: RunView, group: list[int]) -> int | None:
 
 def _comparable(states: Mapping[int, Mapping[str, str]]) -> list[str]:
     shared = set.intersection(*(set(state) for state in states.values())) - set(_MAY_DIFFER)
-    shared = {name for name in shared if not is_state(name)}  # a part of a model may have none
+    shared = {n for n in shared if not is_state(n) and not n.endswith(COUNTED)}  # a part of a model may have none
     if any(state.get("optimizer shares") for state in states.values()):
         shared = {name for name in shared if not name.startswith(_OF_AN_OPTIMIZER)}
     if len({state.get("program's main file") for state in states.values()}) > 1:
@@ -105,7 +107,7 @@ def _comparable(states: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def _finding(
-    ranks: tuple[int, ...], majority: bool, names: list[str], states: Mapping[int, Mapping[str, str]], since: int
+    ranks: tuple[int, ...], majority: bool, names: list[str], states: Mapping[int, Mapping[str, str]], first: int
 ) -> Finding:
     strong = [name for name in names if name not in _WEAK]
     name = (strong or names)[0]
@@ -120,10 +122,10 @@ def _finding(
         said += f"; they also differ in {', '.join(rest[:4])}" + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
     return Finding(
         "config-mismatch",
-        said + (f", since step {since}" if since else ""),
+        said + (f", since step {first}" if first else ""),
         ranks,
         Confidence.CERTAIN if strong else Confidence.POSSIBLE,
-        step=since,
+        step=first,
         group=name,
         fault=bool(strong),
         evidence=tuple(

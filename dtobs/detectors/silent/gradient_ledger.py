@@ -3,7 +3,8 @@
 What it does: compares what every rank added to a gradient with what each optimizer was given of it (the sketches of
 `recording.laws.LEDGER`), and solves for the weights (`mixing`). It names the ranks whose share is lost, not averaged or
 averaged with others than it should be, micro-batches that were wiped before the step, and ranks that multiply their
-gradients by a factor of their own.
+gradients by a factor of their own. Where copies part and each rank is given another gradient that no mix of the ranks'
+own explains, tensors were reduced in different orders.
 
 Why it hurts: nothing raises and the loss still falls, of a model that learns from a part of its data, or of several
 models that drift apart.
@@ -31,6 +32,10 @@ SAME_FACTOR = 1e-3
 """Factors of two ranks that differ by less are the same."""
 LASTING = 2
 """Looks that make a matter certain."""
+_IN_ORDER = (
+    "Reduce the same tensors in the same order on every rank: one that leaves some out, or goes through a set, mixes"
+    " the gradients of different parameters."
+)
 Ranks = tuple[int, ...]
 
 
@@ -64,7 +69,9 @@ def gradient_ledger(view: RunView) -> list[Finding]:
     kept = [m for m in matters.values() if not _now_and_then(m, looked) and not _searches(m)]
     averages = any(_local(matter) for matter in kept) and (declared or _meet_again(view))
     kept = [matter for matter in kept if not (averages and _local(matter))]
-    apart = {f.ranks for f in replica_divergence(view)} if any(_local(matter) for matter in kept) else set()
+    suspected = any(_local(matter) or matter.kind == "mixed" for matter in kept)
+    apart = {f.ranks for f in replica_divergence(view)} if suspected else set()
+    kept = [m for m in kept if m.kind != "mixed" or (m.ranks in apart and len(set(m.steps)) >= LASTING)]
     found = [_describe(matter, fine, known, matter.ranks in apart) for matter in kept]
     return [*found, *_factors(judged)]
 
@@ -135,7 +142,7 @@ def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str], apart: 
     """`apart`: the copies of these ranks differ although as much as a gradient travels between them."""
     code = "accumulation-not-normalized" if "micro" in matter.kind else "gradients-not-synchronized"
     text, ranks = _words(matter)
-    unused = ""
+    unused, step = "", ""
     word, fault = None if "micro" in matter.kind else "own-models" if _local(matter) else "", True
     confidence = Confidence.CERTAIN if len(set(matter.steps)) >= LASTING else Confidence.LIKELY
     others = {name for name, step in fine.items() if step >= min(matter.steps)} - set(matter.names)
@@ -145,6 +152,9 @@ def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str], apart: 
     )
     if matter.kind == "own" and apart and not others:
         unused = "; as much as a gradient travels between them, and what comes of it is not used"
+        step = "Copy what the reduction gives back into p.grad, before the optimizer's step."
+    elif matter.kind == "mixed":  # noise that each rank adds does so, too
+        confidence, step = Confidence.LIKELY, _IN_ORDER
     elif _local(matter) and may_average:
         confidence, fault = Confidence.POSSIBLE, False
         text += "; they may average parameters instead"
@@ -160,7 +170,7 @@ def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str], apart: 
         group=matter.kind if code == "gradients-not-synchronized" else None,
         expect=word,
         fault=fault,
-        next_step="Copy what the reduction gives back into p.grad, before the optimizer's step." if unused else "",
+        next_step=step,
         evidence=(
             {
                 "what": "gradient ledger",
@@ -192,6 +202,9 @@ def _words(matter: _Matter) -> tuple[str, Ranks]:
         case "group":
             sets = "; ".join(ranks_text(which) for which in sorted(about)[:4])
             return f"gradients are averaged within parts of {ranks_text(matter.ranks)} only ({sets})", struck
+        case "mixed":
+            each = f"the optimizers of {ranks_text(struck)} each get another gradient"
+            return f"{each}, and none is a mix of what the ranks computed for that parameter", struck
         case "zeros":
             return f"{_one(struck)} given zeros, while gradients were computed and other ranks get them", struck
     left = next(iter(sorted(about)))

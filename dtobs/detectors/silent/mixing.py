@@ -7,7 +7,8 @@ A `Look` holds both sides of the ledger for one tensor in one step. Its pieces a
 In a healthy job all weights of a step are one number, the same for every rank (1/W, or less where gradients were
 clipped). `judge` asks, in this order: does one factor explain a rank's gradient? If not, does a simple mistake explain
 it exactly: own share only, a share missing, the last micro-batch only, the shares of a part of the ranks? What nothing
-explains was transformed on purpose (clipped by value, compressed, noise) or cannot be known: it is accused of nothing.
+explains was transformed on purpose (clipped by value, compressed, noise) or cannot be known: it is accused of nothing,
+unless every rank is given something else, which is called mixed.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Look:
 class Explained:
     """What became of rank `rank`'s copy of a tensor, where it is not what it should be.
 
-    `mistake` is "own", "missing", "micro", "own-micro", "group" or "zeros"; `which` the ranks, or the micro-batches
-    that are left; `residual` what it leaves unexplained, `uniform` what equal weights leave.
+    `mistake` is "own", "missing", "micro", "own-micro", "group", "zeros" or "mixed"; `which` the ranks, or the
+    micro-batches that are left; `residual` what it leaves unexplained, `uniform` what equal weights leave.
     """
 
     rank: int
@@ -96,6 +97,8 @@ def judge(look: Look) -> Judged:
                 mistakes.append(found)
             elif residuals[i] > ROUGH:
                 unexplained.append(look.ranks[i])
+    if len(unexplained) == len(look.ranks) > 1 and _unlike(look):
+        mistakes = [Explained(rank, "mixed", (), *[float(residuals[i])] * 2) for i, rank in enumerate(look.ranks)]
     wrong = {m.rank for m in mistakes} | set(unexplained)
     bad = ~known | (pieces < LEAST_PIECES) | (residuals > ROUGH) | np.array([rank in wrong for rank in look.ranks])
     return Judged(
@@ -109,6 +112,16 @@ def judge(look: Look) -> Judged:
         tuple(mistakes),
         tuple(unexplained),
     )
+
+
+def _unlike(look: Look) -> bool:
+    """Whether ranks that hold the same shard were given gradients that differ, each from that of every other."""
+    for part in np.unique(look.part).tolist():
+        final = look.final[look.part == part]
+        apart = np.linalg.norm(final[:, None] - final, axis=2) + np.diag(np.full(len(final), np.inf))
+        if (apart <= ROUGH * np.linalg.norm(final, axis=1)).any():
+            return False
+    return True
 
 
 def _by_rank(look: Look) -> Floats:

@@ -7,10 +7,11 @@ not judged; in one that counts its steps anew, the data tells which steps are th
 moments or a momentum before must not begin without them, or without those of some parameters, in the midst of the
 data; nor with second moments of zero while it counts the steps that it has done. Where nothing tells which steps are
 done again, the loss must not be back where it began while the optimizer has its state; and an optimizer must not be
-without its state while the schedule of the learning rate goes on where it was, or the loss does.
+without its state while the schedule of the learning rate goes on where it was, or the loss does. The optimizers of
+ranks that share samples must have counted the same number of steps, or they have loaded different checkpoints.
 
 Why it hurts: a scheduler that starts over warms up again; weights or optimizer state that were not loaded undo what
-was learned.
+was learned; shards of different steps are a model that was never trained.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.detectors.peers import data_groups, outliers, tensor_groups
 from dtobs.detectors.silent.audit import audits
-from dtobs.detectors.silent.config_mismatch import KEPT_BY
+from dtobs.detectors.silent.config_mismatch import COUNTED, KEPT_BY, common_step, settings_of, since
 from dtobs.detectors.silent.restarts import LEAST_STEPS, Earlier, Redone, before, optimizer_states, redone
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.meta import Meta
 from dtobs.recording.view import RunView
-from dtobs.words import ranks_do, ranks_text
+from dtobs.words import count, ranks_do, ranks_text
 
 RELATIVE = 1e-6
 DEVIATIONS = 6.0
@@ -44,7 +46,7 @@ def resume_mismatch(view: RunView) -> list[Finding]:
     """One finding for each quantity that differs, with all its ranks."""
     aligned = list(redone(view))
     pairs = [pair for pair in aligned if pair.same_inputs()]
-    without = [*_without_state(view, aligned), *_moments_of_zero(view)]
+    without = [*_without_state(view, aligned), *_moments_of_zero(view), *_of_other_steps(view)]
     found = []
     for name, called, words, is_odd in _QUANTITIES:
         if odd := [pair for pair in pairs if is_odd(pair, name)]:
@@ -52,6 +54,44 @@ def resume_mismatch(view: RunView) -> list[Finding]:
             if words.endswith(_NOT_LOADED):
                 return [*found, *without]
     return [*found, *without, *_learned_again(view, {p.rank for p in pairs})]
+
+
+def _of_other_steps(view: RunView) -> list[Finding]:
+    """One finding for each group of ranks whose optimizers go on from different steps."""
+    found = []
+    for group in data_groups(view) or tensor_groups(view):
+        as_of = common_step(view, group) or 0
+        states = {rank: settings_of(view, rank, as_of) for rank in group}
+        if any(state.get("optimizer shares") for state in states.values()):
+            continue  # what one of them trains may rest
+        for name in sorted(name for name in states[group[0]] if name.endswith(COUNTED)):
+            ahead = {rank: int(state[name]) for rank, state in states.items() if state.get(name)}
+            if len(ahead) < len(group) or len(set(ahead.values())) < 2:
+                continue
+            odd, majority = outliers(ahead)
+            usual = max(value for rank, value in ahead.items() if not majority or rank not in odd)
+            late = ", ".join(f"rank {rank} {_steps_apart(ahead[rank] - usual)}" for rank in odd if ahead[rank] != usual)
+            step = since(view, [name], group, as_of)
+            found.append(
+                Finding(
+                    "resume-mismatch",
+                    f"the optimizers of {ranks_text(group)} go on from different steps since step {step}: {late} than"
+                    f" {'the others' if majority else ranks_text([r for r in odd if ahead[r] == usual])}, so they have"
+                    " loaded different checkpoints",
+                    tuple(odd),
+                    Confidence.LIKELY,
+                    step=step,
+                    group="optimizer's steps",
+                    expect="",
+                    next_step="Load the same step on all ranks: let one rank choose it and tell the others.",
+                    evidence=({"what": name, "values": {str(rank): n for rank, n in list(ahead.items())[:64]}},),
+                )
+            )
+    return found
+
+
+def _steps_apart(steps: int) -> str:
+    return f"{count(abs(steps), 'step')} {'earlier' if steps < 0 else 'later'}"
 
 
 def _redone_finding(name: str, called: str, words: str, odd: Sequence[Redone]) -> Finding:

@@ -269,3 +269,100 @@ def optimizers_in_a_container(rank: int, world: int, watch: Watch) -> list[float
     assert_learned(losses)
     assert_replicas_equal(model.parameters())
     return losses
+
+
+@program()
+def adafactor_and_a_plateau(rank: int, world: int, watch: Watch) -> list[float]:
+    """Two eps in one option, factored moments, and a rate that falls by a loss that all ranks share."""
+    model = DDP(mlp())
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=3e-2)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=1)
+    watch(model, optimizer)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        shared = loss.detach().clone()
+        torch.distributed.all_reduce(shared)
+        schedule.step(shared.item() / world)
+        losses.append(loss.item())
+    assert_learned(losses)
+    assert_replicas_equal(model.parameters())
+    return losses
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Preconditioners of which each rank computes a share, and sends what it found."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self._done = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for group in self.param_groups:
+            matrices = [p for p in group["params"] if p.dim() == 2]
+            for place, p in enumerate(matrices):
+                state = self.state[p]
+                state.setdefault("sum", torch.eye(len(p)) * 1e-3).add_(p.grad @ p.grad.T)
+                root = state.setdefault("root", torch.eye(len(p)))
+                if self._done % 4 == 0:
+                    if place % world == rank:
+                        values, vectors = torch.linalg.eigh(state["sum"])
+                        root.copy_(vectors @ torch.diag(values.clamp(min=1e-6) ** -0.5) @ vectors.T)
+                    torch.distributed.broadcast(root, place % world)
+                p.add_(root @ p.grad, alpha=-group["lr"])
+            for p in group["params"]:
+                if p.dim() != 2:
+                    p.add_(p.grad, alpha=-group["lr"])
+        self._done += 1
+
+
+@program()
+def shampoo_shared_out(rank: int, world: int, watch: Watch) -> list[float]:
+    """What ranks keep of a preconditioner differs between its owner and the rest; what comes of it does not."""
+    model = DDP(mlp())
+    optimizer = Shampoo(model.parameters(), lr=5e-2)
+    watch(model, optimizer)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert_learned(losses)
+    assert_replicas_equal(model.parameters())
+    return losses
+
+
+@program()
+def complex_weights_in_double_precision(rank: int, world: int, watch: Watch) -> list[float]:
+    """A filter of frequencies: complex parameters, averaged by hand as pairs of real numbers."""
+    torch.manual_seed(0)
+    weights = nn.ParameterDict(
+        {"filter": torch.randn(7, dtype=torch.complex128) * 0.1, "out": torch.randn(12, 6, dtype=torch.float64) * 0.1}
+    )
+    optimizer = torch.optim.Adam(weights.parameters(), lr=2e-2)
+    watch(weights, optimizer)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        hidden = torch.fft.irfft(torch.fft.rfft(x.double()) * weights["filter"], n=12)
+        optimizer.zero_grad()
+        loss = mse(hidden @ weights["out"], y.double())
+        loss.backward()
+        for p in weights.values():
+            parts = torch.view_as_real(p.grad) if p.is_complex() else p.grad
+            torch.distributed.all_reduce(parts)
+            parts /= world
+        optimizer.step()
+        losses.append(loss.item())
+    assert_learned(losses)
+    assert_replicas_equal(weights.parameters())
+    return losses

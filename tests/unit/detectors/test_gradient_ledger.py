@@ -236,6 +236,35 @@ def test_what_ranks_reduce_and_do_not_use(tmp_path: Path, travels: bool):
     assert ("back into p.grad" in found.next_step) == travels
 
 
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("kind", ["another order", "noise of each rank", "the same noise", "one rank only"])
+def test_gradients_of_other_parameters(tmp_path: Path, kind: str, apart: bool):
+    """Tensors reduced in another order on each rank; or noise, which is told only where it lets the copies part."""
+
+    def final(case: Case, step: int, name: str, rank: int, shares: np.ndarray) -> np.ndarray:
+        if kind == "one rank only" and rank != 1:
+            return mean(case, step, name, rank, shares)
+        if kind != "another order":
+            rng = np.random.default_rng(step * 9 + (rank if kind != "the same noise" else 0))
+            return mean(case, step, name, rank, shares) + rng.normal(size=8)
+        others = [np.random.default_rng((step, q, rank)).normal(size=8) for q in range(case.world) if q != rank]
+        return (shares[rank].sum(0) + sum(others)) / case.world
+
+    run = ledger_run(tmp_path, Case(2, final=final, flags=Ledger.LEARNED))
+    for rank in run.ranks:
+        rank.parameters(*(Parameter(name, (4,), "float32", "copies:2:0,1") for name in NAMES))
+        for step in range(13, 43):
+            held = step + 100 * rank.number * apart
+            rank.step(step, collective_bytes=80.0, params_digest=held)
+            rank.digests(*(held + n for n in range(len(NAMES))), step=step)
+    found = gradient_ledger(run.view())
+    assert len(found) == (apart and kind in ("another order", "noise of each rank"))
+    for one in found:
+        assert (one.ranks, one.confidence) == ((0, 1), Confidence.LIKELY)
+        assert "none is a mix of what the ranks computed for that parameter" in one.summary
+        assert "same order on every rank" in one.next_step
+
+
 def test_declared_averaging_is_believed(tmp_path: Path):
     run = ledger_run(tmp_path, Case(final=own, flags=Ledger.HELD_BACK))
     run.rank(0).meta("policy", average_every=16)

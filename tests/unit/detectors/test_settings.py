@@ -8,6 +8,7 @@ import pytest
 
 from dtobs.detectors.silent.config_mismatch import config_mismatch
 from dtobs.detectors.silent.learning_rate_mismatch import learning_rate_mismatch
+from dtobs.detectors.silent.resume_mismatch import resume_mismatch
 from dtobs.findings import Confidence
 from dtobs.testing.fake_run import FakeRun
 
@@ -119,3 +120,36 @@ def test_of_two_replicas_that_differ_the_rest_of_the_job_tells_which_is_odd(
     view = run.view()
     assert [f.ranks for f in learning_rate_mismatch(view)] == told
     assert [f.ranks for f in config_mismatch(view)] == told
+
+
+AHEAD = "optimizer's steps ahead of this run"
+
+
+@pytest.mark.parametrize(
+    ("ahead", "shares", "ranks", "said"),
+    [
+        ("0 0 0 0", "", None, ""),
+        ("200 200 200 200", "", None, ""),
+        ("200 200 100 200", "", (2,), "rank 2 100 steps earlier than the others"),
+        ("200 200 200 201", "", (3,), "rank 3 1 step later than the others"),
+        (
+            "-50 -150 -50 -150",
+            "",
+            (0, 1, 2, 3),
+            "rank 1 100 steps earlier, rank 3 100 steps earlier than ranks 0 and 2",
+        ),
+        ("200 200 100 200", "a part", None, ""),
+    ],
+)
+def test_optimizers_that_go_on_from_different_steps(
+    tmp_path: Path, ahead: str, shares: str, ranks: tuple[int, ...] | None, said: str
+) -> None:
+    counts = {rank: {AHEAD: number, "optimizer shares": shares} for rank, number in enumerate(ahead.split())}
+    view = run_of(tmp_path, counts, at=5).view()
+    assert config_mismatch(view) == []
+    found = resume_mismatch(view)
+    assert [f.ranks for f in found] == ([] if ranks is None else [ranks])
+    for one in found:
+        assert (one.step, one.confidence) == (5, Confidence.LIKELY)
+        assert said in one.summary
+        assert "Load the same step on all ranks" in one.next_step
