@@ -214,7 +214,7 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> N
     if diagnosis.verdict is None and not stood:
         _say("nothing found")
     for note in diagnosis.notes:
-        if note.startswith("interrupted after") or " exit code " in note:
+        if note.startswith("interrupted after") or " exit code " in note or " after the others had finished" in note:
             _say(note)
     if diagnosis.verdict is not None or stood:
         _say(f"read more with: dtobs diagnose {root}")

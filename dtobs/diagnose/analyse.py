@@ -225,11 +225,17 @@ def as_it_ended(view: RunView, finding: Finding) -> Finding:
 
 def _stood_until_the_end(view: RunView, ordered: list[Finding]) -> list[str]:
     """How long a hang lasted that nobody survived: its sentence has the time at which it was noticed."""
-    ended = [p.ended_ns or p.alive_ns for rank in view.ranks if (p := view.process(rank)) is not None and not p.alive]
-    if not ordered or not ordered[0].traits & Trait.HANG or len(ended) < len(view.ranks):
+    last = _last_end_ns(view)
+    if not ordered or not ordered[0].traits & Trait.HANG or not last:
         return []
-    seconds = (max(ended, default=0) - ordered[0].since_ns) / 1e9 if ordered[0].since_ns else 0.0
+    seconds = (last - ordered[0].since_ns) / 1e9 if ordered[0].since_ns else 0.0
     return [f"it stood still for {duration_text(seconds)}, until its ranks ended"] if seconds > _NOTICED_SECONDS else []
+
+
+def _last_end_ns(view: RunView) -> int:
+    """When the last rank was seen to end; 0 while any may live."""
+    ended = [p.ended_ns or p.alive_ns for rank in view.ranks if (p := view.process(rank)) is not None and not p.alive]
+    return max(ended, default=0) if len(ended) == len(view.ranks) else 0
 
 
 def _unwatched(view: RunView) -> list[str]:
@@ -338,6 +344,15 @@ def _ended_from_outside(view: RunView) -> str:
     total = total_steps(view.info)
     of = f" of {total:,}" if total else ""
     ways = sorted({e.way for e in ended.values() if e.told})
+    left = [rank for rank, ending in ended.items() if ending.told]
+    others = {ending.kind for ending in ended.values() if not ending.told}
+    seconds = (_last_end_ns(view) - last_movement_ns(view)) / 1e9
+    if others and others <= set(LEFT) and seconds > _NOTICED_SECONDS:
+        was = " and ".join(ways) if ways[0].startswith("was ") else f"was {' and '.join(ways)}"
+        return (
+            f"{ranks_text(left)} {was if len(left) == 1 else was.replace('was ', 'were ', 1)}"
+            f" {duration_text(seconds)} after the others had finished: rank {left[0]} was {_at_last(view, left[0])}"
+        )
     return f"interrupted after step {step:,}{of}: the ranks were {' and '.join(ways).replace('was ', '')}"
 
 
@@ -373,16 +388,20 @@ def _lingering(view: RunView, quiet: Stall) -> str:
     left = [rank for rank, ending in ended.items() if not ending.over]
     if not left or len(left) == len(ended) or any(e.left_by or e.kind not in LEFT for e in ended.values() if e.over):
         return ""
-    first = view.rank(left[0])
-    doing = where(interpret(view), first.rank)
-    if first.stack is not None and first.stack.mentions("_shutdown") and first.stack.mentions("threading.py"):
-        others = [t.user_frame for t in first.stacks if t is not first.stack and t.user_frame is not None]
-        at = next((f" at {frame}" for frame in others if not frame.in_library), "")
-        doing = f"waiting for another of its threads to end{at}; a thread that is no daemon keeps its process alive"
     return (
         f"{ranks_do(left, 'have')} not ended since the others finished, and nothing has moved for"
-        f" {duration_text(quiet.seconds)}: rank {first.rank} is {doing}"
+        f" {duration_text(quiet.seconds)}: rank {left[0]} is {_at_last(view, left[0])}"
     )
+
+
+def _at_last(view: RunView, rank: int) -> str:
+    """Where a rank is that has not ended though the others are through."""
+    one = view.rank(rank)
+    if one.stack is None or not (one.stack.mentions("_shutdown") and one.stack.mentions("threading.py")):
+        return where(interpret(view), rank)
+    others = [t.user_frame for t in one.stacks if t is not one.stack and t.user_frame is not None]
+    at = next((f" at {frame}" for frame in others if not frame.in_library), "")
+    return f"waiting for another of its threads to end{at}; a thread that is no daemon keeps its process alive"
 
 
 def _pause(view: RunView, quiet: Stall) -> str:

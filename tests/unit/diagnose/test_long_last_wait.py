@@ -99,6 +99,29 @@ def test_a_rank_that_has_not_ended_though_the_others_finished(tmp_path, stacks, 
     )
 
 
+@pytest.mark.parametrize("seconds", [2, 40])
+def test_a_rank_that_was_ended_long_after_the_others_finished(tmp_path, seconds):
+    run = FakeRun(tmp_path / "run", 3)
+    run.steps(10)
+    for rank in (0, 2):
+        run.rank(rank).close()
+    run.rank(1).phase("data")
+    view = run.view(later=seconds)
+    killed = ProcessState(77, alive=False, exit_code=-15, ended_ns=view.now_ns)
+    through = {rank: ProcessState(70 + rank, alive=False, exit_code=0, ended_ns=view.now_ns) for rank in (0, 2)}
+    view = run.view(later=seconds, processes=through | {1: killed})
+    view.capture = Capture(view.now_ns, "", "asked", {1: RankCapture(1, killed, stacks_text=SHUTDOWN)})
+    told = diagnose(Evidence("x", view))
+    assert told.verdict is None
+    if seconds == 2:
+        assert "interrupted after step 10: the ranks were killed by SIGTERM" in told.notes
+    else:
+        assert (
+            "rank 1 was killed by SIGTERM 40 s after the others had finished: rank 1 was waiting for another of its"
+            " threads to end at /me/train.py:7 in upload; a thread that is no daemon keeps its process alive"
+        ) in told.notes
+
+
 def test_what_came_long_after_a_run_that_is_through_is_not_drawn(tmp_path):
     run = FakeRun(tmp_path, 2).steps(8)
     for rank in run.ranks:
