@@ -239,12 +239,11 @@ def _last_end_ns(view: RunView) -> int:
 
 
 def _unwatched(view: RunView) -> list[str]:
-    """Ranks that came and recorded nothing, with nothing there to be watched, while others were."""
-    if not len(view.pages):
-        return []
-    arrivals = read_arrivals(view.root)
-    ranks = [r for r in view.missing_ranks if r in arrivals and arrivals[r].state == "started"]
-    what = "made no process group and no optimizer of torch, so nothing is recorded of what it does"
+    """Ranks that came and recorded nothing, with nothing there to be watched."""
+    recorded = set(view.ranks)
+    ranks = sorted(r for r, each in read_arrivals(view.root).items() if each.state == "started" and r not in recorded)
+    does = "it does" if len(ranks) == 1 else "they do"
+    what = f"made no process group and no optimizer of torch, so nothing is recorded of what {does}"
     return [f"{ranks_do(ranks, 'have')} {what}"] if ranks else []
 
 

@@ -32,6 +32,10 @@ SAME_FACTOR = 1e-3
 """Factors of two ranks that differ by less are the same."""
 LASTING = 2
 """Looks that make a matter certain."""
+_USED = (
+    "Before the optimizer's step, copy what the reduction gives back into p.grad; where it is asynchronous, wait for"
+    " each of its handles."
+)
 _IN_ORDER = (
     "Reduce the same tensors in the same order on every rank: one that leaves some out, or goes through a set, mixes"
     " the gradients of different parameters."
@@ -152,7 +156,7 @@ def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str], apart: 
     )
     if matter.kind == "own" and apart and not others:
         unused = "; as much as a gradient travels between them, and what comes of it is not used"
-        step = "Copy what the reduction gives back into p.grad, before the optimizer's step."
+        step = _USED
     elif matter.kind == "mixed":  # noise that each rank adds does so, too
         confidence, step = Confidence.LIKELY, _IN_ORDER
     elif _local(matter) and may_average:

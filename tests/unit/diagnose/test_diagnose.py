@@ -63,17 +63,20 @@ def test_the_json_is_as_published(hung):
         assert (value["verdict"] is None) == (later == 0)
 
 
-def test_ranks_that_never_recorded_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("recorded", "came", "missing", "who", "does"),
+    [((0, 2), (3,), (1, 3), "rank 3 has", "it does"), ((), (0, 2), (), "ranks 0 and 2 have", "they do")],
+)
+def test_ranks_that_never_recorded_are_named(tmp_path, recorded, came, missing, who, does):
     run = FakeRun(tmp_path, 4)
-    for number in (0, 2):
+    for number in recorded:
         run.rank(number).step()
-    write_arrival(run.directory, arrive(3, 4, 0))
+    for number in came:
+        write_arrival(run.directory, arrive(number, 4, 0))
     found = diagnose(Evidence("x", run.view()))
-    assert found.missing_ranks == (1, 3)
+    assert found.missing_ranks == missing
     said = [note for note in found.notes if "no optimizer of torch" in note]
-    assert said == [
-        "rank 3 has made no process group and no optimizer of torch, so nothing is recorded of what it does"
-    ]
+    assert said == [f"{who} made no process group and no optimizer of torch, so nothing is recorded of what {does}"]
 
 
 def test_a_pause_that_is_no_stall_yet_is_noted(hung):
