@@ -18,6 +18,9 @@ from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
 from dtobs.flight_recorder.wording import Words
 from dtobs.words import ranks_text, verb
 
+_LEAST_PEERS = 2
+"""Ranks outside of a circle that have to agree on an order of calls."""
+
 
 class Verdicts:
     """Turns the roots of one job's waiting into findings."""
@@ -189,8 +192,25 @@ class Verdicts:
                 group=label,
                 evidence=evidence,
             )
+        if waits := self._not_started(pair):
+            (row, entry), (_, other) = waits
+            beside = f"its peer has started its half{words.site(other)}"
+            ranks = words.ranks([row])
+            summary = not_completed_text(ranks, words.operation(entry), words.site(entry).removeprefix(" at "), beside)
+            return Finding("device-stopped", summary, ranks, Confidence.LIKELY, group=label, evidence=evidence)
         summary = f"{words.operation(pair.entry)}{words.site(pair.entry)} is issued on both sides and does not complete"
         return Finding("network-stalled", summary, confidence=Confidence.POSSIBLE, group=label, evidence=evidence)
+
+    def _not_started(self, pair: PendingPair) -> list[tuple[int, int]]:
+        """Of a message that stands still (row, entry) of the half that no device has started, then of the other.
+
+        Empty where both have been started, or neither, as where devices do not say so.
+        """
+        halves = [(pair.row, pair.entry), (pair.peer_row, pair.partner)]
+        halves.sort(key=lambda half: bool(self.dumps.entries["state"][half[1]] == STARTED))
+        (_, first), (_, second) = halves
+        states = self.dumps.entries["state"][[first, second]]
+        return halves if states[0] != STARTED and states[1] == STARTED else []
 
     def _unmatched(self, root: Root) -> Finding | None:
         """A send or a receive whose other half was never issued, by a rank that waits for nobody."""
@@ -228,16 +248,22 @@ class Verdicts:
         """Ranks that wait for each other: pairs that face each other, or groups called in different orders."""
         words = self.words
         facing = [p for p in root.pairs if any((q.row, q.peer_row) == (p.peer_row, p.row) for q in root.pairs)]
+        waits = {row: entry for row in root.rows if (entry := self._waits_in(row, root)) >= 0}
+        odd = odd_ranks({row: self._history(row, entry) for row, entry in waits.items()})
         passed = [p for p in root.pairs if self._went_past(p)]
+        early = tuple(row for row in odd if any(p.row == row for p in root.pairs))  # they left out a collective
         if facing or passed or not root.calls:
-            return self._p2p_cycle(facing or passed or list(root.pairs), Confidence.LIKELY)
+            return self._p2p_cycle(facing or passed or list(root.pairs), Confidence.LIKELY, () if facing else early)
         # Its peer waits for it in a collective that this rank never joins, or they order messages differently.
         alone = [p for p in root.pairs if any(_holds_up(c, p) for c in root.calls)]
         if alone:
-            return self._p2p_cycle(alone, Confidence.POSSIBLE)
-        waits = {row: entry for row in root.rows if (entry := self._waits_in(row, root)) >= 0}
-        odd = odd_ranks({row: self._history(row, entry) for row, entry in waits.items()})
-        lone = () if odd or root.pairs else smaller_side([(call.waiting, call.held_by) for call in root.calls])
+            return self._p2p_cycle(alone, Confidence.POSSIBLE, early)
+        odd = odd or (() if root.pairs else self._out_of_turn(root, waits))
+        lone = (
+            ()
+            if odd or root.pairs
+            else smaller_side([(set(call.waiting) - set(call.held_by), call.held_by) for call in root.calls])
+        )
         summary = circle_text(
             (
                 (words.ranks(c.waiting), f"{words.call(c.entry)}{words.site(c.entry)}", words.ranks(c.held_by))
@@ -264,7 +290,10 @@ class Verdicts:
         )
 
     def _waits_in(self, row: int, root: Root) -> int:
-        """The entry in which a rank of a circle waits; −1 for none of its calls."""
+        """The entry in which a rank of a circle waits; −1 for none of its calls and messages."""
+        for pair in root.pairs:
+            if pair.row == row:
+                return pair.entry
         for call in root.calls:
             state = self.states[call.group]
             entry = state.pending_entry[state.rows == row]
@@ -272,14 +301,72 @@ class Verdicts:
                 return int(entry[0])
         return -1
 
-    def _p2p_cycle(self, pairs: list[PendingPair], confidence: Confidence) -> Finding:
+    def _out_of_turn(self, root: Root, waits: dict[int, int]) -> tuple[int, ...]:
+        """Rows of a circle that came to the call they wait in after more or fewer calls of the other groups than peers.
+
+        Peers are ranks outside of the circle that made the same call in a group of the same kind. () where these are
+        few or do not agree, or the order of all in the circle is theirs, or of none.
+        """
+        kinds = {self._kind(call.group) for call in root.calls}
+        outside = [row for row in range(len(self.dumps.ranks)) if row not in root.rows]
+        odd = []
+        for row, entry in waits.items():
+            kind, seq = self._kind(int(self.dumps.entries["group"][entry])), int(self.dumps.entries["seq"][entry])
+            others = kinds - {kind}
+            groups = [(peer, self._groups_of(peer, kind)) for peer in outside]
+            places = [(peer, self._place(peer, each[0], seq)) for peer, each in groups if len(each) == 1]
+            told = [self._counts(peer, at, others) for peer, at in places if at >= 0]
+            mine = self._counts(row, entry, others)
+            if len(places) < _LEAST_PEERS or 0 < len(told) < _LEAST_PEERS:
+                return ()
+            if len(set(told)) > 1 or None in [*told, mine]:
+                return ()
+            odd += [row] if mine not in told else []  # or nobody else has come to that call
+        return tuple(odd) if len(odd) < len(waits) else ()
+
+    def _kind(self, group: int) -> tuple[str, int]:
+        """What groups that do the same work have in common: what they are called, and how many ranks they have."""
+        known = self.dumps.groups[group]
+        return known.description, known.size
+
+    def _groups_of(self, row: int, kind: tuple[str, int]) -> list[int]:
+        """The groups of a kind that a rank is in."""
+        return [g for g, state in self.states.items() if self._kind(g) == kind and (state.rows == row).any()]
+
+    def _place(self, row: int, group: int, seq: int) -> int:
+        """The entry of a rank's call in a group; −1 where it has none."""
+        begin, end = self.dumps.bounds[row], self.dumps.bounds[row + 1]
+        mine = self.dumps.entries[begin:end]
+        found = np.flatnonzero((mine["group"] == group) & (mine["kind"] == EntryKind.COLLECTIVE) & (mine["seq"] == seq))
+        return begin + int(found[0]) if len(found) else -1
+
+    def _counts(self, row: int, entry: int, kinds: set[tuple[str, int]]) -> tuple[int, ...] | None:
+        """How many calls of each kind of groups a rank had made before an entry; None where the dump does not tell."""
+        counts = []
+        past = self.dumps.entries[self.dumps.bounds[row] : entry]
+        for kind in sorted(kinds):
+            groups = self._groups_of(row, kind)
+            made = (
+                past["seq"][(past["group"] == groups[0]) & (past["kind"] == EntryKind.COLLECTIVE)] if groups else past
+            )
+            if len(groups) != 1 or not (len(made) or self.dumps.ranks[row].whole):
+                return None
+            counts.append(int(made.max(initial=0)))
+        return tuple(counts)
+
+    def _p2p_cycle(self, pairs: list[PendingPair], confidence: Confidence, odd: tuple[int, ...] = ()) -> Finding:
+        """`odd`: rows that came to what they wait in by another order of calls than before."""
         words = self.words
         ranks = tuple(sorted({words.dumps.ranks[p.row].rank for p in pairs} | {p.peer_rank for p in pairs}))
+        if odd:
+            ranks, confidence = words.ranks(odd), Confidence.LIKELY
         parts = [
             f"rank {self.dumps.ranks[p.row].rank} waits in {words.operation(p.entry)}{words.site(p.entry)}, which rank"
             f" {p.peer_rank} never answers"
             for p in pairs[:3]
         ]
+        parts = list(dict.fromkeys(parts))
+        parts += [f"{ranks_text(ranks)} came there by another order of calls than before"] if odd else []
         return Finding(
             "p2p-unmatched",
             "; ".join(parts),
