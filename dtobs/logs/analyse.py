@@ -119,7 +119,7 @@ def _causes(
         timed_out=any(s.kind == "work-timeout" for s in live),
         cancelled_at={s.file: s.order for s in reversed(live) if s.kind == "interrupted" and _CANCELLED in s.text},
         bare=[s for s in live if s.kind == "bare-exception" and not _went_on(s, evidence, ended)],
-        heap=next((s.fields["what"] for s in live if s.kind == "heap"), ""),
+        said=_said(live),
         fatal_sites={s.rank: s.fields["site"] for s in live if s.kind == "fatal-site"},
     )
     found = crashes(scene)
@@ -132,6 +132,14 @@ def _causes(
         if not found or (found[0].code == "dumps-missing" and any(s.kind == "signalled" for s in live)):
             found = unexplained(scene, live) or found
     return found or meetings.at_barrier(live, heard, evidence.moved)
+
+
+def _said(live: list[Sign]) -> dict[str, str]:
+    """What an allocator says of a heap, and a kernel of its arguments; the first of each."""
+    heap = next((s.fields["what"] for s in live if s.kind == "heap"), "")
+    failed = next((s.fields for s in live if s.kind == "device-assert"), {})
+    assertion = f"{failed['kernel']} asserts `{failed['what']}`" if failed else ""
+    return {"heap": heap, "device-assert": assertion}
 
 
 def _went_on(sign: Sign, evidence: LogEvidence, ended: list[LoggedEnding]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ _NAMING = ("nccl-twice", "loss-nan", "gradient-nan")
 """Lines that name the rank they are about, whoever prints them."""
 _TOLD_LATE = ("device-lost",)
 """What a driver says of a device that it has reset: a kernel that never ends brings it to that as well."""
-_USUALLY = ("nccl-segment",)
+_USUALLY = ("nccl-segment", "writer")
 """What nearly always means that there is no room, and does not say so."""
 _ABORTS = ("illegal-address", "device-fault")
 """What a driver ends a process for by SIGABRT, without a word of who it is."""
@@ -64,7 +64,9 @@ class Scene:
     cancelled_at: dict[int, int] = field(default_factory=dict)  #: by file, the line that cancels the job
     bare: Sequence[Sign] = ()  #: exceptions without a traceback, of which nothing shows that they were got over
     fatal_sites: dict[int | None, str] = field(default_factory=dict)  #: where Python stood when a signal ended it
-    heap: str = ""  #: what the allocator says of a heap that it found corrupted
+    said: Mapping[str, str] = field(
+        default_factory=dict
+    )  #: by kind, what lines say beside a crash: "heap", "device-assert"
 
     def cancelled(self, ending: LoggedEnding) -> bool:
         """Whether the scheduler had taken the job back before it tells that this rank was killed."""
@@ -85,6 +87,10 @@ _CRASHED_SOMEWHERE = (
 )
 
 
+_OUT_OF_RANGE = (
+    "A kernel was given a value that it does not allow, such as a label or an index out of range: run the step with"
+    " CUDA_LAUNCH_BLOCKING=1 to see which call, or with its batch on the CPU."
+)
 _HEAP = (
     "A native extension wrote beyond its memory or freed it twice: run the rank with PYTHONFAULTHANDLER=1 and"
     " MALLOC_CHECK_=3, and suspect what was built for another version of torch or libc."
@@ -207,6 +213,8 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"the device of {who} failed{xid}: {told}"
     if code == "illegal-address":
         return f"a kernel of {who} accessed memory that is not its own{site}: {told}"
+    if first.kind == "writer":
+        return f"{who} could not write a checkpoint{site}, as on a disk that is full or a quota used up: {told}"
     if code == "disk-full":
         path = first.fields.get("path") or ""
         return f"{who} found no space left{f' in {path}' if path else ''}{site}: {told}"
@@ -266,6 +274,8 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
     ranks = _ranks(chosen, scene, "uncaught-exception")
     first = chosen[0]
     message = f": {_cut(first.fields['message']).rstrip('.')}" if first.fields.get("message") else ""
+    assertion = scene.said.get("device-assert", "") if "device-side assert" in message else ""
+    message += f" ({assertion})" if assertion else ""
     site = _own_site(first, signs)
     told = {e.rank for e in scene.endings if e.rank is not None}
     sure = bool(ranks) and (set(ranks) <= told or not told) and (len(ranks) == 1 or chosen[0].rank is not None)
@@ -275,6 +285,7 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
         ranks,
         Confidence.CERTAIN if sure else Confidence.LIKELY,
         evidence=_records(chosen),
+        next_step=_OUT_OF_RANGE if assertion else "",
     )
 
 
@@ -331,7 +342,8 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
     first = quiet[0]
     on = f" on {first.host}" if first.host else ""
     site = "" if first.signal == signal.SIGKILL else scene.fatal_site(ranks)
-    heap = f" and found its heap corrupted ({scene.heap})" if first.signal == signal.SIGABRT and scene.heap else ""
+    heap = scene.said.get("heap", "") if first.signal == signal.SIGABRT else ""
+    heap = f" and found its heap corrupted ({heap})" if heap else ""
     everyone = len(ranks) > 1 and len(ranks) == len({e.rank for e in scene.endings})
     return Finding(
         "rank-dead",

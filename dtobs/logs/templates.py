@@ -165,6 +165,7 @@ TEMPLATES: tuple[Template, ...] = (
     # --- disk ---
     _row("evicted", ROOT, ("was low on resource: ephemeral-storage", "ephemeral local storage usage exceeds the total limit"), "", "disk-full"),
     _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),
+    _row("writer", ROOT, "PytorchStreamWriter failed writing file", "", "disk-full"),
     _row("cuda-failure", ROOT, "unhandled cuda error", r"(?:^|[ :])(?P<type>[\w.]{1,80}Error): (?P<message>NCCL error[^\r\n]{1,300})|unhandled", "uncaught-exception"),
     # --- services that run models, ray ---
     _row("engine-waits", INFO, "No available shared memory broadcast block found", r"found in (?P<seconds>\d{1,6}) seconds"),
@@ -202,6 +203,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
     _row("completed", INFO, ("worker group successfully finished", "train_runtime", "`Trainer.fit` stopped", "Training completed", "Training complete", "training complete", "Finished training", "finished training", "Training finished", "training done", "Training done", "Training is done", "exiting program at iteration", "Training finished successfully")),
     _row("heap", INFO, ("double free or corruption", "free(): ", "malloc(): ", "malloc_consolidate(): ", "corrupted size vs. prev_size", "corrupted double-linked list", "munmap_chunk(): "), r"^(?P<what>double free or corruption(?: \(\S{1,12}\))?|(?:free|malloc\w{0,20}|munmap_chunk)\(\): [a-z][^\r\n]{1,80}|corrupted [^\r\n]{1,60})"),
+    _row("device-assert", INFO, "Assertion `", r"\.cuh?:\d{1,7}: (?P<kernel>\w{1,120}(?:::\w{1,120}){0,8})[^`]{1,120}Assertion `(?P<what>[^`'\r\n]{1,120})[`'] failed"),
     _row("completed", INFO, "finished: ", r"^finished: \d{1,12} steps?\b"),  # runtime.train
     _row("completed", INFO, " passed", r"(?<!failed, )\b\d{1,7} passed(?:, \d{1,7} (?:skipped|deselected|xfailed|xpassed|warnings?)){0,4} in [\d.]{1,12}s"),  # pytest
     # --- facts of the job ---
@@ -221,7 +223,7 @@ ANCHORS: tuple[bytes, ...] = (
     b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
     b"socketPoll", b"server socket", b"EI000", b"EE1002", b"worker died", b"is dead", b"DEVICE_LOST", b"HSA_STATUS", b"on resource: ", b"storage usage",
     b"finished: ", b" passed", b"] started", b"started ranks", b"global rank", b"MPI_AB", b"RUNNING AT", b"EXIT CODE",
-    b"RPC call", b'File "', b"Call stack:", b"e-based barrier", b"died unexp", b"orrupt", b"free(): ", b"alloc(): ", b"munmap_", b"llegal instr",
+    b"RPC call", b'File "', b"Call stack:", b"e-based barrier", b"died unexp", b"orrupt", b"free(): ", b"Assertion", b"alloc(): ", b"munmap_", b"llegal instr",
 )  # fmt: skip
 """What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
 
