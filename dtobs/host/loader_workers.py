@@ -1,7 +1,8 @@
 """Which worker process of its data loader, or of a pool, keeps a rank waiting, and at which line that one is.
 
-A worker that was forked has the rank's handler for the signal that prints stacks, and prints into the rank's file.
-Others are read by py-spy, where that is there.
+A worker that was forked has the rank's handler for the signal that prints stacks, and prints into the rank's file; so
+does, below ``dtobs run``, one that was started anew (`integrations.startup`). Others are read by py-spy, where that is
+there.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from dtobs.probes.base import Probe
 
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """One that neither torch, NCCL, profilers nor debuggers use."""
+FOR_WORKERS = "DTOBS_STACKS"
+"""The variable that tells a rank's workers the signal and the rank's file, below ``dtobs run``."""
 
 
 class Stacks(Probe):
@@ -25,4 +27,7 @@ class Stacks(Probe):
         self.undo.callback(os.close, file)
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
         self.undo.callback(faulthandler.unregister, STACKS_SIGNAL)
+        if os.environ.get("DTOBS_RUN_NAME"):  # workers that are started anew find it: `integrations.startup`
+            os.environ[FOR_WORKERS] = f"{int(STACKS_SIGNAL)}:{path.absolute()}"
+            self.undo.callback(os.environ.pop, FOR_WORKERS, None)
         recorder.meta.add("process", stacks_file=str(path), stacks_signal=int(STACKS_SIGNAL))

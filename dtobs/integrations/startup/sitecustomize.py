@@ -5,8 +5,9 @@ rendezvous leaves no other record.
 
 This folder is put first on PYTHONPATH. Nothing but the standard library is imported here, since every Python process
 below the command runs this: launchers, data-loader workers and pip as well. A process that builds neither is left
-alone, but for what torch.multiprocessing.spawn tells a parent of a rank that raised. A ``sitecustomize`` that this one
-hides is run as it would have been.
+alone, but for what torch.multiprocessing.spawn tells a parent of a rank that raised, and for workers that a rank starts
+anew: they print their stacks when the rank's monitor asks, as forked ones do. A ``sitecustomize`` that this one hides
+is run as it would have been.
 """
 
 from __future__ import annotations
@@ -103,6 +104,16 @@ def _spawned_rank_raised(error: Any, processes: int) -> None:
     _ours("session.early_rendezvous").spawned_rank_raised(error, processes)
 
 
+def _print_stacks_when_asked(asked: str) -> None:
+    """Let a worker that was started anew have the handler of its rank: `asked` is the signal and the rank's file."""
+    number, _, path = asked.partition(":")
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        import_module("faulthandler").register(int(number), file=file, all_threads=True, chain=False)
+    except (OSError, ValueError, RuntimeError):  # the rank is gone, or not one that was recorded
+        return
+
+
 def _saw(optimizer: Any) -> None:
     _guarded(lambda: _ours("integrations.auto").optimizer_created(optimizer))
 
@@ -140,6 +151,8 @@ def _run_hidden() -> None:
     spec.loader.exec_module(hidden)
 
 
+if (_stacks := os.environ.get("DTOBS_STACKS")) and any("multiprocessing" in word for word in sys.orig_argv):
+    _print_stacks_when_asked(_stacks)
 if _asked:
     sys.meta_path[:0] = [
         _WhenThere(_OPTIMIZERS, _tell_of_optimizers),

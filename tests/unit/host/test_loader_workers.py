@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.host.loader_workers import awaited_worker
+from dtobs.host.loader_workers import awaited_worker, worker_frames
 from dtobs.host.process import read_process
 from dtobs.host.stacks import Frame, ThreadStack
+from dtobs.integrations.launch import STARTUP
 from tests.unit.monitor.children import child
 
 NUMBER = int(signal.SIGRTMIN) + 12
@@ -109,6 +110,37 @@ def test_the_line_at_which_a_worker_of_a_pool_stays(tmp_path: Path):
         assert awaited_worker(None, rank.pid, NUMBER, file, time.monotonic() + 5) == ""
     assert found.startswith("its pool's worker ")
     assert found.endswith(" in work")
+
+
+ANEW = """
+import multiprocessing, pathlib
+open(sys.argv[1], 'w').close()
+os.mkfifo(sys.argv[1] + '.fifo')
+os.environ['PYTHONPATH'], os.environ['DTOBS_STACKS'] = sys.argv[3], sys.argv[2] + ':' + sys.argv[5]
+pool = multiprocessing.get_context(sys.argv[4]).Pool(1)
+pool.apply_async(pathlib.Path(sys.argv[1] + '.fifo').read_text)
+print('ready', flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("method", "there"), [("spawn", True), ("forkserver", True), ("spawn", False)])
+def test_a_worker_that_was_started_anew_below_dtobs_run(tmp_path: Path, method: str, there: bool):
+    """It inherits no handler: `sitecustomize` gives it one, unless the rank's file is gone."""
+    file, found, deadline = tmp_path / "stacks.txt", "", time.monotonic() + (30 if there else 3)
+    with child(ANEW, file, NUMBER, STARTUP, method, file if there else tmp_path / "gone" / "file") as rank:
+        while not found and time.monotonic() < deadline:
+            (worker,) = [*_workers_below(rank.pid)][-1:] or [0]
+            found = worker_frames(worker, NUMBER, file, 2) if worker else ""
+    assert bool(found) == there
+    assert all("pathlib" in frame.file for frame in found)
+
+
+def _workers_below(pid: int) -> list[int]:
+    """Processes below `pid` that have nobody below them, in the order in which they began."""
+    below = [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    further = [each for one in below for each in _workers_below(one)]
+    return sorted(further or below)
 
 
 @pytest.mark.parametrize(("state", "said"), [("D", True), ("S", False)])
