@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from dtobs.flight_recorder.snapshot import BY_FILE_TIMES, rests_on_file_times
 from dtobs.flight_recorder.wording import Words
 from dtobs.words import ranks_text, verb
 
-_LEAST_PEERS = 2
-"""Ranks outside of a circle that have to agree on an order of calls."""
+_LEAST_PEERS, _MOST_PEERS = 2, 64
+"""Ranks outside of a circle that have to agree on an order of calls, and how many are asked."""
 
 
 class Verdicts:
@@ -307,31 +307,36 @@ class Verdicts:
         Peers are ranks outside of the circle that made the same call in a group of the same kind. () where these are
         few or do not agree, or the order of all in the circle is theirs, or of none.
         """
-        kinds = {self._kind(call.group) for call in root.calls}
-        outside = [row for row in range(len(self.dumps.ranks)) if row not in root.rows]
+        entries, inside = self.dumps.entries, set(root.rows)
+        in_kind = {self._kind(call.group): dict[int, list[int]]() for call in root.calls}
+        for group, state in self.states.items():
+            for row in state.rows.tolist() if (kind := self._kind(group)) in in_kind else ():
+                in_kind[kind].setdefault(row, []).append(group)
+
+        def counts(row: int, entry: int, kind: tuple[str, int]) -> tuple[int, ...] | None:
+            others = [groups.get(row, []) for other, groups in in_kind.items() if other != kind]
+            return self._counts(row, entry, [groups[0] for groups in others]) if all(map(_only, others)) else None
+
+        told: dict[tuple[tuple[str, int], int], list[tuple[int, ...] | None]] = {}
         odd = []
         for row, entry in waits.items():
-            kind, seq = self._kind(int(self.dumps.entries["group"][entry])), int(self.dumps.entries["seq"][entry])
-            others = kinds - {kind}
-            groups = [(peer, self._groups_of(peer, kind)) for peer in outside]
-            places = [(peer, self._place(peer, each[0], seq)) for peer, each in groups if len(each) == 1]
-            told = [self._counts(peer, at, others) for peer, at in places if at >= 0]
-            mine = self._counts(row, entry, others)
-            if len(places) < _LEAST_PEERS or 0 < len(told) < _LEAST_PEERS:
+            kind, seq = self._kind(int(entries["group"][entry])), int(entries["seq"][entry])
+            peers = [
+                (peer, groups[0]) for peer, groups in in_kind[kind].items() if peer not in inside and _only(groups)
+            ]
+            if (kind, seq) not in told:
+                places = ((peer, self._place(peer, group, seq)) for peer, group in peers[:_MOST_PEERS])
+                told[kind, seq] = [counts(peer, place, kind) for peer, place in places if place >= 0]
+            theirs, mine = told[kind, seq], counts(row, entry, kind)
+            if len(peers) < _LEAST_PEERS or len(theirs) == 1 or len(set(theirs)) > 1 or None in [*theirs, mine]:
                 return ()
-            if len(set(told)) > 1 or None in [*told, mine]:
-                return ()
-            odd += [row] if mine not in told else []  # or nobody else has come to that call
+            odd += [row] if mine not in theirs else []  # or nobody else has come to that call
         return tuple(odd) if len(odd) < len(waits) else ()
 
     def _kind(self, group: int) -> tuple[str, int]:
         """What groups that do the same work have in common: what they are called, and how many ranks they have."""
         known = self.dumps.groups[group]
         return known.description, known.size
-
-    def _groups_of(self, row: int, kind: tuple[str, int]) -> list[int]:
-        """The groups of a kind that a rank is in."""
-        return [g for g, state in self.states.items() if self._kind(g) == kind and (state.rows == row).any()]
 
     def _place(self, row: int, group: int, seq: int) -> int:
         """The entry of a rank's call in a group; −1 where it has none."""
@@ -340,16 +345,13 @@ class Verdicts:
         found = np.flatnonzero((mine["group"] == group) & (mine["kind"] == EntryKind.COLLECTIVE) & (mine["seq"] == seq))
         return begin + int(found[0]) if len(found) else -1
 
-    def _counts(self, row: int, entry: int, kinds: set[tuple[str, int]]) -> tuple[int, ...] | None:
-        """How many calls of each kind of groups a rank had made before an entry; None where the dump does not tell."""
+    def _counts(self, row: int, entry: int, groups: Iterable[int]) -> tuple[int, ...] | None:
+        """How many calls in each group a rank had made before an entry; None where its dump does not tell."""
         counts = []
         past = self.dumps.entries[self.dumps.bounds[row] : entry]
-        for kind in sorted(kinds):
-            groups = self._groups_of(row, kind)
-            made = (
-                past["seq"][(past["group"] == groups[0]) & (past["kind"] == EntryKind.COLLECTIVE)] if groups else past
-            )
-            if len(groups) != 1 or not (len(made) or self.dumps.ranks[row].whole):
+        for group in groups:
+            made = past["seq"][(past["group"] == group) & (past["kind"] == EntryKind.COLLECTIVE)]
+            if not (len(made) or self.dumps.ranks[row].whole):
                 return None
             counts.append(int(made.max(initial=0)))
         return tuple(counts)
@@ -407,3 +409,7 @@ class Verdicts:
 def _holds_up(call: PendingCall, pair: PendingPair) -> bool:
     """Whether the other side of a half waits in a call for the rank that waits in the half."""
     return pair.row in call.held_by and pair.peer_row in call.waiting
+
+
+def _only(groups: Sequence[int]) -> bool:
+    return len(groups) == 1

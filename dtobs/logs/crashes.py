@@ -64,9 +64,7 @@ class Scene:
     cancelled_at: dict[int, int] = field(default_factory=dict)  #: by file, the line that cancels the job
     bare: Sequence[Sign] = ()  #: exceptions without a traceback, of which nothing shows that they were got over
     fatal_sites: dict[int | None, str] = field(default_factory=dict)  #: where Python stood when a signal ended it
-    said: Mapping[str, str] = field(
-        default_factory=dict
-    )  #: by kind, what lines say beside a crash: "heap", "device-assert"
+    said: Mapping[str, str] = field(default_factory=dict)  #: beside a crash, by kind: "heap", "device-assert"
 
     def cancelled(self, ending: LoggedEnding) -> bool:
         """Whether the scheduler had taken the job back before it tells that this rank was killed."""

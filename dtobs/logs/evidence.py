@@ -44,7 +44,8 @@ _NEVER_RAISED = ("Exception ignored in", "--- Logging error ---")
 _FOLLOWS = 3
 _LAST_ERROR = "Last error:"
 """What NCCL's exceptions put before the line that tells what went wrong."""
-_GOES_ON = 4
+_GOES_ON, _GOES_ON_WITHIN = 4, 200
+"""Lines of its writer, and of all, within which half a message goes on."""
 _UTC = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _NCCL = re.compile(r"([\w.\-]{1,80}):(\d{1,9}):\d{1,9} \[(?:\d{1,4}|-1)\] ")
 _COLLECTIVE_STACK = "Stack trace of the failed collective"
@@ -131,6 +132,7 @@ class LogEvidence:
         self._traces: dict[Writer, Trace] = {}
         self._announced: dict[Writer, int] = {}  #: the line that says of the next traceback that nobody gets it
         self._unsaid: dict[Writer, tuple[int, int, str]] = {}  #: (place in `signs`, line, ending) of half a message
+        self._unsaid_until = 0  #: the line from which on nobody's message goes on
         self._stacks: dict[Writer, int] = {}  #: lines so far of a stack that is told
         self._fatal: set[Writer] = set()  #: whose stack has not yet come to the thread that failed
         self._table: FailureTable | None = None
@@ -176,6 +178,8 @@ class LogEvidence:
         if self._head is not None:
             self._column, self._head = prefix.columns(self._head()), None
         self._order += 1
+        if self._unsaid and self._order > self._unsaid_until:
+            self._unsaid.clear()
         shape = raw[:_SHAPED].translate(None, _DIGITS)
         if not self.hot:
             if shape in self._dull:
@@ -334,6 +338,7 @@ class LogEvidence:
         half = ":" if not raised.message or raised.message.endswith(":") else _LAST_ERROR
         if self._keep(sign) and (half == ":" or "NCCL error" in raised.message):
             self._unsaid[writer] = len(self.signs) - 1, 0, half
+            self._unsaid_until = self._order + _GOES_ON_WITHIN
 
     def _say(self, writer: Writer, text: str) -> None:
         """Add to an exception what one of the next lines tells: of a message that ends in a colon, or NCCL's."""

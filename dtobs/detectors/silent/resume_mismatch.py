@@ -65,7 +65,8 @@ def _of_other_steps(view: RunView) -> list[Finding]:
         if any(state.get("optimizer shares") for state in states.values()):
             continue  # what one of them trains may rest
         for name in sorted(name for name in states[group[0]] if name.endswith(COUNTED)):
-            ahead = {rank: int(state[name]) for rank, state in states.items() if state.get(name)}
+            told = {rank: state.get(name, "") for rank, state in states.items()}
+            ahead = {rank: int(said) for rank, said in told.items() if said.removeprefix("-").isdecimal()}
             if len(ahead) < len(group) or len(set(ahead.values())) < 2:
                 continue
             odd, majority = outliers(ahead)

@@ -151,7 +151,7 @@ def _run_hidden() -> None:
     spec.loader.exec_module(hidden)
 
 
-if (_stacks := os.environ.get("DTOBS_STACKS")) and any("multiprocessing" in word for word in sys.orig_argv):
+if (_stacks := os.environ.get("DTOBS_STACKS")) and any("multiprocessing" in w for w in getattr(sys, "orig_argv", ())):
     _print_stacks_when_asked(_stacks)
 if _asked:
     sys.meta_path[:0] = [
