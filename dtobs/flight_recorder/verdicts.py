@@ -259,11 +259,8 @@ class Verdicts:
         if alone:
             return self._p2p_cycle(alone, Confidence.POSSIBLE, early)
         odd = odd or (() if root.pairs else self._out_of_turn(root, waits))
-        lone = (
-            ()
-            if odd or root.pairs
-            else smaller_side([(set(call.waiting) - set(call.held_by), call.held_by) for call in root.calls])
-        )
+        sides = [(set(call.waiting) - set(call.held_by), call.held_by) for call in root.calls]
+        lone = () if odd or root.pairs else smaller_side(sides)
         summary = circle_text(
             (
                 (words.ranks(c.waiting), f"{words.call(c.entry)}{words.site(c.entry)}", words.ranks(c.held_by))
@@ -321,9 +318,8 @@ class Verdicts:
         odd = []
         for row, entry in waits.items():
             kind, seq = self._kind(int(entries["group"][entry])), int(entries["seq"][entry])
-            peers = [
-                (peer, groups[0]) for peer, groups in in_kind[kind].items() if peer not in inside and _only(groups)
-            ]
+            outside = ((peer, groups) for peer, groups in in_kind[kind].items() if peer not in inside)
+            peers = [(peer, groups[0]) for peer, groups in outside if _only(groups)]
             if (kind, seq) not in told:
                 places = ((peer, self._place(peer, group, seq)) for peer, group in peers[:_MOST_PEERS])
                 told[kind, seq] = [counts(peer, place, kind) for peer, place in places if place >= 0]
