@@ -349,7 +349,7 @@ def _ended_from_outside(view: RunView) -> str:
     if others and others <= set(LEFT) and seconds > _NOTICED_SECONDS:
         was = " and ".join(ways) if ways[0].startswith("was ") else f"was {' and '.join(ways)}"
         return (
-            f"{ranks_text(left)} {was if len(left) == 1 else was.replace('was ', 'were ', 1)}"
+            f"{ranks_text(left)} {was if len(left) == 1 else was.replace('was ', 'were ')}"
             f" {duration_text(seconds)} after the others had finished: rank {left[0]} was {_at_last(view, left[0])}"
         )
     return f"interrupted after step {step:,}{of}: the ranks were {' and '.join(ways).replace('was ', '')}"

@@ -31,7 +31,7 @@ _NAMING = ("nccl-twice", "loss-nan", "gradient-nan")
 """Lines that name the rank they are about, whoever prints them."""
 _TOLD_LATE = ("device-lost",)
 """What a driver says of a device that it has reset: a kernel that never ends brings it to that as well."""
-_USUALLY = ("nccl-segment", "writer")
+_USUALLY = ("nccl-segment", "checkpoint-write")
 """What nearly always means that there is no room, and does not say so."""
 _ABORTS = ("illegal-address", "device-fault")
 """What a driver ends a process for by SIGABRT, without a word of who it is."""
@@ -211,7 +211,7 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"the device of {who} failed{xid}: {told}"
     if code == "illegal-address":
         return f"a kernel of {who} accessed memory that is not its own{site}: {told}"
-    if first.kind == "writer":
+    if first.kind == "checkpoint-write":
         return f"{who} could not write a checkpoint{site}, as on a disk that is full or a quota used up: {told}"
     if code == "disk-full":
         path = first.fields.get("path") or ""
@@ -409,17 +409,15 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
 def _bare_exception(scene: Scene, ended: Sequence[LoggedEnding], blames: bool) -> Finding | None:
     """The last exception of which a paste has only the line that names it, where its rank or the end of one is told."""
     known = [s for s in scene.bare if s.rank is not None]
-    if not known and (blames or not ended):
+    if not (known or (scene.bare and ended and not blames)):
         return None
-    first = (known or scene.bare)[-1:]
-    if not first:
-        return None
-    ranks = tuple(sorted({s.rank for s in known if s.rank is not None and s.fields == first[0].fields}))
+    last = (known or scene.bare)[-1]
+    ranks = tuple(sorted({s.rank for s in known if s.rank is not None and s.fields == last.fields}))
     ranks = ranks or tuple(sorted({e.rank for e in ended if e.rank is not None}))
-    text = f"{ranks_text(ranks) if ranks else 'a rank'} told of {first[0].text.strip()[:_SHOWN]}"
+    text = f"{ranks_text(ranks) if ranks else 'a rank'} told of {_cut(last.text)}"
     return Finding(
         "uncaught-exception", text, ranks, Confidence.LIKELY if known else Confidence.POSSIBLE,
-        evidence=_records(first), next_step="Look at the traceback of this line, which is not among the lines given.",
+        evidence=_records([last]), next_step="Look at the traceback of this line, which is not among the lines given.",
     )  # fmt: skip
 
 

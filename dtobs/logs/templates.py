@@ -165,7 +165,7 @@ TEMPLATES: tuple[Template, ...] = (
     # --- disk ---
     _row("evicted", ROOT, ("was low on resource: ephemeral-storage", "ephemeral local storage usage exceeds the total limit"), "", "disk-full"),
     _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),
-    _row("writer", ROOT, "PytorchStreamWriter failed writing file", "", "disk-full"),
+    _row("checkpoint-write", ROOT, "PytorchStreamWriter failed writing file", "", "disk-full"),
     _row("cuda-failure", ROOT, "unhandled cuda error", r"(?:^|[ :])(?P<type>[\w.]{1,80}Error): (?P<message>NCCL error[^\r\n]{1,300})|unhandled", "uncaught-exception"),
     # --- services that run models, ray ---
     _row("engine-waits", INFO, "No available shared memory broadcast block found", r"found in (?P<seconds>\d{1,6}) seconds"),

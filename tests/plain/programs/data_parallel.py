@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,22 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program
-
-
-def train(model: Any, optimizer: Any, rank: int, steps: int = STEPS) -> list[float]:
-    """The loop of a tutorial."""
-    losses = []
-    for step in range(steps):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    return losses
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program, train
 
 
 @program()

@@ -21,6 +21,7 @@ from tests.plain.kit import (
     mlp,
     mse,
     program,
+    train,
 )
 
 
@@ -328,17 +329,7 @@ def shampoo_shared_out(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(mlp())
     optimizer = Shampoo(model.parameters(), lr=5e-2)
     watch(model, optimizer)
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    return losses
+    return train(model, optimizer, rank)
 
 
 @program()
