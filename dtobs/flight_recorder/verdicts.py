@@ -192,8 +192,8 @@ class Verdicts:
                 group=label,
                 evidence=evidence,
             )
-        if waits := self._not_started(pair):
-            (row, entry), (_, other) = waits
+        if late := self._not_started(pair):
+            row, entry, other = late
             beside = f"its peer has started its half{words.site(other)}"
             ranks = words.ranks([row])
             summary = not_completed_text(ranks, words.operation(entry), words.site(entry).removeprefix(" at "), beside)
@@ -201,16 +201,15 @@ class Verdicts:
         summary = f"{words.operation(pair.entry)}{words.site(pair.entry)} is issued on both sides and does not complete"
         return Finding("network-stalled", summary, confidence=Confidence.POSSIBLE, group=label, evidence=evidence)
 
-    def _not_started(self, pair: PendingPair) -> list[tuple[int, int]]:
-        """Of a message that stands still (row, entry) of the half that no device has started, then of the other.
+    def _not_started(self, pair: PendingPair) -> tuple[int, int, int] | None:
+        """Of a message that stands still: the row and the entry of the half that no device has started, and the other.
 
-        Empty where both have been started, or neither, as where devices do not say so.
+        None where both have been started, or neither, as where devices do not say so.
         """
-        halves = [(pair.row, pair.entry), (pair.peer_row, pair.partner)]
-        halves.sort(key=lambda half: bool(self.dumps.entries["state"][half[1]] == STARTED))
-        (_, first), (_, second) = halves
-        states = self.dumps.entries["state"][[first, second]]
-        return halves if states[0] != STARTED and states[1] == STARTED else []
+        mine, theirs = (self.dumps.entries["state"][[pair.entry, pair.partner]] == STARTED).tolist()
+        if mine == theirs:
+            return None
+        return (pair.peer_row, pair.partner, pair.entry) if mine else (pair.row, pair.entry, pair.partner)
 
     def _unmatched(self, root: Root) -> Finding | None:
         """A send or a receive whose other half was never issued, by a rank that waits for nobody."""

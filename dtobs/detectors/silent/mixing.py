@@ -98,7 +98,8 @@ def judge(look: Look) -> Judged:
             elif residuals[i] > ROUGH:
                 unexplained.append(look.ranks[i])
     if len(unexplained) == len(look.ranks) > 1 and _unlike(look):
-        mistakes = [Explained(rank, "mixed", (), *[float(residuals[i])] * 2) for i, rank in enumerate(look.ranks)]
+        left = zip(look.ranks, residuals.tolist(), strict=True)
+        mistakes = [Explained(rank, "mixed", (), residual, residual) for rank, residual in left]
     wrong = {m.rank for m in mistakes} | set(unexplained)
     bad = ~known | (pieces < LEAST_PIECES) | (residuals > ROUGH) | np.array([rank in wrong for rank in look.ranks])
     return Judged(
