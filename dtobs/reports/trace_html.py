@@ -16,13 +16,13 @@ _MOST = 1024
 def render(trace: JobTrace, target: str) -> str:
     """The whole document."""
     found = trace.findings
-    head = f'<h1 class="warning">{escape(found[0].summary)}</h1>' if found else '<h1 class="good">Nothing found</h1>'
-    advice = f'<p class="next">{escape(found[0].next_step)}</p>' if found else ""
+    head = "".join(
+        f'<h1 class="warning">{escape(f.summary)}</h1><p class="next">{escape(f.next_step)}</p>' for f in found
+    )
     notes = "".join(f"<li>{escape(note)}</li>" for note in trace.notes)
     body = [
-        head,
+        head or '<h1 class="good">Nothing found</h1>',
         f'<p class="quiet">{escape(target)}, {len(trace.figures)} ranks</p>',
-        advice,
         "<h2>Ranks</h2>",
         _legend(),
         _ranks(trace),
@@ -51,9 +51,21 @@ def _ranks(trace: JobTrace) -> str:
         rows.append(
             f"<tr{' class=accused' if figure.rank == accused else ''}><td>{figure.rank}</td><td>{_bar(figure)}</td>"
             + "".join(f'<td class="number">{time_text(cell)}</td>' for cell in cells)
-            + f'<td class="number">{"–" if overlap is None else f"{overlap:.1f} %"}</td><td>{escape(idle)}</td></tr>'
+            + f'<td class="number">{"–" if overlap is None else f"{overlap:.1f} %"}</td><td>{escape(idle)}</td>'
+            + f'<td class="number">{time_text(trace.made_wait.get(figure.rank))}</td></tr>'
         )
-    titles = ("rank", "", "span", "compute", "communication", "exposed", "idle", "overlap", "idle by cause")
+    titles = (
+        "rank",
+        "",
+        "span",
+        "compute",
+        "communication",
+        "exposed",
+        "idle",
+        "overlap",
+        "idle by cause",
+        "others waited",
+    )
     return _table(titles, rows)
 
 

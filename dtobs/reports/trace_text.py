@@ -51,7 +51,11 @@ def _verdict(trace: JobTrace) -> list[str]:
 
 def _ranks(trace: JobTrace) -> list[str]:
     shown = list(trace.figures.values())[:_MOST_RANKS]
-    lines = ["rank  " + " " * _BAR + "        span     compute        comm     exposed  overlap        idle  mostly"]
+    lines = [
+        "rank  "
+        + " " * _BAR
+        + "        span     compute        comm     exposed  overlap        idle  mostly         others waited"
+    ]
     for figure in shown:
         overlap = figure.overlap_percent
         worst = max(figure.idle_by, key=lambda k: figure.idle_by[k]) if figure.idle > 0 else ""
@@ -59,7 +63,8 @@ def _ranks(trace: JobTrace) -> list[str]:
         lines.append(
             f"{figure.rank:>4}  {_bar(figure)}"
             + "".join(f"{time_text(cell):>12}" for cell in cells)
-            + f"{'–' if overlap is None else f'{overlap:.1f} %':>9}{time_text(figure.idle):>12}  {worst}"
+            + f"{'–' if overlap is None else f'{overlap:.1f} %':>9}{time_text(figure.idle):>12}  {worst:<16}"
+            + f"{time_text(trace.made_wait.get(figure.rank)):>12}"
         )
     if len(trace.figures) > len(shown):
         lines.append(f"      and {len(trace.figures) - len(shown)} more ranks (--json has all)")

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from dtobs.findings import Finding
+from dtobs.findings import Confidence, Finding
 from dtobs.timeline.kineto.figures import Figures, cut, figures
 from dtobs.timeline.kineto.files import read
 from dtobs.timeline.kineto.intervals import length, shared, union
+from dtobs.timeline.kineto.links import SlowGroup, slow_groups
 from dtobs.timeline.kineto.load import Spans, TracedRank
 from dtobs.timeline.kineto.matching import MatchedTraces, match
 from dtobs.timeline.kineto.names import KernelKind, bus_factor
-from dtobs.timeline.kineto.straggler import Straggler, straggler
-from dtobs.words import runs_text
+from dtobs.timeline.kineto.straggler import Straggler, lateness, straggler
+from dtobs.words import ranks_text, runs_text
 
 SCHEMA = "dtobs.trace/1"
 TOP = 10
@@ -71,6 +72,9 @@ class JobTrace:
     figures: dict[int, Figures]
     collectives: list[Collective]
     straggler: Straggler | None
+    made_wait: dict[
+        int, float
+    ]  #: what the others waited for each rank in whole steps; empty where none can be compared
     findings: list[Finding]
     notes: list[str]
     ranks: dict[int, TracedRank] = field(repr=False)
@@ -81,7 +85,7 @@ class JobTrace:
         accused = self.straggler
         return {
             "schema": SCHEMA,
-            "ranks": {str(r): _figures_json(f) for r, f in self.figures.items()},
+            "ranks": {str(r): _figures_json(f, self.made_wait.get(r)) for r, f in self.figures.items()},
             "collectives": [_collective_json(c) for c in self.collectives],
             "straggler": accused
             and {
@@ -108,13 +112,26 @@ def analyse(targets: Sequence[Path], window: str = "whole") -> JobTrace:
         notes.append(
             "no device in these traces: compute is the host's aten operators, communication its backend's threads"
         )
-    matched = match({n: r for n, r in ranks.items() if n not in empty})
-    accused = straggler(matched, ranks, measured)
+    present = {n: r for n, r in ranks.items() if n not in empty}
+    matched = match(present)
+    span = max((f.span for f in measured.values()), default=0.0)
+    slow = slow_groups(matched, present, span)
+    late = lateness(matched, present)
+    accused = straggler(late, matched, present, span, slow) if late else None
     notes += matched.notes
     if len(ranks) == 1 and (size := max((c.size for r in ranks.values() for c in r.calls), default=0)) > 1:
         notes.append(f"one rank of {size}: who waits for whom needs the traces of the others")
     findings = [] if accused is None else [_finding(accused, len(ranks))]
-    return JobTrace(measured, _collectives(ranks, matched), accused, findings, notes, ranks, matched)
+    if accused is None or not accused.links:
+        findings += [_slow_link(group) for group in slow]
+    made_wait = late.costs() if late else {}
+    return JobTrace(measured, _collectives(ranks, matched), accused, made_wait, findings, notes, ranks, matched)
+
+
+_NEXT = {
+    "input": "Look at this rank's data loading: its workers, its disk and its share of the data.",
+    "network": "Measure this rank's links with `dtobs preflight`; look at its network interface and switch.",
+}
 
 
 def _finding(accused: Straggler, ranks: int) -> Finding:
@@ -124,16 +141,38 @@ def _finding(accused: Straggler, ranks: int) -> Finding:
         "input": "it waits for data",
         "network": "its transfers take longer",
     }
+    said = (
+        f"it comes {accused.late / 1e3:.3g} ms late to its collectives, summed over the median step,"
+        f" {accused.share:.0%} of all waiting; {words[accused.kind]}"
+    )
+    if accused.links:
+        said = "the transfers of each group that it is in take longer: " + "; ".join(map(_link_text, accused.links))
     return Finding(
         "straggler",
-        f"rank {accused.rank} makes the others wait: it comes {accused.late / 1e3:.3g} ms late to its collectives,"
-        f" summed over the median step, {accused.share:.0%} of all waiting; {words[accused.kind]}",
+        f"rank {accused.rank} makes the others wait: {said}",
         (accused.rank,),
         accused.confidence,
         evidence=(
             {"what": "lateness", "cost_us": _us(accused.cost), "share": accused.share, "ranks": ranks},
             {"what": "more than its peers", **{k: _us(v) for k, v in accused.extra.items()}},
         ),
+        next_step=_NEXT.get(accused.kind, ""),
+    )
+
+
+def _link_text(slow: SlowGroup) -> str:
+    beside = "the group beside it" if slow.beside == 1 else f"the {slow.beside} groups beside it"
+    return f"{slow.op} among {ranks_text(slow.group.ranks)} takes {slow.ratio:.1f} times as long as in {beside}"
+
+
+def _slow_link(slow: SlowGroup) -> Finding:
+    return Finding(
+        "slow-link",
+        f"{_link_text(slow)}, from the arrival of its last member on",
+        slow.group.ranks,
+        Confidence.LIKELY,
+        group=slow.group.key[0],
+        evidence=({"what": "transfer time", "ratio": round(slow.ratio, 3), "exposed_extra_us": _us(slow.extra)},),
     )
 
 
@@ -169,7 +208,7 @@ def _collectives(ranks: dict[int, TracedRank], matched: MatchedTraces) -> list[C
     return sorted(found.values(), key=lambda c: -sum(t for _, _, t, _ in c.by_rank.values()))
 
 
-def _figures_json(found: Figures) -> dict[str, Any]:
+def _figures_json(found: Figures, made_wait: float | None) -> dict[str, Any]:
     overlap = found.overlap_percent
     return {
         "window": found.window,
@@ -182,6 +221,7 @@ def _figures_json(found: Figures) -> dict[str, Any]:
         "idle_us": _us(found.idle),
         "idle": {name: _us(value) for name, value in found.idle_by.items()},
         "input_us": _us(found.loading),
+        "made_others_wait_us": None if made_wait is None else _us(made_wait),
         "steps": found.steps,
         "device": not found.host_only,
         "kernels": [{"name": n, "kind": k, "count": c, "time_us": _us(t)} for n, k, c, t in found.kernels[:TOP]],

@@ -22,6 +22,8 @@ _SHIFTS = 16
 _SETTLED_US = 50.0
 NOBODY = (-1, -1)
 """In a key: messages between two ranks of which the trace does not say which two."""
+NAMELESS: Key = ("", (), None)
+"""Beside calls whose group is known these are what was launched before the trace began: nobody's to compare with."""
 _COMMON_END = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
 
@@ -107,7 +109,10 @@ def _sides(rank: TracedRank, number: int, signs: dict[tuple[str, int], int]) -> 
     sign_of = np.array([signs.setdefault((c.op, c.nbytes), len(signs)) for c in rank.calls], dtype=np.int64)
     step = _steps(rank)
     found = {}
+    named = any(key[0] or key[1] for key in keys)
     for key, place in numbers.items():
+        if named and key == NAMELESS:
+            key = ("", (number,), None)
         mine = chosen[group_of == place]
         if not len(mine):
             continue
@@ -122,15 +127,17 @@ def _steps(rank: TracedRank) -> Callable[[Ints], Ints] | None:
     """What tells the ProfilerStep of a row of the device, None without steps.
 
     That is the step in which the host launched it: where nothing synchronises, the host is done with all its steps
-    while the device is in the first.
+    while the device is in the first. What has no launch beside rows that have one was launched before the trace began.
     """
     if len({number for number, _, _ in rank.steps}) < 2:
         return None
     numbers = np.array([number for number, _, _ in rank.steps])
     edges = np.array([begin for _, begin, _ in rank.steps])
+    launched = np.isfinite(rank.launch)
+    before = np.where(launched.any(), -np.inf, rank.device.begin)
 
     def step(row: Ints) -> Ints:
-        when = np.where(np.isfinite(rank.launch[row]), rank.launch[row], rank.device.begin[row])
+        when = np.where(launched[row], rank.launch[row], before[row])
         place = np.searchsorted(edges, when, side="right") - 1
         found: Ints = np.where(place < 0, -1, numbers[place])
         return found

@@ -1,10 +1,14 @@
 """Who makes the others wait: by the time its lateness costs them, not by how often it is last.
 
-A rank's lateness at a call is judged without what it waited itself, for others in other groups, since the call before.
+A rank's lateness at a call is judged without what it waited itself, for others in other groups, since the call before,
+and without what of that it still carries: who computes beside a call that it waits for stays ahead of the rank that
+comes late to it.
 A message between two ranks accuses nobody: the ranks of a pipeline wait for each other however fast all are. What they
 waited there counts at the next collective, where the rank with more work of its own is late, be it the first to arrive.
 Jitter makes every rank late now and then: accused is only a rank whose lateness, summed by step, would hardly come
-about when all ranks were alike.
+about when all ranks were alike. The profiler begins and ends amid a step, at another place on each rank: such a step
+does not count. Where lateness comes from transfers that take longer in some groups, the rank that these groups share is
+accused, and nobody where they share none.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import numpy as np
 
 from dtobs.findings import Confidence
 from dtobs.timeline.chance import student_tail
-from dtobs.timeline.kineto.figures import Figures
-from dtobs.timeline.kineto.intervals import clipped, joined, union, within
+from dtobs.timeline.kineto.figures import Figures, figures, rows
+from dtobs.timeline.kineto.intervals import clipped, joined, length, union, within
+from dtobs.timeline.kineto.links import SlowGroup
 from dtobs.timeline.kineto.load import Floats, Ints, Spans, TracedRank
 from dtobs.timeline.kineto.matching import MatchedTraces, TracedGroup
 from dtobs.timeline.kineto.names import KernelKind
@@ -25,7 +30,9 @@ from dtobs.timeline.kineto.names import KernelKind
 KINDS = ("host-bound", "device", "input", "network")
 CHANCE, CERTAINTY = 1e-3, 1e-6
 WASTE = 0.02
-LEAST_EVENTS = 3
+LEAST_STEPS = 3
+WEAK_CHANCE, WEAK_SHARE, WEAK_WASTE = 0.05, 0.8, 0.1
+"""What makes a rank that nearly all waiting is for `possible`, though too few steps were traced to be sure."""
 JITTER = 0.3
 """What a healthy rank's work may vary by from step to step."""
 
@@ -41,33 +48,62 @@ class Straggler:
     share: float  #: of the time that anybody waited for anybody
     late: float  #: median lateness a step
     extra: dict[str, float]  #: what it has more of than its peers, by kind
+    links: tuple[SlowGroup, ...] = ()  #: the slow groups that have it in common
 
 
 @dataclass
-class _Lateness:
-    """Events of lateness: at which step, of which group, who, what it cost, and how late each rank was there."""
+class Lateness:
+    """Who came late to the collectives, by whole step; microseconds."""
 
-    steps: Ints
-    group: Ints
-    who: Ints
-    cost: Floats
+    groups: list[TracedGroup]
+    steps: Ints  #: of each call: its step,
+    group: Ints  #: the place of its group,
+    who: Ints  #: who came last
+    cost: Floats  #: and what the others waited for it
     signed: dict[int, dict[int, float]]  #: rank → step → lateness against the median of its peers
+    period: float  #: the median step
+
+    def costs(self) -> dict[int, float]:
+        """What the others waited for each rank, summed."""
+        return {r: float(self.cost[self.who == r].sum()) for r in self.signed}
 
 
-def straggler(matched: MatchedTraces, ranks: dict[int, TracedRank], figures: dict[int, Figures]) -> Straggler | None:
-    """The rank to accuse, or None."""
+def lateness(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> Lateness | None:
+    """Everybody's lateness; None where no collective of several ranks can be compared."""
     groups = [g for g in matched.groups if g.begin.shape[1] > 1 and g.key[2] is None]
     if len(ranks) < 2 or not groups:
         return None
     steps = _steps(groups)
-    late = _lateness(groups, steps, _waits(matched, ranks))
-    costs = {r: float(late.cost[late.who == r].sum()) for r in ranks}
+    return _lateness(groups, _whole(steps), _waits(matched, ranks), _step_time(groups, steps))
+
+
+def straggler(
+    late: Lateness, matched: MatchedTraces, ranks: dict[int, TracedRank], span: float, slow: list[SlowGroup]
+) -> Straggler | None:
+    """The rank to accuse, or None."""
+    found = _latest(late, matched, ranks, span, slow)
+    if not slow or (found is not None and found.kind != "network"):
+        return found
+    shared = set[int].intersection(*(set(s.group.ranks) for s in slow))
+    if len(slow) < 2 or len(shared) != 1:
+        return None  # a link between ranks, which `slow_groups` names
+    rank = shared.pop()
+    cost = sum(s.extra * (len(s.group.ranks) - 1) for s in slow)
+    by_step = float(np.median(list(late.signed.get(rank, {0: 0.0}).values())))
+    share = cost / max(cost + sum(late.costs().values()), 1e-3)
+    extra = {"network": sum(s.extra for s in slow)}
+    return Straggler(rank, cost, "network", Confidence.LIKELY, share, by_step, extra, tuple(slow))
+
+
+def _latest(
+    late: Lateness, matched: MatchedTraces, ranks: dict[int, TracedRank], span: float, slow: list[SlowGroup]
+) -> Straggler | None:
+    groups, costs = late.groups, late.costs()
     rank = max(costs, key=lambda r: (costs[r], -r))
     total = sum(costs.values())
-    span = max(f.span for f in figures.values())
-    by_step = np.array(list(late.signed.get(rank, {}).values()))
-    peers = max(len(g.ranks) for g in groups if rank in g.ranks) - 1 if total else 1
-    if not total or costs[rank] / total < 0.5 or costs[rank] / peers < WASTE * span or len(by_step) < LEAST_EVENTS:
+    by_step = np.array(list(late.signed[rank].values()))
+    peers = max(len(g.ranks) for g in groups if rank in g.ranks) - 1
+    if not total or costs[rank] / total < 0.5 or costs[rank] / peers < WASTE * span or len(by_step) < 2:
         return None
     stages = _pipeline(rank, ranks)
     same = [n for n, g in enumerate(groups) if rank in g.ranks and not stages & (set(g.ranks) - {rank})]
@@ -75,16 +111,17 @@ def straggler(matched: MatchedTraces, ranks: dict[int, TracedRank], figures: dic
     if stages and same and behind < WASTE * span * max(len(groups[n].ranks) - 1 for n in same):
         return None  # its stage has more work, on every rank
     alike = len({r for g in groups for r in g.ranks})
-    steps_seen = max(len({s for table in late.signed.values() for s in table}), 1)
-    work = max(span / steps_seen - float(np.median(by_step)), span * 1e-3)
+    work = max(late.period - float(np.median(by_step)), span * 1e-3)
     chance = 2 * alike * min(_binomial(late, rank, alike), _student(by_step), _jitter(by_step / work))
-    if chance >= CHANCE:
+    weak = chance >= CHANCE or len(by_step) < LEAST_STEPS
+    dominant = costs[rank] / total >= WEAK_SHARE and costs[rank] / peers >= WEAK_WASTE * span
+    if weak and (chance >= WEAK_CHANCE or not dominant):
         return None
-    kind, extra = _kind(rank, matched, figures)
+    kind, extra = _kind(rank, matched, ranks, slow)
     sure = chance < CERTAINTY and _complete(matched, ranks, rank) and extra[kind] >= 0.5 * float(by_step.sum())
     confidence = Confidence.CERTAIN if sure else Confidence.LIKELY
     few = not _complete(matched, ranks, rank) and 2 * len(ranks) <= _world(matched, ranks)
-    if few or (stages and not same):  # or its stage has more work: no other rank has the same
+    if weak or few or (stages and not same):  # or its stage has more work: no other rank has the same
         confidence = Confidence.POSSIBLE
     return Straggler(rank, costs[rank], kind, confidence, costs[rank] / total, float(np.median(by_step)), extra)
 
@@ -125,8 +162,28 @@ def _steps(groups: list[TracedGroup]) -> list[Ints]:
         return told
     largest = max(groups, key=lambda g: g.begin.shape[1])
     period = _period([(c.op, c.nbytes) for c in largest.calls])
-    edges = largest.last[::period]
-    return [np.searchsorted(edges, g.last, side="right") for g in groups]
+    edges = largest.last[::-1][::period][::-1]  # from the end, as the calls are matched
+    return [np.searchsorted(edges, g.last, side="left") for g in groups]
+
+
+def _step_time(groups: list[TracedGroup], steps: list[Ints]) -> float:
+    """The median time between the last calls of two steps; 0 with fewer than two."""
+    number = np.concatenate(steps)
+    at = np.concatenate([g.last for g in groups])
+    ends = [float(at[number == n].max()) for n in np.unique(number[number >= 0])]
+    return float(np.median(np.diff(ends))) if len(ends) > 1 else 0.0
+
+
+def _whole(steps: list[Ints]) -> list[Ints]:
+    """The steps, -1 for those at the edges that have fewer calls than the others."""
+    numbers, counts = np.unique(np.concatenate(steps), return_counts=True)
+    known = numbers >= 0
+    numbers, counts = numbers[known], counts[known]
+    if len(numbers) < 2:
+        return steps
+    least = float(np.median(counts[1:-1])) if len(numbers) > 2 else float(counts.max())
+    partial = [n for n, count in ((numbers[0], counts[0]), (numbers[-1], counts[-1])) if count < least]
+    return [np.where(np.isin(step, partial), -1, step) for step in steps]
 
 
 def _period(signs: list[tuple[str, int]]) -> int:
@@ -138,7 +195,7 @@ def _period(signs: list[tuple[str, int]]) -> int:
     return 1
 
 
-def _lateness(groups: list[TracedGroup], steps: list[Ints], waits: dict[int, _Waits]) -> _Lateness:
+def _lateness(groups: list[TracedGroup], steps: list[Ints], waits: dict[int, _Waits], period: float) -> Lateness:
     where, which, who, cost = [], [], [], []
     signed: dict[int, dict[int, float]] = {}
     for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
@@ -147,22 +204,39 @@ def _lateness(groups: list[TracedGroup], steps: list[Ints], waits: dict[int, _Wa
         begin, at = group.begin[:, skip:], step[skip:]
         before = np.concatenate([group.end[:, :1] - np.inf, group.end[:, :-1]], axis=1)[:, skip:]
         waited = [waits[r].elsewhere(group, before[i], begin[i]) for i, r in enumerate(group.ranks)]
-        own = begin - np.array([everything for everything, _ in waited])
-        theirs = begin - np.array([held_up for _, held_up in waited])
+        ahead = np.array([within(waits[r].computing, begin[i], group.last[skip:]) for i, r in enumerate(group.ranks)])
+        own = begin - _excused(np.array([everything for everything, _ in waited]), ahead)
+        theirs = begin - np.array([certain for _, certain in waited])
         last = own.argmax(axis=0)
-        lateness = np.maximum(own.max(axis=0) - theirs, 0.0)
-        lateness[last, np.arange(begin.shape[1])] = 0.0
-        where.append(at)
-        which.append(np.full(len(at), number))
-        who.append(np.array(group.ranks)[last])
-        cost.append(lateness.sum(axis=0))
+        behind = np.maximum(own.max(axis=0) - theirs, 0.0)
+        behind[last, np.arange(begin.shape[1])] = 0.0
+        whole = at >= 0
+        where.append(at[whole])
+        which.append(np.full(int(whole.sum()), number))
+        who.append(np.array(group.ranks)[last][whole])
+        cost.append(behind.sum(axis=0)[whole])
         for row, rank in enumerate(group.ranks):
             mine = own[row] - np.median(np.delete(theirs, row, axis=0), axis=0)
-            totals = np.bincount(at - at.min(), mine)
+            totals = np.bincount(at[whole], mine[whole])
             table = signed.setdefault(rank, {})
-            for s in np.unique(at).tolist():
-                table[s] = table.get(s, 0.0) + float(totals[s - at.min()])
-    return _Lateness(np.concatenate(where), np.concatenate(which), np.concatenate(who), np.concatenate(cost), signed)
+            for s in np.unique(at[whole]).tolist():
+                table[s] = table.get(s, 0.0) + float(totals[s])
+    return Lateness(
+        groups, np.concatenate(where), np.concatenate(which), np.concatenate(who), np.concatenate(cost), signed, period
+    )
+
+
+def _excused(waited: Floats, ahead: Floats) -> Floats:
+    """How much of each arrival is excused, a row a rank, a column a call: what the rank waited elsewhere since the
+    call before, and what is left of its excuse there, which is at most what the others computed beside that call.
+    """
+    found = waited.copy()
+    for row in range(len(waited)):
+        total = np.cumsum(waited[row])
+        lead = np.median(np.delete(ahead, row, axis=0), axis=0)
+        left = np.minimum(np.minimum.accumulate(lead - total), 0.0)  # excuse(c + 1) = waited + min(excuse(c), lead(c))
+        found[row, 1:] = total[1:] + left[:-1]
+    return found
 
 
 class _Waits:
@@ -198,13 +272,13 @@ def _waits(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, _W
     return found
 
 
-def _binomial(late: _Lateness, rank: int, alike: int) -> float:
+def _binomial(late: Lateness, rank: int, alike: int) -> float:
     """How likely one of `alike` equal ranks has its share of the cost, by the number of steps that carry it."""
     steps, where = np.unique(late.steps, return_inverse=True)
     total = np.bincount(where, late.cost, len(steps))
     mine = np.bincount(where, np.where(late.who == rank, late.cost, 0.0), len(steps))
     count = int(total.sum() ** 2 / max(float((total**2).sum()), 1e-300))
-    often = math.floor(count * float(mine.sum() / total.sum()))
+    often = math.floor(count * float(mine.sum() / total.sum()) + 0.1)
     rate = 1 / alike
     every = math.lgamma(count + 1)
     return sum(
@@ -239,22 +313,39 @@ def _student(values: Floats) -> float:
     return student_tail(t, freedom)
 
 
-def _kind(rank: int, matched: MatchedTraces, figures: dict[int, Figures]) -> tuple[str, dict[str, float]]:
-    """What the rank has more of than its peers."""
-    waited = dict.fromkeys(figures, 0.0)
+def _kind(
+    rank: int, matched: MatchedTraces, ranks: dict[int, TracedRank], slow: list[SlowGroup]
+) -> tuple[str, dict[str, float]]:
+    """What the rank has more of than its peers, in the window that all ranks' traces have in common."""
+    measured = _common_window(matched, ranks)
+    transfers: dict[int, list[Spans]] = {r: [] for r in measured}
     for group in matched.groups:
         for row, member in enumerate(group.ranks):
-            waited[member] += float((group.last - group.begin[row]).sum())
-    peers = [r for r in figures if r != rank]
+            transfers[member].append(Spans(group.last, np.maximum(group.end[row], group.last)))
+    peers = [r for r in measured if r != rank]
 
     def extra(value: dict[int, float]) -> float:
         return value[rank] - float(np.median([value[r] for r in peers]))
 
-    host = {r: sum(f.idle_by[c] for c in ("host-bound", "allocation", "synchronisation")) for r, f in figures.items()}
+    late = ("host-bound", "allocation", "synchronisation")
+    host = {r: sum(f.idle_by[c] for c in late) for r, f in measured.items()}
+    talk = {r: length(union(joined(spans))) for r, spans in transfers.items()}
     found = {
-        "host-bound": extra({r: host[r] - f.loading for r, f in figures.items()}),
-        "device": extra({r: f.compute + f.memory for r, f in figures.items()}),
-        "input": extra({r: f.loading for r, f in figures.items()}),
-        "network": extra({r: max(f.communication - waited[r], 0.0) for r, f in figures.items()}),
+        "host-bound": extra({r: host[r] - f.loading for r, f in measured.items()}),
+        "device": extra({r: f.compute + f.memory for r, f in measured.items()}),
+        "input": extra({r: f.loading for r, f in measured.items()}),
+        "network": sum(s.extra for s in slow if rank in s.group.ranks) if slow else extra(talk),
     }
     return max(found, key=lambda k: found[k]), found
+
+
+def _common_window(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, Figures]:
+    """Every rank's figures between the moment when the last profiler began and that when the first ended."""
+    shift = {r: matched.offsets.get(r, 0.0) for r in ranks}
+    begin = max(float(t.device.begin.min()) - shift[r] for r, t in ranks.items())
+    end = min(float(t.device.end.max()) - shift[r] for r, t in ranks.items())
+    found = {}
+    for number, traced in ranks.items():
+        inside = (traced.device.begin >= begin + shift[number]) & (traced.device.end <= end + shift[number])
+        found[number] = figures(rows(traced, inside), number, "whole")
+    return found

@@ -1,0 +1,67 @@
+"""Nobody but the slow one is accused, in jobs drawn at random; and the slow one mostly is."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from dtobs.timeline.kineto.analyse import JobTrace, analyse
+from tests.unit.timeline.kineto.simulated import FAULTS, HEALTHY, Form, Simulation
+from tests.unit.timeline.kineto.traces import save
+
+DRAWS = 5
+
+
+def traced(folder: Path, seed: int, fault: str, form: Form | None = None) -> tuple[Simulation, JobTrace]:
+    job = Simulation(form or Form.draw(random.Random(seed)), seed, fault)
+    return job, analyse([save(job.run(), folder / str(seed))])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_slow_rank_and_nobody_else(fault: str, tmp_path: Path):
+    found = 0
+    for seed in range(DRAWS):
+        job, said = traced(tmp_path, seed, fault)
+        if said.straggler is not None:
+            assert (said.straggler.rank, said.straggler.kind) == (job.bad, fault), job.form
+            assert said.made_wait[job.bad] == max(said.made_wait.values()) or fault == "network"
+            found += 1
+        for finding in said.findings:
+            assert finding.code == "straggler" or (fault == "network" and job.bad in finding.ranks), job.form
+    assert found >= (1 if fault == "network" else 4)  # one group has none beside it to be slower than
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_jobs_are_quiet(kind: str, tmp_path: Path):
+    for seed in range(DRAWS):
+        job, said = traced(tmp_path, seed, kind)
+        assert not said.findings, job.form
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("kind", [*FAULTS, *HEALTHY])
+def test_more_draws(kind: str, seed: int, tmp_path: Path):
+    job, said = traced(tmp_path, seed, kind)
+    for finding in said.findings:
+        assert kind in FAULTS and job.bad in finding.ranks, (job.form, finding)
+
+
+def test_a_link_of_one_group_accuses_no_rank(tmp_path: Path):
+    """Only the data group of rank `bad` is slow: which of its members is behind it, the traces do not say."""
+
+    class Linked(Simulation):
+        def members(self, rank: int, stream: int) -> list[int]:
+            found = super().members(rank, stream)
+            self.fault = "network" if stream == 24 else ""
+            return found
+
+    form = Form(4, 2, 8, 6, True, True, 0.0, 3e6, True)
+    job = Linked(form, 3, "network")
+    said = analyse([save(job.run(), tmp_path)])
+    assert said.straggler is None
+    (finding,) = said.findings
+    assert (finding.code, finding.ranks) == ("slow-link", tuple(job.members(job.bad, 24)))
+    assert "3." in finding.summary or "2.9" in finding.summary
