@@ -10,6 +10,12 @@ from dtobs.words import duration_text
 
 _BAR = 30
 _PARTS = (("compute", "█"), ("communication", "▒"), ("memory", "m"), ("idle", "·"))
+_CATEGORIES = {
+    "compute_us": "compute",
+    "exposed_us": "communication, exposed",
+    "memory_us": "memory",
+    "idle_us": "idle",
+}
 _MOST_RANKS, _MOST_CALLS, _MOST_KERNELS = 64, 12, 8
 
 
@@ -29,8 +35,9 @@ def render_comparison(found: dict[str, Any]) -> str:
     a, b = found[what]["a"], found[what]["b"]
     change = f"{found['change_percent']:+.1f} %"
     lines = [f"{found['verdict']}: a {what[:-3]} took {time_text(a)}, now {time_text(b)} ({change})"]
-    for title in ("kernels", "collectives"):
-        rows = [row for row in found[title] if row["a"] != row["b"]]
+    parts = [{"name": _CATEGORIES[name], **sides} for name, sides in found["categories"].items()]
+    for title, rows in (("made of", parts), ("kernels", found["kernels"]), ("collectives", found["collectives"])):
+        rows = [row for row in rows if row["a"] != row["b"]]
         if rows:
             lines.append(f"{title}, a rank{' and step' if what == 'step_us' else ''}:")
             lines += [f"  {time_text(r['a']):>10} → {time_text(r['b']):>10}  {r['name'][:90]}" for r in rows]

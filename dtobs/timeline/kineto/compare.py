@@ -14,6 +14,8 @@ from dtobs.words import ranks_text
 SCHEMA = "dtobs.trace-compare/1"
 NOISE = 0.03
 """A step must change by this share for a verdict; twice of it where there are fewer than three steps on a side."""
+CATEGORIES = ("compute", "exposed", "memory", "idle")
+"""What the span of a rank is made of."""
 SAME_CALLS = 1.1
 """Windows begin and end anywhere: the ratios of the counts of calls may differ by this."""
 TOP = 10
@@ -36,23 +38,49 @@ def compare(before: JobTrace, after: JobTrace) -> dict[str, Any]:
                 f"not both have ProfilerSteps: B has {more:.3g} times A's collectives, its time is divided by that"
             )
         change = (b / more - a) / a if a else 0.0
-    verdict = "same" if abs(change) < NOISE else "better" if change < 0 else "worse"
+    few = stepped and any(f.steps < 3 for t in (before, after) for f in _of(t, common))
+    verdict = "same" if abs(change) < NOISE * (1 + few) else "better" if change < 0 else "worse"
     return {
         "schema": SCHEMA,
         "ranks": {str(r): _rank(before.figures[r], after.figures[r]) for r in common},
         "verdict": verdict,
         "change_percent": round(100 * change, 2),
+        "categories": _categories(before, after, common, stepped),
         "step_us" if stepped else "span_us": {"a": round(a, 3), "b": round(b, 3)},
         "kernels": _changes(_kernels(before, common, stepped), _kernels(after, common, stepped)),
         "collectives": _changes(_collectives(before, common, stepped), _collectives(after, common, stepped)),
         "findings": [],
-        "notes": notes,
+        "notes": notes + [f"only {side}: {summary}" for side, summary in _verdicts(before, after)],
     }
 
 
 def _pace(trace: JobTrace, ranks: list[int], stepped: bool) -> float:
     """What a step takes, else the whole window."""
-    return float(np.mean([f.span / (f.steps if stepped else 1) for f in _of(trace, ranks)])) if ranks else 0.0
+    return float(np.mean([f.step if stepped else f.span for f in _of(trace, ranks)])) if ranks else 0.0
+
+
+def _share(figure: Figures, stepped: bool) -> float:
+    """By what to take a sum over the window to have that of a step."""
+    return figure.step / figure.span if stepped and figure.span else 1.0
+
+
+def _categories(a: JobTrace, b: JobTrace, ranks: list[int], stepped: bool) -> dict[str, dict[str, float]]:
+    """What a step of a rank is made of, else its window; the mean of the ranks in microseconds."""
+
+    def mean(trace: JobTrace, name: str) -> float:
+        values = [(getattr(f, name) or 0.0) * _share(f, stepped) for f in _of(trace, ranks)]
+        return round(float(np.mean(values)), 3) if values else 0.0
+
+    return {f"{name}_us": {"a": mean(a, name), "b": mean(b, name)} for name in CATEGORIES}
+
+
+def _verdicts(before: JobTrace, after: JobTrace) -> list[tuple[str, str]]:
+    """What was found of one side alone."""
+    sides = (("A", before, after), ("B", after, before))
+    known = {id(t): {(f.code, f.ranks) for f in t.findings} for t in (before, after)}
+    return [
+        (name, f.summary) for name, t, other in sides for f in t.findings if (f.code, f.ranks) not in known[id(other)]
+    ]
 
 
 def _of(trace: JobTrace, ranks: list[int]) -> list[Figures]:
@@ -78,7 +106,7 @@ def _kernels(trace: JobTrace, ranks: list[int], stepped: bool) -> dict[str, floa
     found: dict[str, float] = defaultdict(float)
     for figure in _of(trace, ranks):
         for name, _, _, time in figure.kernels:
-            found[name] += time / len(ranks) / (figure.steps if stepped else 1)
+            found[name] += time / len(ranks) * _share(figure, stepped)
     return found
 
 
@@ -87,8 +115,7 @@ def _collectives(trace: JobTrace, ranks: list[int], stepped: bool) -> dict[str, 
     for call in trace.collectives:
         for rank, (_, _, time, _) in call.by_rank.items():
             if rank in ranks:
-                steps = trace.figures[rank].steps if stepped else 1
-                found[f"{call.op} {call.group}".strip()] += time / len(ranks) / steps
+                found[f"{call.op} {call.group}".strip()] += time / len(ranks) * _share(trace.figures[rank], stepped)
     return found
 
 

@@ -39,6 +39,7 @@ class Figures:
     idle_by: dict[str, float]
     loading: float  #: of the idle time, while the host fetches data
     steps: int
+    step: float  #: what a step takes; 0 where the trace has no steps
     kernels: list[tuple[str, str, int, float]]  #: name, kind, count, time: those that take longest
     host_only: bool
     notes: list[str] = field(default_factory=list)
@@ -83,6 +84,7 @@ def figures(rank: TracedRank, number: int, window: str) -> Figures:
     span = float(busy.end[-1] - busy.begin[0]) if len(busy) else 0.0
     split, loading = _idle(rank, busy)
     talk = length(communication)
+    steps = len({n for n, _, _ in rank.steps}) - (window == "steps" and len(rank.steps) > 1)
     return Figures(
         rank=number,
         window=window,
@@ -94,11 +96,26 @@ def figures(rank: TracedRank, number: int, window: str) -> Figures:
         idle=span - length(busy) if len(busy) else 0.0,
         idle_by=split,
         loading=loading,
-        steps=len({n for n, _, _ in rank.steps}) - (window == "steps" and len(rank.steps) > 1),
+        steps=steps,
+        step=_step_time(rank) or (span / steps if steps else 0.0),
         kernels=_kernels(rank),
         host_only=rank.host_only,
         notes=rank.notes,
     )
+
+
+def _step_time(rank: TracedRank) -> float | None:
+    """The median time between the ends of the device's work for two steps; None with fewer than three.
+
+    A window begins amid a step, so that its span has no whole number of them.
+    """
+    numbers = rank.step_numbers()
+    if numbers is None or len(known := np.flatnonzero(numbers >= 0)) == 0:
+        return None
+    order = known[np.argsort(numbers[known], kind="stable")]
+    firsts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+    ends = np.maximum.reduceat(rank.device.end[order], firsts)
+    return float(np.median(np.diff(ends))) if len(ends) > 2 else None
 
 
 def _kernels(rank: TracedRank) -> list[tuple[str, str, int, float]]:

@@ -76,6 +76,21 @@ class TracedRank:
         chosen = self.kind == kind
         return Spans(self.device.begin[chosen], self.device.end[chosen])
 
+    def step_numbers(self) -> Ints | None:
+        """The number of the ProfilerStep of each row, -1 before the first; None with fewer than two steps.
+
+        That is the step in which the host launched it: where nothing synchronises, the host is done with all its steps
+        while the device is in the first. What has no launch beside rows that have one was launched before the trace
+        began.
+        """
+        if len({number for number, _, _ in self.steps}) < 2:
+            return None
+        launched = np.isfinite(self.launch)
+        when = np.where(launched, self.launch, -np.inf if launched.any() else self.device.begin)
+        place = np.searchsorted(np.array([begin for _, begin, _ in self.steps]), when, side="right") - 1
+        found: Ints = np.where(place < 0, -1, np.array([number for number, _, _ in self.steps])[place])
+        return found
+
 
 class _Columns:
     """What the events fill while they pass by: times as begin, end; whole numbers as rows of one long column."""

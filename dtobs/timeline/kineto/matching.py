@@ -8,7 +8,6 @@ the difference of two ranks' clocks, however far apart their hosts' are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,7 +106,7 @@ def _sides(rank: TracedRank, number: int, signs: dict[tuple[str, int], int]) -> 
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     group_of = np.array([numbers[key] for key in keys], dtype=np.int64)[rank.call[chosen]] if len(chosen) else chosen
     sign_of = np.array([signs.setdefault((c.op, c.nbytes), len(signs)) for c in rank.calls], dtype=np.int64)
-    step = _steps(rank)
+    step = rank.step_numbers()
     found = {}
     named = any(key[0] or key[1] for key in keys)
     for key, place in numbers.items():
@@ -119,30 +118,10 @@ def _sides(rank: TracedRank, number: int, signs: dict[tuple[str, int], int]) -> 
         mine = mine[np.argsort(rank.device.begin[mine], kind="stable")]
         calls = [rank.calls[c] for c in rank.call[mine].tolist()]
         begin, end = rank.device.begin[mine], rank.device.end[mine]
-        found[key] = _Side(begin, end, sign_of[rank.call[mine]], calls, bool(rank.damage), step and step(mine))
+        found[key] = _Side(
+            begin, end, sign_of[rank.call[mine]], calls, bool(rank.damage), None if step is None else step[mine]
+        )
     return found
-
-
-def _steps(rank: TracedRank) -> Callable[[Ints], Ints] | None:
-    """What tells the ProfilerStep of a row of the device, None without steps.
-
-    That is the step in which the host launched it: where nothing synchronises, the host is done with all its steps
-    while the device is in the first. What has no launch beside rows that have one was launched before the trace began.
-    """
-    if len({number for number, _, _ in rank.steps}) < 2:
-        return None
-    numbers = np.array([number for number, _, _ in rank.steps])
-    edges = np.array([begin for _, begin, _ in rank.steps])
-    launched = np.isfinite(rank.launch)
-    before = np.where(launched.any(), -np.inf, rank.device.begin)
-
-    def step(row: Ints) -> Ints:
-        when = np.where(launched[row], rank.launch[row], before[row])
-        place = np.searchsorted(edges, when, side="right") - 1
-        found: Ints = np.where(place < 0, -1, numbers[place])
-        return found
-
-    return step
 
 
 def _key(call: TracedCall, rank: int) -> Key:

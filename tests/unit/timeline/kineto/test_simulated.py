@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.reports.trace_text import render_comparison
 from dtobs.timeline.kineto.analyse import JobTrace, analyse
+from dtobs.timeline.kineto.compare import CATEGORIES, compare
 from tests.unit.timeline.kineto.simulated import FAULTS, HEALTHY, Form, Simulation
 from tests.unit.timeline.kineto.traces import save
 
@@ -65,3 +67,16 @@ def test_a_link_of_one_group_accuses_no_rank(tmp_path: Path):
     (finding,) = said.findings
     assert (finding.code, finding.ranks) == ("slow-link", tuple(job.members(job.bad, 24)))
     assert "3." in finding.summary or "2.9" in finding.summary
+
+
+@pytest.mark.parametrize(("fault", "verdict"), [("", "same"), ("device", "worse")])
+def test_compare_does_not_go_by_where_the_windows_begin(fault: str, verdict: str, tmp_path: Path):
+    whole, cut = (Form(2, 2, 6, 8, False, True, begins, 3e6, True) for begins in (0.0, 15_000.0))
+    (_, before), (job, after) = traced(tmp_path, 1, "", whole), traced(tmp_path, 2, fault, cut)
+    found = compare(before, after)
+    assert found["verdict"] == verdict
+    parts = [found["categories"][f"{name}_us"]["b"] for name in CATEGORIES]
+    assert sum(parts) == pytest.approx(found["step_us"]["b"], rel=0.01)
+    notes = [n for n in found["notes"] if n.startswith("only B: ")]
+    assert [f"rank {job.bad} makes the others wait" in n for n in notes] == [True] * (verdict == "worse")
+    assert ("communication, exposed" in render_comparison(found)) and not compare(after, after)["notes"]
