@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dtobs.probes.base import Probe
 from dtobs.probes.digests import device_digests, host_digest, words
+from dtobs.probes.first_moves import FirstMoves, sample
 from dtobs.probes.host_memory import host_memory
 from dtobs.probes.layout import Named, ParameterLayout, find_layout, local_tensor, model_tensors, replica_key
 from dtobs.probes.process_groups import dimension
@@ -41,6 +42,7 @@ class ParameterProbe(Probe):
         self._fresh = True
         self._unknown: set[int] = set()  # rows of which nothing tells who holds copies
         self._wanted: set[int] = set()  # rows of which the reductions are to be learned
+        self._moves = FirstMoves(())  # of rows that there may be more copies of than is known
 
     def install(self) -> None:
         """Write the table and the layout."""
@@ -53,6 +55,11 @@ class ParameterProbe(Probe):
         context.recorder.parameters(t.row for t in self._tensors)
         self._say_layout(find_layout(context.model, context.mesh))
         self._unknown = {row for row, t in enumerate(self._tensors) if _has_unknown_copies(t, context.world_size)}
+        world = context.world_size
+        self._moves = FirstMoves(
+            row for row, t in enumerate(self._tensors) if t.tensor.numel() and _may_have_more_copies(t, world)
+        )
+        context.recorder.meta.add("process", moved_since={})
         trained = {row for row, t in enumerate(self._tensors) if t.tensor.requires_grad}
         # Where all are reduced over the same ranks, as under DDP, these read different data.
         alike = self._layout.kind == "plain" and not self._layout.data_ranks and context.world_size > 1
@@ -118,6 +125,7 @@ class ParameterProbe(Probe):
         context = self.context
         if not any(named.tensor.numel() for named in self._tensors) or any(t.tensor.is_meta for t in self._tensors):
             return  # they are elsewhere between their uses, as with ZeRO-3 of DeepSpeed: nothing lies here to be read
+        self._look_for_moves(step)
         values = np.zeros(len(self._tensors), np.uint64)
         late: list[int] = []
         for row, named in enumerate(self._tensors):
@@ -144,6 +152,25 @@ class ParameterProbe(Probe):
 
         self.late.put(stacked, arrived)
 
+    def _look_for_moves(self, step: int) -> None:
+        """Write down which parameters a gradient has moved; on a device that is known later."""
+        rows = list(self._moves.resting)
+        parts = [sample(local_tensor(self._tensors[row].tensor)) for row in rows]
+        if not parts:
+            return
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        stacked = torch.cat([part.to(parts[0].device, non_blocking=True) for part in parts])
+
+        def arrived(found: npt.NDArray[Any]) -> None:
+            new = [self._moves.add(step, row, own) for row, own in zip(rows, np.split(found, ends), strict=True)]
+            if any(new):
+                self.context.recorder.meta.add("process", moved_since=self._moves.since)
+
+        if stacked.is_cpu:
+            arrived(stacked.numpy())
+        else:
+            self.late.put(stacked, arrived)
+
     def _host_digest(self, row: int, tensor: torch.Tensor) -> int:
         """The digest of a row. The memory of contiguous tensors is remembered: finding it costs more than a hash."""
         known = self._memory.get(row)
@@ -162,6 +189,13 @@ def _has_unknown_copies(named: Named, world_size: int) -> bool:
         and key.startswith(("mesh:1:", "copies:1:"))
         and tensor.device_mesh.size() < world_size
     )
+
+
+def _may_have_more_copies(named: Named, world_size: int) -> bool:
+    kind, _, rest = named.row.replica.partition(":")
+    count = rest.partition(":")[0]
+    few = kind == "copies" and count.isdigit() and int(count) < world_size
+    return world_size > 1 and (few or _has_unknown_copies(named, world_size))
 
 
 def _fold(values: npt.NDArray[np.uint64]) -> int:

@@ -1,6 +1,7 @@
 """Tensors that turn out to be copies: they move, and are the same bit for bit on several ranks time and again.
 
-Nothing but being kept alike makes numbers move alike to the last bit, so nobody has to say who holds copies: what is
+Nothing but being kept alike makes numbers that a gradient moves move alike to the last bit, so nobody has to say who
+holds copies (weight decay alone, where the gradient vanishes, does; it only shrinks them). What is
 whole on every tensor- or context-parallel rank, what is averaged by hand or sent by the rank that trains it, embeddings
 tied over stages under two names, models that are averaged now and then. Only tensors of which nothing else tells all
 copies are looked at. One that was never alike and moving tells nothing: experts that began alike go their own ways.
@@ -57,6 +58,12 @@ def _open(params: list[Parameter], ranks: int) -> list[int]:
     return [row for row, p in enumerate(params) if not p.replica or 0 < _known(p) < ranks]
 
 
+def _moved_since(view: RunView, rank: int) -> dict[int, int] | None:
+    """By row, the step in which a gradient was first seen to have moved it; None where that was not looked at."""
+    said = view.meta(rank).process.get("moved_since")
+    return {int(row): int(step) for row, step in said.items()} if isinstance(said, dict) else None
+
+
 def _known(parameter: Parameter) -> int:
     """Of how many copies a program's own words or its reductions tell; 0 where a mesh tells, or nothing does."""
     kind, _, rest = parameter.replica.partition(":")
@@ -74,6 +81,7 @@ def _learn(view: RunView, memo: _Memo, most: int) -> None:
     }
     if len(histories) < 2:
         return
+    moved = {rank: _moved_since(view, rank) for rank in histories}
     looks: dict[int, dict[int, int]] = defaultdict(dict)  # by step: the record of each rank
     for rank, history in histories.items():
         for place, step in enumerate(history["step"].tolist()):
@@ -85,7 +93,8 @@ def _learn(view: RunView, memo: _Memo, most: int) -> None:
         together: dict[int, dict[int, int]] = defaultdict(dict)  # by digest: a row of each rank that has it
         for rank, place in looks[step].items():
             digests = histories[rank]["digest"][place].tolist()
-            for row in unknown[rank]:
+            since = moved[rank]
+            for row in unknown[rank] if since is None else (r for r in unknown[rank] if since.get(r, step) < step):
                 together[digests[row]].setdefault(rank, row)
         for digest, places in together.items():
             if len(places) > 1:

@@ -235,3 +235,25 @@ def embedding_shared_out(rank: int, world: int, watch: Watch) -> list[float]:
         losses.append(loss.item())
     assert_learned(losses)
     return losses
+
+
+@program()
+def experts_that_get_no_token_at_first(rank: int, world: int, watch: Watch) -> list[float]:
+    """Each rank's expert began alike and shrinks alike by weight decay until the first token comes."""
+    expert = mlp()
+    optimizer = torch.optim.AdamW(expert.parameters(), 1e-2)
+    watch(expert, optimizer)
+    losses = []
+    for step in range(2 * STEPS):
+        x, y = batch(rank, step)
+        routed = [torch.empty_like(t) for t in (x, y)]
+        for out, own in zip(routed, (x, y), strict=True):
+            dist.all_to_all_single(out, own)
+        tokens = slice(None) if step >= STEPS // 2 else slice(0)
+        optimizer.zero_grad()
+        loss = (expert(routed[0][tokens]) - routed[1][tokens]).pow(2).sum() / len(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert_learned(losses[STEPS // 2 :])
+    return losses

@@ -173,3 +173,11 @@ def test_copies_of_which_some_part_while_others_are_kept_alike(tmp_path: Path):
             rank.digests(5000 + step, 9000 + step + 100 * number * (step >= 15))
     (found,) = [f for f in findings(run) if f.code == "replica-divergence"]
     assert (found.step, found.evidence[0]["parameter"]) == (15, "left out")
+
+
+@pytest.mark.parametrize(("since", "found"), [({0: 5}, 1), ({}, 0), ({0: 13}, 0), ({1: 0}, 0)])
+def test_what_only_weight_decay_moved_is_no_copy(tmp_path: Path, since: dict[int, int], found: int):
+    run = learned(tmp_path, own)
+    for rank in run.ranks:
+        rank.meta("process", moved_since=since)
+    assert len(findings(run)) == found
