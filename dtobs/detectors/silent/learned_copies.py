@@ -1,14 +1,16 @@
 """Tensors that turn out to be copies: they move, and are the same bit for bit on several ranks time and again.
 
 Nothing but being kept alike makes numbers that a gradient moves move alike to the last bit, so nobody has to say who
-holds copies (weight decay alone, where the gradient vanishes, does; it only shrinks them). What is
-whole on every tensor- or context-parallel rank, what is averaged by hand or sent by the rank that trains it, embeddings
-tied over stages under two names, models that are averaged now and then. Only tensors of which nothing else tells all
-copies are looked at. One that was never alike and moving tells nothing: experts that began alike go their own ways.
+holds copies: what is whole on every tensor- or context-parallel rank, what is averaged by hand or sent by the rank that
+trains it, embeddings tied over stages under two names, models that are averaged now and then. Only tensors of which
+nothing else tells all copies are looked at. One that was never alike and moving tells nothing: experts that began alike
+go their own ways. Nor does one that weight decay alone moves, where the gradient vanishes. Nor do ranks that exchange
+next to nothing: the same program trains on the same samples there, as in a sweep of settings that part later.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -22,6 +24,8 @@ VALUES = 4
 LOOKS, FEW_LOOKS = 64, 8
 MOST_ENTRIES = 1 << 20
 """Looks at the digests, the first ones, in which copies are searched for: fewer where ranks and tensors are many."""
+LEAST_EXCHANGE = 1 / 64
+"""Bytes that a rank gives to collectives in the mean step, for each byte of what moves alike."""
 LEARNED = "learned"
 _MEMO = "learned copies"
 Place = tuple[int, int]
@@ -56,6 +60,15 @@ def learned_keys(view: RunView) -> dict[Place, str]:
 def _open(params: list[Parameter], ranks: int) -> list[int]:
     """The rows of which there may be more copies than is known: data ranks know nothing of tensor ranks beside them."""
     return [row for row, p in enumerate(params) if not p.replica or 0 < _known(p) < ranks]
+
+
+def _alone(view: RunView, memo: _Memo, sure: list[frozenset[Place]]) -> set[int]:
+    """The ranks that exchange too little with others to be kept alike with them."""
+    held: dict[int, int] = defaultdict(int)
+    for rank, row in {place for alike in sure for place in alike}:
+        held[rank] += 4 * math.prod(memo.tables[rank][row].shape)
+    given = {rank: view.rank_steps(rank)["collective_bytes"] for rank in held}
+    return {rank for rank, each in given.items() if len(each) and each.mean() < LEAST_EXCHANGE * held[rank]}
 
 
 def _moved_since(view: RunView, rank: int) -> dict[int, int] | None:
@@ -104,6 +117,8 @@ def _learn(view: RunView, memo: _Memo, most: int) -> None:
         for alike, seen in memo.values.items()
         if len(seen) >= VALUES and all(_known(memo.tables[rank][row]) < len(alike) for rank, row in alike)
     ]
+    alone = _alone(view, memo, sure)
+    sure = [alike for alike in sure if not any(rank in alone for rank, _ in alike)]
     for alike in sorted(sure, key=len, reverse=True):  # the largest first: a smaller one may be what is left of it
         if not any(place in memo.keys for place in alike):
             name = xxhash.xxh3_64_hexdigest(repr(sorted(alike)).encode())

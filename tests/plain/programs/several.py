@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +20,8 @@ from tests.plain.kit import (
     mse,
     program,
 )
+
+Differ = Callable[[torch.optim.Optimizer, torch.Tensor], torch.Tensor]
 
 
 @program()
@@ -332,3 +336,38 @@ def calibrates_on_rank_0(rank: int, world: int, watch: Watch) -> list[float]:
     assert_learned(losses)
     assert_replicas_equal(model.parameters())
     return losses
+
+
+def members_part(rank: int, world: int, watch: Watch, differ: Differ) -> list[float]:
+    """A model on each rank, the same ones on the same samples until `differ` of them; they tell each other a number."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    watch(model, optimizer)
+    losses = []
+    for step in range(2 * STEPS):
+        x, y = batch(0, step)
+        x = differ(optimizer, x) if step >= STEPS else x
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        best = loss.detach().clone()
+        dist.all_reduce(best, dist.ReduceOp.MIN)
+        losses.append(loss.item())
+    assert_learned(losses)
+    return losses
+
+
+@program()
+def sweep_of_schedules(rank: int, world: int, watch: Watch) -> list[float]:
+    def decayed(optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = (5e-3, 1e-3)[rank]
+        return x
+
+    return members_part(rank, world, watch, decayed)
+
+
+@program()
+def ensemble_whose_augmentation_begins_late(rank: int, world: int, watch: Watch) -> list[float]:
+    noise = torch.Generator().manual_seed(rank)
+    return members_part(rank, world, watch, lambda _, x: x + 0.1 * torch.randn(x.shape, generator=noise))

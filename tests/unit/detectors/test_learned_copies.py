@@ -22,7 +22,8 @@ def learned(
         for step in range(30):
             made = [value(number, row, step) for row in (0, 1)]
             count = calls.get("later", 9) if step >= 15 else 9
-            rank.step(params_digest=1 + 1000 * step + number, collectives=count).digests(*made)
+            sent = calls.get("bytes", 64)
+            rank.step(params_digest=1 + 1000 * step + number, collectives=count, collective_bytes=sent).digests(*made)
     return run
 
 
@@ -49,6 +50,7 @@ def test_copies_that_nobody_spoke_of_are_known_by_being_alike(tmp_path: Path, na
         (lambda number, row, step: 5 * (row + 1) + (step >= 15) * (100 * number + step), {}),  # at rest, then trained
         (own, {"later": 1}),  # on their own from step 15 on, with another way to exchange
         (own, {"later": 0}),
+        (own, {"bytes": 0}),  # the same program on the same samples, which exchanges nothing
     ],
 )
 def test_ranks_that_are_alike_or_go_their_own_ways_are_quiet(
