@@ -64,9 +64,11 @@ def cause_of(times: Times, member: int, excess: float) -> Cause | None:
     data = times.parts["data"]
     waits = float(np.median(data[member]) - np.median(np.delete(data, member, axis=0)))
     if waits >= EXPLAINS * excess:
-        return Cause(
-            "input", "it waits for its data", "Look at the storage and the loader workers of this rank's host.", waits
+        advice = (
+            "Look at the storage and the loader workers of this rank's host; of loaders that are all about as slow, one"
+            " is seen to wait for all: then give each of them more workers."
         )
+        return Cause("input", "it waits for its data", advice, waits)
     sizes = times.records["input_elements"].astype(np.float64)
     if (sizes > 0).all():
         own, others = float(sizes[member].mean()), float(np.median(np.delete(sizes, member, axis=0)))
