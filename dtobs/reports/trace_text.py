@@ -8,7 +8,7 @@ from dtobs.timeline.kineto.analyse import JobTrace
 from dtobs.timeline.kineto.figures import Figures
 from dtobs.words import duration_text
 
-_BAR = 30
+_BAR = 20
 _PARTS = (("compute", "█"), ("communication", "▒"), ("memory", "m"), ("idle", "·"))
 _CATEGORIES = {
     "compute_us": "compute",

@@ -72,9 +72,7 @@ class JobTrace:
     figures: dict[int, Figures]
     collectives: list[Collective]
     straggler: Straggler | None
-    made_wait: dict[
-        int, float
-    ]  #: what the others waited for each rank in whole steps; empty where none can be compared
+    made_wait: dict[int, float]  #: what the others waited for each rank; empty where none can be compared
     findings: list[Finding]
     notes: list[str]
     ranks: dict[int, TracedRank] = field(repr=False)
