@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.timeline.kineto.intervals import clipped, gaps, length, shared, union, within
-from dtobs.timeline.kineto.load import Spans, TracedRank
+from dtobs.timeline.kineto.load import Floats, Ints, Spans, TracedRank
 from dtobs.timeline.kineto.names import KernelKind
 
 IDLE = ("host-bound", "launch", "synchronisation", "allocation", "other")
@@ -110,12 +110,19 @@ def _step_time(rank: TracedRank) -> float | None:
     A window begins amid a step, so that its span has no whole number of them.
     """
     numbers = rank.step_numbers()
-    if numbers is None or len(known := np.flatnonzero(numbers >= 0)) == 0:
+    if numbers is None:
         return None
+    ends = step_ends(numbers, rank.device.end)
+    return float(np.median(np.diff(ends))) if len(ends) > 2 else None
+
+
+def step_ends(numbers: Ints, ends: Floats) -> Floats:
+    """When each step ended, by its number: the last of the `ends` of what is in it. What is in none has -1."""
+    known = np.flatnonzero(numbers >= 0)
     order = known[np.argsort(numbers[known], kind="stable")]
     firsts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
-    ends = np.maximum.reduceat(rank.device.end[order], firsts)
-    return float(np.median(np.diff(ends))) if len(ends) > 2 else None
+    found: Floats = np.maximum.reduceat(ends[order], firsts) if len(order) else np.empty(0)
+    return found
 
 
 def _kernels(rank: TracedRank) -> list[tuple[str, str, int, float]]:

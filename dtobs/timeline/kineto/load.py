@@ -80,13 +80,17 @@ class TracedRank:
         """The number of the ProfilerStep of each row, -1 before the first; None with fewer than two steps.
 
         That is the step in which the host launched it: where nothing synchronises, the host is done with all its steps
-        while the device is in the first. What has no launch beside rows that have one was launched before the trace
-        began.
+        while the device is in the first. What has no launch, before anything in its stream that has one, was launched
+        before the trace began; where a stream has no launches at all, its own times tell.
         """
         if len({number for number, _, _ in self.steps}) < 2:
             return None
-        launched = np.isfinite(self.launch)
-        when = np.where(launched, self.launch, -np.inf if launched.any() else self.device.begin)
+        begin, launched = self.device.begin, np.isfinite(self.launch)
+        streams, which = np.unique(self.stream, return_inverse=True)
+        first = np.full(len(streams), np.inf)
+        np.minimum.at(first, which[launched], begin[launched])
+        early = np.isfinite(first)[which] & (begin < first[which])
+        when = np.where(launched, self.launch, np.where(early, -np.inf, begin))
         place = np.searchsorted(np.array([begin for _, begin, _ in self.steps]), when, side="right") - 1
         found: Ints = np.where(place < 0, -1, np.array([number for number, _, _ in self.steps])[place])
         return found

@@ -22,7 +22,9 @@ _SETTLED_US = 50.0
 NOBODY = (-1, -1)
 """In a key: messages between two ranks of which the trace does not say which two."""
 NAMELESS: Key = ("", (), None)
-"""Beside calls whose group is known these are what was launched before the trace began: nobody's to compare with."""
+"""A call of which no group is known. Where other calls of its operation have one, it was launched before the trace
+began and may be of any of them: it is compared with no other rank's.
+"""
 _COMMON_END = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
 
@@ -103,15 +105,17 @@ def match(ranks: dict[int, TracedRank]) -> MatchedTraces:
 def _sides(rank: TracedRank, number: int, signs: dict[tuple[str, int], int]) -> dict[Key, _Side]:
     chosen = np.flatnonzero((rank.kind == KernelKind.COMMUNICATION) & (rank.call >= 0))
     keys = [_key(call, number) for call in rank.calls]
+    named = {call.op for call, key in zip(rank.calls, keys, strict=True) if key[0] or key[1]}
+    keys = [
+        ("", (number,), None) if key == NAMELESS and call.op in named else key
+        for call, key in zip(rank.calls, keys, strict=True)
+    ]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     group_of = np.array([numbers[key] for key in keys], dtype=np.int64)[rank.call[chosen]] if len(chosen) else chosen
     sign_of = np.array([signs.setdefault((c.op, c.nbytes), len(signs)) for c in rank.calls], dtype=np.int64)
     step = rank.step_numbers()
     found = {}
-    named = any(key[0] or key[1] for key in keys)
     for key, place in numbers.items():
-        if named and key == NAMELESS:
-            key = ("", (number,), None)
         mine = chosen[group_of == place]
         if not len(mine):
             continue

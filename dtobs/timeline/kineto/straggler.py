@@ -20,7 +20,7 @@ import numpy as np
 
 from dtobs.findings import Confidence
 from dtobs.timeline.chance import student_tail
-from dtobs.timeline.kineto.figures import Figures, figures, rows
+from dtobs.timeline.kineto.figures import Figures, figures, rows, step_ends
 from dtobs.timeline.kineto.intervals import clipped, joined, length, union, within
 from dtobs.timeline.kineto.links import SlowGroup
 from dtobs.timeline.kineto.load import Floats, Ints, Spans, TracedRank
@@ -168,9 +168,7 @@ def _steps(groups: list[TracedGroup]) -> list[Ints]:
 
 def _step_time(groups: list[TracedGroup], steps: list[Ints]) -> float:
     """The median time between the last calls of two steps; 0 with fewer than two."""
-    number = np.concatenate(steps)
-    at = np.concatenate([g.last for g in groups])
-    ends = [float(at[number == n].max()) for n in np.unique(number[number >= 0])]
+    ends = step_ends(np.concatenate(steps), np.concatenate([g.last for g in groups]))
     return float(np.median(np.diff(ends))) if len(ends) > 1 else 0.0
 
 
@@ -211,16 +209,16 @@ def _lateness(groups: list[TracedGroup], steps: list[Ints], waits: dict[int, _Wa
         behind = np.maximum(own.max(axis=0) - theirs, 0.0)
         behind[last, np.arange(begin.shape[1])] = 0.0
         whole = at >= 0
+        numbers, place = np.unique(at[whole], return_inverse=True)
         where.append(at[whole])
         which.append(np.full(int(whole.sum()), number))
         who.append(np.array(group.ranks)[last][whole])
         cost.append(behind.sum(axis=0)[whole])
         for row, rank in enumerate(group.ranks):
             mine = own[row] - np.median(np.delete(theirs, row, axis=0), axis=0)
-            totals = np.bincount(at[whole], mine[whole])
             table = signed.setdefault(rank, {})
-            for s in np.unique(at[whole]).tolist():
-                table[s] = table.get(s, 0.0) + float(totals[s])
+            for s, total in zip(numbers.tolist(), np.bincount(place, mine[whole], len(numbers)).tolist(), strict=True):
+                table[s] = table.get(s, 0.0) + total
     return Lateness(
         groups, np.concatenate(where), np.concatenate(which), np.concatenate(who), np.concatenate(cost), signed, period
     )

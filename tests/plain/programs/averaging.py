@@ -11,7 +11,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program, train
 
 
 @torch.no_grad()
@@ -71,17 +71,7 @@ def post_local_sgd(rank: int, world: int, watch: Watch) -> list[float]:
     averager = PeriodicModelAverager(period=4, warmup_steps=8)
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1), averager)
     watch(model, optimizer)
-    losses = []
-    for step in range(STEPS + 1):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    return losses
+    return train(model, optimizer, rank, STEPS + 1)
 
 
 @program()

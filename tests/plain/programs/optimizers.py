@@ -72,17 +72,7 @@ def own_optimizer(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(mlp())
     optimizer = Lion(model.parameters(), 3e-3)
     watch(model, optimizer)
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    return losses
+    return train(model, optimizer, rank)
 
 
 @program()

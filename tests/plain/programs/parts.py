@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program, train
 
 
 class Lora(nn.Module):
@@ -29,17 +29,7 @@ def lora(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(nn.Sequential(*(Lora(part) if isinstance(part, nn.Linear) else part for part in base)))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 3e-2)
     watch(model, optimizer)
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    return losses
+    return train(model, optimizer, rank)
 
 
 @program()
@@ -117,17 +107,7 @@ def recomputes_activations(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(Recomputed())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    return losses
+    return train(model, optimizer, rank)
 
 
 @program()
@@ -161,17 +141,7 @@ def compiled(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(torch.compile(mlp(), backend="aot_eager"))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    return losses
+    return train(model, optimizer, rank)
 
 
 @program()
@@ -180,14 +150,4 @@ def dropout_of_each_rank(rank: int, world: int, watch: Watch) -> list[float]:
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert_learned(losses)
-    assert_replicas_equal(model.parameters())
-    return losses
+    return train(model, optimizer, rank)

@@ -199,3 +199,43 @@ def test_nodes_seconds_apart_with_files_that_begin_at_their_own_time(tmp_path: P
         host.meta |= {"baseTimeNanoseconds": 1_700_000_000_000_000_000 + (rank // 2) * 7_000_000_000}
     found = analyse([save(hosts, tmp_path)])
     assert found.straggler is not None and (found.straggler.rank, found.straggler.kind) == (1, "device")
+
+
+def slow(rank: int, step: int) -> int:
+    return 16_000 if rank == 2 else 10_000
+
+
+def test_collectives_whose_launches_were_not_recorded(tmp_path: Path):
+    """Profilers that did not trace the driver's calls have a launch of every kernel but of NCCL's."""
+    hosts = job(4, 10, slow)
+    for host in hosts.values():
+        unknown = {e["args"]["correlation"] for e in host.events if "nccl" in e["name"]}
+        host.events = [e for e in host.events if e["cat"] != "cuda_runtime" or e["args"]["correlation"] not in unknown]
+    found = analyse([save(hosts, tmp_path)]).straggler
+    assert found is not None and (found.rank, found.kind) == (2, "device")
+
+
+def test_steps_of_any_number(tmp_path: Path):
+    hosts = job(4, 10, slow)
+    for host in hosts.values():
+        for event in host.events:
+            if event["name"].startswith("ProfilerStep#"):
+                event["name"] = f"ProfilerStep#{10**12 + 10**9 * int(event['name'][13:])}"
+    found = analyse([save(hosts, tmp_path)]).straggler
+    assert found is not None and found.rank == 2
+
+
+def test_exchanges_that_never_name_a_group_beside_collectives_that_do(tmp_path: Path):
+    """DeepEP's kernels bear no group; of NCCL's one without was launched before the trace began."""
+    hosts = job(4, 10, slow)
+    for host in hosts.values():
+        first, *others = [e for e in host.events if "nccl" in e["name"]]
+        first["args"] = {key: first["args"][key] for key in ("stream", "correlation")}
+        for event in others:
+            name = "void deep_ep::intranode::dispatch<8, 768>(int4*)"
+            host.launch(name, event["ts"] + event["dur"] - 900, 100, event["ts"] - 5, stream=28)
+    found = analyse([save(hosts, tmp_path)])
+    assert sorted((g.calls[0].op, g.begin.shape) for g in found.matched.groups) == [
+        ("all_reduce", (4, 9)),
+        ("dispatch", (4, 9)),
+    ]
