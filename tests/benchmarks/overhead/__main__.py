@@ -12,15 +12,15 @@ from typing import Any
 from dtobs.probes.table import PROBES
 from tests.benchmarks.overhead.hooks import NUMBERS, measure_hooks
 from tests.benchmarks.overhead.shares import measure_shares
-from tests.benchmarks.overhead.workload import WIDTH, Measured, Plan, measure
+from tests.benchmarks.overhead.workload import LAYERS, WIDTH, Measured, Plan, measure
 from tests.harness import run_ranks
 
 
-def ratios(blocks: list[Measured], steps: int) -> dict[str, float]:
-    """Ratio of CPU time with dtobs to without, its 90% spread over pairs, and the plain step's milliseconds."""
+def ratios(blocks: list[Measured], steps: int, clock: str) -> dict[str, float]:
+    """Of the time by one clock with dtobs to without: the ratio, its 90% spread over pairs, the plain ms a step."""
     pairs = [sorted(blocks[i : i + 2], key=lambda b: b.observed) for i in range(0, len(blocks), 2)]
-    plain = [pair[0].cpu_seconds for pair in pairs]
-    observed = [pair[1].cpu_seconds for pair in pairs]
+    plain = [getattr(pair[0], f"{clock}_seconds") for pair in pairs]
+    observed = [getattr(pair[1], f"{clock}_seconds") for pair in pairs]
     draw = random.Random(1)
     samples = []
     for _ in range(2000):
@@ -32,7 +32,7 @@ def ratios(blocks: list[Measured], steps: int) -> dict[str, float]:
         "ratio_median_of_pairs": statistics.median(o / p for o, p in zip(observed, plain, strict=True)),
         "ratio_5_percent": samples[100],
         "ratio_95_percent": samples[1900],
-        "plain_cpu_ms_per_step": 1e3 * sum(plain) / len(plain) / steps,
+        f"plain_{clock}_ms_per_step": 1e3 * sum(plain) / len(plain) / steps,
     }
 
 
@@ -49,40 +49,54 @@ def main() -> int:
     )
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead of DDP")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model: 320 has 9.3M parameters, 96 1.1M")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: wall time, of one rank")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--shares", action="store_true", help="measure what each probe takes of a step, in its hooks")
     parser.add_argument("--by-hook", action="store_true", help="with --shares: what each hook of a probe takes")
     parser.add_argument("--hooks", action="store_true", help="measure single hooks instead of whole steps")
     options = parser.parse_args()
-    if options.shares:
-        for one in run_ranks(
-            measure_shares, 2, options.steps, options.fsdp, options.by_hook, options.width, timeout=900
-        ):
-            print(json.dumps(one.value))
-        return 0
     if options.hooks:
         costs = run_ranks(measure_hooks, 1, timeout=600)[0].value
         print(json.dumps({name: round(value, 2) for name, value in costs.items()}, indent=1))
         return 0
     off = [*options.off, *(p.name for p in PROBES if options.only and p.name in NUMBERS and p.name not in options.only)]
     levels = dict.fromkeys(off, "off")
-    plan = Plan(options.pairs, options.steps, options.batch, options.length, levels, options.fsdp, width=options.width)
+    plan = Plan(
+        options.pairs,
+        options.steps,
+        options.batch,
+        options.length,
+        levels,
+        options.fsdp,
+        width=options.width,
+        layers=options.layers,
+        device=options.device,
+    )
+    on_device = options.device != "cpu"
+    clock = "wall" if on_device else "cpu"
+    if options.shares:
+        ranks = 1 if on_device else 2
+        for one in run_ranks(measure_shares, ranks, plan, options.by_hook, timeout=900, init_pg=not on_device):
+            print(json.dumps(one.value))
+        return 0
+    worlds = [1] if on_device else options.worlds
     found: dict[str, Any] = {"steps": options.steps, "pairs": options.pairs, "off": off, "fsdp": options.fsdp}
-    for world in options.worlds:
+    for world in worlds:
         results = run_ranks(measure, world, plan, timeout=3600, init_pg=world > 1)
         found["parameters"] = results[0].value[0]
-        found[f"ranks_{world}"] = [ratios(r.value[1], options.steps) for r in results]
+        found[f"ranks_{world}"] = [ratios(r.value[1], options.steps, clock) for r in results]
     if options.json:
         json.dump(found, sys.stdout, indent=1)
         print()
         return 0
     print(f"{found['parameters'] / 1e6:.1f}M parameters, {options.pairs} pairs of {options.steps} steps")
-    for world in options.worlds:
+    for world in worlds:
         for rank, numbers in enumerate(found[f"ranks_{world}"]):
             print(
                 f"{world} ranks, rank {rank}: {numbers['ratio']:.4f} "
                 f"({numbers['ratio_5_percent']:.4f} … {numbers['ratio_95_percent']:.4f}) "
-                f"of {numbers['plain_cpu_ms_per_step']:.1f} ms"
+                f"of {numbers[f'plain_{clock}_ms_per_step']:.1f} ms"
             )
     return 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -42,10 +43,10 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Tokens [B, T] → logits [B, T, V]."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -80,18 +81,14 @@ class Plan:
     fsdp: bool = False
     seed: int = 0
     width: int = WIDTH
+    layers: int = LAYERS
+    device: str = "cpu"
 
 
 def measure(rank: int, world_size: int, plan: Plan) -> tuple[int, list[Measured]]:
     """Parameters of the model, and the blocks in the order measured; the same order on every rank."""
-    torch.manual_seed(0)
-    model: nn.Module = Language(plan.width)
-    parameters = sum(p.numel() for p in model.parameters())
-    if plan.fsdp:
-        model = shard(model)
-    elif world_size > 1:
-        model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    on_device = plan.device != "cpu"
+    model, optimizer, parameters = build(plan, wrapped=on_device or world_size > 1)
     data = torch.Generator().manual_seed(rank)
     order = random.Random(plan.seed)
     number = 0
@@ -99,16 +96,11 @@ def measure(rank: int, world_size: int, plan: Plan) -> tuple[int, list[Measured]
     def step(session: dtobs.Session | None) -> None:
         nonlocal number
         number += 1
-        tokens_BT = torch.randint(VOCABULARY, (plan.batch, plan.length + 1), generator=data)
         if session is not None:
             session.step(number)
-        logits = model(tokens_BT[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss, tokens = train_step(plan, model, optimizer, data)
         if session is not None:
-            session.report(loss=loss.item(), tokens=tokens_BT.numel())
+            session.report(loss=loss if on_device else loss.item(), tokens=tokens)
 
     def block(observed: bool, steps: int) -> Measured:
         session = None
@@ -118,9 +110,11 @@ def measure(rank: int, world_size: int, plan: Plan) -> tuple[int, list[Measured]
                 model, optimizer, run_dir=_shared(folder, world_size), monitor=False, probes=plan.levels
             )
         step(session)  # what only a first step does
+        settle(plan)
         cpu, wall = time.process_time(), time.perf_counter()
         for _ in range(steps):
             step(session)
+        settle(plan)
         spent = Measured(observed, time.process_time() - cpu, time.perf_counter() - wall)
         if session is not None:
             session.close()
@@ -132,6 +126,42 @@ def measure(rank: int, world_size: int, plan: Plan) -> tuple[int, list[Measured]
         first = order.random() < 0.5
         found += [block(first, plan.steps), block(not first, plan.steps)]
     return parameters, found
+
+
+def build(plan: Plan, *, wrapped: bool) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """The model on its device, under FSDP2 or (where `wrapped`) DDP, its optimizer, and how many parameters it has."""
+    if plan.device != "cpu" and not dist.is_initialized():  # one rank of its own
+        torch.cuda.set_device(torch.device(plan.device, 0))
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    model: nn.Module = Language(plan.width, plan.layers).to(plan.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    if plan.fsdp:
+        model = shard(model)
+    elif wrapped:
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), 1e-4, fused=plan.device != "cpu"), parameters
+
+
+def train_step(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Generator
+) -> tuple[torch.Tensor, int]:
+    """One step (BF16 autocast on a device): its loss and tokens."""
+    tokens_BT = torch.randint(VOCABULARY, (plan.batch, plan.length + 1), generator=data)
+    tokens_BT = tokens_BT.to(plan.device, non_blocking=True)
+    with torch.autocast(plan.device, torch.bfloat16, enabled=plan.device != "cpu"):
+        logits = model(tokens_BT[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach(), tokens_BT.numel()
+
+
+def settle(plan: Plan) -> None:
+    """Wait until the device has done all that it was given."""
+    if plan.device != "cpu":
+        torch.cuda.synchronize()
 
 
 def _shared(folder: Path | None, world_size: int) -> Path:
