@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,10 @@ from dtobs.probes.host_memory import host_memory
 _WIDTH = 1024
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _NUMPY = frozenset({torch.int64, torch.int32, torch.float32, torch.float64})
-_SMALL = 1 << 14
+_SMALL = 1 << 16
 """Words of a tensor that is put together with others."""
-_TOGETHER = 64
+_TOGETHER, _WORDS_TOGETHER = 64, 1 << 20
+"""At most so many tensors, and words, are put together at once."""
 _MOST_SEGMENTS = 16
 _known: dict[torch.device, torch.Tensor] = {}
 _segments: dict[tuple[torch.device, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -45,30 +47,31 @@ def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     """int64 scalar on the tensor's device. Nothing is copied to the host and nothing waits."""
     with torch.no_grad():
         flat = _flat(tensor)
-        return _of_small([flat])[0] if flat.numel() <= _SMALL else _of_large(words(flat))
+        return (_of_small([flat]) if flat.numel() <= _SMALL else _of_large([words(flat)]))[0]
 
 
 def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """int64[N], of each what `device_digest` makes of it, on the device of the first.
 
-    Small tensors are put together first: what each costs is the host's time to launch kernels for it.
+    Small tensors, and the sums of rows and of columns of large ones, are put together first: what each costs is the
+    host's time to launch kernels for it.
     """
     device = tensors[0].device
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    found: dict[int, torch.Tensor] = {}
+    small: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+    large: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     with torch.no_grad():
         for n, tensor in enumerate(tensors):
             flat = _flat(tensor)
             if flat.numel() <= _SMALL:
                 small.setdefault((flat.device, flat.dtype), []).append((n, flat))
             else:
-                found[n] = _of_large(words(flat))
-        for some in small.values():
-            for begin in range(0, len(some), _TOGETHER):
-                part = some[begin : begin + _TOGETHER]
-                for (n, _), digest in zip(part, _of_small([flat for _, flat in part]).unbind(), strict=True):
-                    found[n] = digest
-        digests = [digest for digest in found if digest is not None]
+                large.setdefault(flat.device, []).append((n, words(flat)))
+        for alike in small.values():
+            found |= zip([n for n, _ in alike], _of_small([flat for _, flat in alike]).unbind(), strict=True)
+        for alike in large.values():
+            found |= zip([n for n, _ in alike], _of_large([flat for _, flat in alike]).unbind(), strict=True)
+        digests = [found[n] for n in range(len(tensors))]
         here = all(digest.device == device for digest in digests)
         return torch.stack(digests if here else [digest.to(device, non_blocking=True) for digest in digests])
 
@@ -78,7 +81,17 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_small(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """int64[N]: of each the sum of its words with a different odd weight for each place."""
+    """int64[N], of tensors of one type and device: of each the sum of its words, each with an odd weight of its own."""
+    found, begin = [], 0
+    while begin < len(flats):
+        ends = itertools.accumulate(flat.numel() for flat in flats[begin : begin + _TOGETHER])
+        count = max(1, sum(end <= _WORDS_TOGETHER for end in ends))
+        found.append(_weighted_sums(flats[begin : begin + count]))
+        begin += count
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _weighted_sums(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     sizes, device = tuple(flat.numel() for flat in flats), flats[0].device
     if len(flats) == 1:
         return (words(flats[0]) * _weights(sizes[0], device)[: sizes[0]]).sum().view(1)
@@ -95,13 +108,17 @@ def _of_small(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     return sums[1:] - sums[:-1]
 
 
-def _of_large(flat: torch.Tensor) -> torch.Tensor:
-    rows = flat.numel() // _WIDTH
-    body, tail = flat[: rows * _WIDTH].view(rows, _WIDTH), flat[rows * _WIDTH :]
-    weights = _weights(max(rows, _WIDTH), flat.device)
-    across, down = body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64)
-    total = (across * weights[:_WIDTH]).sum() + (tail * weights[: len(tail)]).sum() * 3
-    return total * _GOLDEN + (down * weights[:rows]).sum()
+def _of_large(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64[N], of words on one device: the sums of columns and of rows, with what fills no row, weighted as above."""
+    across, down = [], []
+    for flat in flats:
+        rows, left = divmod(flat.numel(), _WIDTH)
+        body = (flat[: rows * _WIDTH] if left else flat).view(rows, _WIDTH)
+        across.append(body.sum(0, dtype=torch.int64))
+        sums = body.sum(1, dtype=torch.int64)
+        down.append(torch.cat([sums, flat[rows * _WIDTH :].to(torch.int64)]) if left else sums)
+    columns = (torch.stack(across) * _weights(_WIDTH, flats[0].device)[:_WIDTH]).sum(1)
+    return columns * _GOLDEN + _of_small(down)
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:

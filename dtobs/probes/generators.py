@@ -30,7 +30,7 @@ class GeneratorProbe(Probe):
             record["rng_python"] = _python()
             record["rng_numpy"] = _numpy()
         record["rng_torch"] = _torch(torch.get_rng_state())
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # what is not available never is
             # The state of a device's generator is kept on the host (seed and offset): reading it waits for nothing.
             record["rng_device"] = _torch(torch.cuda.get_rng_state())
 

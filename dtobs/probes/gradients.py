@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 WHOLE_BYTES_A_STEP = 2 << 20
-SAMPLE_FIRST, SAMPLE_TENSORS = 3, 6
+SAMPLE_FIRST, SAMPLE_TENSORS, SAMPLE_TENSORS_OF_A_DEVICE = 3, 6, 4
 SAMPLE_ELEMENTS = 1 << 13
 """Of each sampled tensor at most this many elements."""
 ALARM_STEPS = 8
@@ -89,7 +89,9 @@ class GradientProbe(Probe):
         self._fresh: dict[int, bool] = {}  # by row: whether its gradients are freed between micro-batches
         self._all_gathered = False
         wanted = [i for i, t in enumerate(self._tensors) if t.tensor.requires_grad]
-        spread = max(1, len(wanted) // (SAMPLE_TENSORS - SAMPLE_FIRST))
+        on_device = any(t.tensor.device.type not in ("cpu", "meta") for t in self._tensors)
+        tensors = SAMPLE_TENSORS_OF_A_DEVICE if on_device else SAMPLE_TENSORS
+        spread = max(1, len(wanted) // (tensors - SAMPLE_FIRST))
         self._sample = {*wanted[:SAMPLE_FIRST], *wanted[::spread]}
         gathered = fsdp_parameters(model)
         for index in wanted:

@@ -56,7 +56,7 @@ class RecomputationProbe(Probe):
         self._rotation = Rotation(0)
         self._looking = False
         self._regions, self._of_last_step = 0, 1
-        self._buffers: set[int] = set()
+        self._buffers: set[int] | None = None  # of this step, once they are asked for
         self._kept: weakref.WeakKeyDictionary[Any, list[torch.Tensor | None]] = weakref.WeakKeyDictionary()
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._what: tuple[str, bool] = ("", True)  # the region, and whether it keeps the state of the generators
@@ -90,8 +90,7 @@ class RecomputationProbe(Probe):
         self._regions, self._of_last_step = 0, max(1, self._regions)
         self._pairs = []
         self._looking = self._said < MOST_SAID and bool(self._rotation.rows(self.context.step))
-        if self._looking and self.context.model is not None:
-            self._buffers = {buffer.data_ptr() for buffer in self.context.model.buffers()}
+        self._buffers = None
 
     def step_end(self) -> None:
         """Compare what was computed twice."""
@@ -184,6 +183,13 @@ class RecomputationProbe(Probe):
     def _windows(self, values: Iterable[Any]) -> list[torch.Tensor | None]:
         return [self._window(value) if isinstance(value, torch.Tensor) else None for value in values]
 
+    def _held_by_buffers(self) -> set[int]:
+        """Addresses of the model's buffers."""
+        if self._buffers is None:
+            model = self.context.model
+            self._buffers = {buffer.data_ptr() for buffer in model.buffers()} if model is not None else set()
+        return self._buffers
+
     def _window(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A copy of some elements, the same ones each time; None for what is not compared."""
         begin = time.perf_counter_ns()
@@ -192,7 +198,7 @@ class RecomputationProbe(Probe):
             held = local_tensor(tensor.detach())
             if type(held) is not torch.Tensor or held.dtype not in _DTYPES or held.numel() < LEAST:
                 return None
-            if held.layout is not torch.strided or held.data_ptr() in self._buffers:
+            if held.layout is not torch.strided or held.data_ptr() in self._held_by_buffers():
                 return None
             while held.dim() > 1 and held.numel() > 4 * WINDOW:
                 held = held[0]

@@ -118,16 +118,16 @@ class ReducedGradientProbe(Probe):
     def _check(self, tensors: list[Named]) -> None:
         """Whether a row and a column of each tensor are finite; on a device, all of some tensors."""
         step = self.context.step
-        later: list[tuple[Named, torch.Tensor]] = []
+        later: list[Named] = []
         for row, named in enumerate(tensors):
             mine, copies = named.copy
             if copies > 1 and (row + step) % copies != mine:
                 continue
+            if not named.tensor.is_cpu:
+                later.append(named)
+                continue
             gradient = named.tensor.grad
             if gradient is None or gradient.is_sparse:
-                continue
-            if not gradient.is_cpu:
-                later.append((named, gradient))
                 continue
             for some in cross(local_tensor(gradient), step):
                 if not math.isfinite(host_square(some)) and not _finite(some):
@@ -135,13 +135,14 @@ class ReducedGradientProbe(Probe):
                     return
         if later:
             turns = -(-len(later) // MOST_AT_ONCE)
-            turn = step // max(named.copy[1] for named, _ in later)  # a number that goes up by one with each look
+            turn = step // later[0].copy[1]  # a number that goes up by one with each look
             self._check_later(later[turn % turns :: turns])
 
-    def _check_later(self, gradients: list[tuple[Named, torch.Tensor]]) -> None:
+    def _check_later(self, tensors: list[Named]) -> None:
         """The same on a device, with few kernels."""
-        step, device = self.context.step, gradients[0][1].device
-        held = [(named, local_tensor(gradient)) for named, gradient in gradients if gradient.device == device]
+        step, device = self.context.step, tensors[0].tensor.device
+        given = [(named, named.tensor.grad) for named in tensors if named.tensor.device == device]
+        held = [(named, local_tensor(grad)) for named, grad in given if grad is not None and not grad.is_sparse]
         looked = [(named, values) for named, values in held if values.numel()]
         if not looked:
             return

@@ -9,7 +9,7 @@ import torch
 BYTES_A_STEP = 4 << 20
 BYTES_EVERY_STEP = 4 << 20
 """As much is read in every step whatever the budget: a model this small trains in steps that are all alike."""
-BYTES_A_TENSOR, BYTES_A_TENSOR_OF_A_DEVICE = 8 << 10, 256 << 10
+BYTES_A_TENSOR, BYTES_A_TENSOR_OF_A_DEVICE = 8 << 10, 512 << 10
 """What reading one more tensor costs beside its bytes, in bytes: on a device the host launches kernels for each."""
 MAX_PERIOD = 200
 LEAST_REDUCED_PERIOD = 10

@@ -36,6 +36,8 @@ SKIPPED = 4
 _ENVIRONMENT = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
 _BY_MODE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _MOST_SOURCE_BYTES = 4 << 20
+Parameters = list[tuple[str, torch.Tensor]]
+"""A model's, with their names."""
 
 
 class _Counted(NamedTuple):
@@ -110,11 +112,12 @@ class Settings(Probe):
         fields = _hyperparameters(stepping, number, groups)
         fields["optimizer shares"] = "" if _trained(context.model) <= context.trained_by() else "a part"
         if often:
-            fields |= _without_an_optimizer(context) | self._without_a_gradient(number, stepping)
+            named = list(plain_parameters(context.model)) if context.model is not None else []
+            fields |= _without_an_optimizer(context, named) | self._without_a_gradient(number, stepping, named)
             first = number not in self._groups
-            fields[f"{_called(number)} state"] = _state_at_first(stepping, context.model) if first else _state(stepping)
+            fields[f"{_called(number)} state"] = _state_at_first(stepping, named) if first else _state(stepping)
             fields |= self._steps_before(number, stepping)
-            fields |= _model(context.model, self._modules) | _arithmetic()
+            fields |= (_model(named, self._modules) if named else {}) | _arithmetic()
             fields |= {"autocast": self._autocast} if self._autocast else {}
         if not self._looked:
             fields |= _process()
@@ -138,19 +141,15 @@ class Settings(Probe):
             known = self._counted[number] = _Counted(done, now, rate, now - done if went_back else known.ahead)
         return {f"{_called(number)}'s steps ahead of this run": str(known.ahead)}
 
-    def _without_a_gradient(self, number: int, stepping: torch.optim.Optimizer) -> dict[str, str]:
+    def _without_a_gradient(self, number: int, stepping: torch.optim.Optimizer, named: Parameters) -> dict[str, str]:
         """What `stepping` holds and trains, and that had no gradient at any look; empty while that still changes."""
         now = {id(p) for g in stepping.param_groups for p in g["params"] if p.requires_grad and p.grad is None}
         known = self._ungraded.get(number, now)
         self._ungraded[number] = known & now
-        if known - now or self._looked <= FIRST_STEPS or self.context.model is None:
+        if known - now or self._looked <= FIRST_STEPS or not named:
             return {}
         ids = set().union(*self._ungraded.values())
-        return {
-            "parameters without a gradient": _listed(
-                [n for n, p in plain_parameters(self.context.model) if id(p) in ids]
-            )
-        }
+        return {"parameters without a gradient": _listed([n for n, p in named if id(p) in ids])}
 
 
 def _ignore(_: object) -> None:
@@ -175,15 +174,14 @@ def _trained(model: nn.Module | None) -> set[int]:
     return {id(p) for p in model.parameters() if p.requires_grad} if model is not None else set()
 
 
-def _without_an_optimizer(context: Context) -> dict[str, str]:
+def _without_an_optimizer(context: Context, named: Parameters) -> dict[str, str]:
     """The parameters that get gradients and that no optimizer holds; of these the ones that were made anew after it.
 
     Of the latter an optimizer holds as many tensors with their shapes, which get no gradient and are not in the model.
     """
-    model = context.model
-    if model is None:
+    if not named:
         return {}
-    parameters = {id(p): (name, p) for name, p in plain_parameters(model)}
+    parameters = {id(p): (name, p) for name, p in named}
     held = [p for each in context.watched_optimizers().values() for group in each.param_groups for p in group["params"]]
     stale = Counter(tuple(p.shape) for p in held if id(p) not in parameters and p.grad is None)
     known = set(map(id, held))
@@ -215,14 +213,13 @@ def _state(optimizer: torch.optim.Optimizer) -> str:
     return "kept" if next((has for has in known if has is not None), False) else "empty"
 
 
-def _state_at_first(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> str:
+def _state_at_first(optimizer: torch.optim.Optimizer, named: Parameters) -> str:
     """`_state`, or "kept by 3 of 8 parameters, not by NAME" where only some of those that have a gradient have any."""
     stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     without = [p for p in stepping if not _has_state(optimizer, p)]
     if not without or len(without) == len(stepping):
         return _state(optimizer)
-    named = (name for name, p in plain_parameters(model) if p is without[0]) if model is not None else iter(())
-    name = next(named, "one that the model does not have")
+    name = next((name for name, p in named if p is without[0]), "one that the model does not have")
     return f"kept by {len(stepping) - len(without)} of {len(stepping)} parameters, not by {name}"
 
 
@@ -268,17 +265,14 @@ def _hyperparameters(optimizer: torch.optim.Optimizer, number: int, groups: tupl
     return fields
 
 
-def _model(model: nn.Module | None, modules: list[weakref.ref[nn.Module]]) -> dict[str, str]:
-    if model is None:
-        return {}
-    trained = list(dict.fromkeys(name for name, parameter in plain_parameters(model) if parameter.requires_grad))
-    kinds: dict[str, int] = {}
-    for parameter in model.parameters():
-        kinds[str(parameter.dtype)] = kinds.get(str(parameter.dtype), 0) + 1
+def _model(named: Parameters, modules: list[weakref.ref[nn.Module]]) -> dict[str, str]:
+    trained = list(dict.fromkeys(name for name, parameter in named if parameter.requires_grad))
+    kinds = Counter(parameter.dtype for parameter in {id(p): p for _, p in named}.values())
     fields = {
         "trained parameters": f"{len(trained)} ({_digest(' '.join(trained))})",
         "parameter dtypes": ", ".join(
-            f"{count} x {kind.removeprefix('torch.')}" for kind, count in sorted(kinds.items())
+            f"{number} x {kind}"
+            for kind, number in sorted((str(k).removeprefix("torch."), n) for k, n in kinds.items())
         ),
     }
     alive = [module for module in (reference() for reference in modules) if module is not None]

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dtobs
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 2048, 320, 6, 8
+FIRST_STEPS_ON_A_DEVICE = 20
+"""Not measured: there they are short, and the search for copies in the 16th takes as long as several."""
 
 
 class Block(nn.Module):
@@ -109,7 +111,8 @@ def measure(rank: int, world_size: int, plan: Plan) -> tuple[int, list[Measured]
             session = dtobs.attach(
                 model, optimizer, run_dir=_shared(folder, world_size), monitor=False, probes=plan.levels
             )
-        step(session)  # what only a first step does
+        for _ in range(FIRST_STEPS_ON_A_DEVICE if on_device else 1):  # what only first steps do
+            step(session)
         settle(plan)
         cpu, wall = time.process_time(), time.perf_counter()
         for _ in range(steps):

@@ -129,7 +129,7 @@ def test_digests_of_tensors_put_together_are_those_of_each_alone():
     made = torch.Generator().manual_seed(3)
     tensors = [
         torch.randn(shape, generator=made).to(dtype)
-        for shape in ((3,), (0,), (64, 64), (), (200, 100), (1000,))
+        for shape in ((3,), (0,), (64, 64), (), (200, 100), (1000,), (300, 301), (256, 512), (1100, 1000))
         for dtype in (torch.float32, torch.bfloat16, torch.float64)
     ]
     together = device_digests(tensors)

@@ -45,8 +45,9 @@ DIGESTS = [host_digest, lambda t: int(device_digest(t))]
 @pytest.mark.parametrize("digest", DIGESTS, ids=["host", "device"])
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_corruption_is_seen(digest, name: str):
-    tensor = torch.randn(67, 101, generator=torch.Generator().manual_seed(1))
-    assert digest(CORRUPTIONS[name](tensor)) != digest(tensor)
+    for shape in ((67, 101), (700, 101), (512, 256)):  # small, of rows that are not full, of full rows
+        tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        assert digest(CORRUPTIONS[name](tensor)) != digest(tensor)
 
 
 @pytest.mark.parametrize("digest", DIGESTS, ids=["host", "device"])
