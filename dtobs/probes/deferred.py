@@ -24,6 +24,14 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
+class Arrived:
+    """Stands where an event does, for what is to be called once all that was put before it has been handed over."""
+
+    def query(self) -> bool:
+        """It has passed."""
+        return True
+
+
 class Deferred:
     """Calls back once a device has reached a point: a step or so later. Nothing here synchronises; `poll` only asks.
 

@@ -31,7 +31,7 @@ from dtobs.probes.base import Probe
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.modules import around_call, roots
-from dtobs.probes.norms import device_norm, device_squares, host_square
+from dtobs.probes.norms import device_norm, host_square, squares, together
 from dtobs.probes.sampling import period
 
 if TYPE_CHECKING:
@@ -313,27 +313,24 @@ class GradientProbe(Probe):
             return
         if whole and self._rows:
             self._note_unused()
-        rows, squares = zip(*found, strict=True)
+        rows, known = zip(*found, strict=True)
         count = sum(square is not None for square in self._squares)
         scale = context.loss_scale
-        late = [n for n, square in enumerate(squares) if isinstance(square, torch.Tensor)]
+        late = [n for n, square in enumerate(known) if isinstance(square, torch.Tensor)]
         if not late:
-            for name, value in self._summary(rows, squares, count, whole, scale).items():
+            for name, value in self._summary(rows, known, count, whole, scale).items():
                 context.record[name] = value
             return
-        step, known = context.step, list(squares)
-        stacked = device_squares([squares[n] for n in late])
-        scaled = isinstance(scale, torch.Tensor)
-        if isinstance(scale, torch.Tensor):
-            stacked = torch.cat([stacked, scale.detach().to(stacked.device, torch.float64, non_blocking=True).view(1)])
+        step, given = context.step, list(known)
+        scaled = [scale.detach().reshape(())] if isinstance(scale, torch.Tensor) else []
 
         def arrived(values: npt.NDArray[Any]) -> bool:
-            for n, value in zip(late, values.tolist(), strict=False):
-                known[n] = value
+            for n, value in zip(late, squares(values).tolist(), strict=False):
+                given[n] = value
             of = float(values[-1]) if scaled else scale
-            return context.recorder.amend_step(step, **self._summary(rows, known, count, whole, of))
+            return context.recorder.amend_step(step, **self._summary(rows, given, count, whole, of))
 
-        self.late.put(stacked, arrived)
+        self.late.put(together([known[n] for n in late] + scaled), arrived)
 
     def _note_unused(self) -> None:
         """Peers that used these parameters now wait for this rank's gradients of them."""

@@ -9,7 +9,7 @@ Private torch: ``_context_parallel_buffers``, which is given them; tried with 2.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from torch import nn
 
 from dtobs.events import Phase
 from dtobs.probes.base import Probe
-from dtobs.probes.digests import device_digest, host_digest
+from dtobs.probes.deferred import MAX_PENDING, Arrived, Deferred
+from dtobs.probes.digests import device_digest, host_digest, words
 from dtobs.probes.layout import local_tensor
 from dtobs.probes.modules import around_call, roots, trains
 
@@ -30,6 +31,8 @@ _SPLITS = tuple(
     f"torch.distributed.tensor.experimental.{name}" for name in ("_context_parallel._attention", "_attention")
 )
 """Modules that have it; one that was not imported splits nothing."""
+SENT_BYTES, SENT_TENSORS = 1 << 16, 4
+"""Of what is on a device, so many small tensors a step go to the host to be digested, the others are digested there."""
 MOST_TENSORS, MOST_NESTED = 32, 3
 """Tensors of a micro-batch that are read, and how deep in containers they may lie."""
 
@@ -41,8 +44,9 @@ class InputProbe(Probe):
 
     def __init__(self) -> None:
         super().__init__()
+        self.late = Deferred((SENT_TENSORS + 1) * MAX_PENDING)
         self._told = False
-        self._digests: list[int | torch.Tensor] = []
+        self._digests: list[int | torch.Tensor | None] = []  # None: of what is still on its way from a device
         self._elements = 0  # of the largest tensor of each micro-batch
         self._whole: list[torch.Tensor] = []  # sequences that were split since the last forward
         self._splits = False  # whether such a one was an input of this step: what else the model is given are parts
@@ -91,18 +95,24 @@ class InputProbe(Probe):
         if not digests:
             return
         context.record["input_elements"] = self._elements
-        late = [d for d in digests if isinstance(d, torch.Tensor)]
-        if not late:
-            context.record["input_digest"] = _fold(np.array(digests, np.uint64))
+        if all(isinstance(d, int) for d in digests):
+            context.record["input_digest"] = _fold(digests)
             return
-        known = np.array([0 if isinstance(d, torch.Tensor) else d for d in digests], np.uint64)
-        places = [n for n, d in enumerate(digests) if isinstance(d, torch.Tensor)]
+        large = {n: d for n, d in enumerate(digests) if isinstance(d, torch.Tensor)}
 
         def arrived(values: npt.NDArray[Any]) -> bool:
-            known[places] = values.view(np.uint64)
-            return context.recorder.amend_step(step, input_digest=_fold(known))
+            for n, value in zip(large, values.view(np.uint64).tolist(), strict=True):
+                digests[n] = value
+            return whole()
 
-        self.late.put(torch.stack(late), arrived)
+        def whole() -> bool:
+            known = [d for d in digests if isinstance(d, int)]
+            return len(known) < len(digests) or context.recorder.amend_step(step, input_digest=_fold(known))
+
+        if large:
+            self.late.put(torch.stack(list(large.values())), arrived)
+        else:
+            self.late.after(Arrived(), whole)
 
     def _split(self, mesh: Any, buffers: Any, *_args: Any, **_named: Any) -> None:
         """Sequences are about to be split over `mesh`; what the model computed, or holds, is no input."""
@@ -125,7 +135,22 @@ class InputProbe(Probe):
             listen(tensors)
         for tensor in tensors:
             held = _sample(local_tensor(tensor))
-            self._digests.append(host_digest(held) if held.device.type == "cpu" else device_digest(held))
+            if held.is_cpu:
+                self._digests.append(host_digest(held))
+            elif held.nbytes <= SENT_BYTES and len(self._digests) < SENT_TENSORS:
+                self._send(held)
+            else:
+                self._digests.append(device_digest(held))
+
+    def _send(self, values: torch.Tensor) -> None:
+        """Copy something small to the host: that launches less than what would digest it on its device."""
+        digests, place = self._digests, len(self._digests)
+        digests.append(None)
+
+        def arrived(there: npt.NDArray[Any]) -> None:
+            digests[place] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(there).data)
+
+        self.late.put(words(values), arrived)
 
 
 def _largest(tensors: list[torch.Tensor]) -> int:
@@ -158,5 +183,5 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if stride <= 1 else tensor.detach().reshape(-1)[::stride]
 
 
-def _fold(digests: npt.NDArray[np.uint64]) -> int:
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(digests).tobytes()) or 1
+def _fold(digests: Sequence[Any]) -> int:
+    return xxhash.xxh3_64_intdigest(np.array(digests, np.uint64).tobytes()) or 1

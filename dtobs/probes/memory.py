@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 
 from dtobs.probes.base import Probe
+
+EVERY_SECONDS = 0.05
+"""The device's allocator is asked at most so often; steps that are shorter repeat what it said."""
 
 
 class Memory(Probe):
@@ -25,7 +29,7 @@ class Memory(Probe):
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._available = torch.cuda.is_available()
         self._on_host = not torch.accelerator.is_available()
-        self._total_known = False
+        self._total_known, self._next, self._of_device = False, 0.0, (0, 0)
         self.step_end()
         self.context.recorder.page.set(rss_bytes=self.context.record["rss_bytes"].item())
 
@@ -44,7 +48,10 @@ class Memory(Probe):
                 context.recorder.page.set(device_total_bytes=device.total_memory)
                 if torch.version.cuda is not None:  # the monitor asks NVIDIA's management library for it
                     context.recorder.meta.add("process", device_uuid=f"GPU-{getattr(device, 'uuid', '')}")
-            # One call: `memory_allocated` and `max_memory_allocated` each put every figure there is into a new table.
-            allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {})
-            record["device_bytes"] = allocated.get("current", 0)
-            record["device_peak_bytes"] = allocated.get("peak", 0)
+            now = time.monotonic()
+            if now >= self._next:
+                self._next = now + EVERY_SECONDS
+                # `memory_allocated` and `max_memory_allocated` each put every figure there is into a new table.
+                allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {})
+                self._of_device = allocated.get("current", 0), allocated.get("peak", 0)
+            record["device_bytes"], record["device_peak_bytes"] = self._of_device

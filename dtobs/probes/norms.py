@@ -75,9 +75,14 @@ def device_peaks(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(peaks if alike else [peak.float() for peak in peaks]).float()
 
 
-def device_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """float64[N]: the squares of what `device_norm` made, on the device of the first."""
-    device = norms[0].device
-    here = all(norm.device == device for norm in norms)
-    held = torch.stack(list(norms) if here else [norm.to(device, non_blocking=True) for norm in norms])
-    return held.to(torch.float64).square()
+def together(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[N]: what `device_norm` made of several, on the device of the first; FP64 where one of them is."""
+    first = norms[0]
+    if all(norm.device == first.device and norm.dtype == first.dtype for norm in norms):
+        return torch.stack(list(norms))
+    return torch.stack([norm.to(first.device, torch.float64, non_blocking=True) for norm in norms])
+
+
+def squares(norms: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Their squares, once they have arrived."""
+    return np.asarray(np.square(norms, dtype=np.float64))

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from dtobs.probes import gradients
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors
-from dtobs.probes.norms import FEW, device_norms, device_peaks, device_squares, host_array, host_square
+from dtobs.probes.norms import FEW, device_norms, device_peaks, host_array, host_square, squares, together
 from dtobs.probes.rotation import place
 from dtobs.probes.sampling import LEAST_REDUCED_PERIOD, period, reduced_period
 
@@ -38,6 +38,8 @@ SMALL = 1 << 10
 """Elements of a gradient that is looked at whole: two slices cost more."""
 MOST_AT_ONCE = 16
 """Tensors of a device that are looked at in one step."""
+FIRST_CHECKED, CHECKED_EVERY = 64, 4
+"""On a device they are looked at in each of the first steps, and in every such one after them."""
 
 
 class ReducedGradientProbe(Probe):
@@ -133,9 +135,10 @@ class ReducedGradientProbe(Probe):
                 if not math.isfinite(host_square(some)) and not _finite(some):
                     self._note_bad(step, named)
                     return
-        if later:
+        every = 1 if step < FIRST_CHECKED else CHECKED_EVERY
+        if later and step % every == 0:
             turns = -(-len(later) // MOST_AT_ONCE)
-            turn = step // later[0].copy[1]  # a number that goes up by one with each look
+            turn = step // math.lcm(every, later[0].copy[1])  # goes up by one with each look at the same tensors
             self._check_later(later[turn % turns :: turns])
 
     def _check_later(self, tensors: list[Named]) -> None:
@@ -197,25 +200,25 @@ class ReducedGradientProbe(Probe):
         step, whole = context.step, self._whole
         said = not math.isnan(float(context.record["reduced_norm"]))  # by the loop, after the optimizer's step
 
-        def summary(squares: npt.NDArray[Any]) -> dict[str, float]:
-            fields = {"reduced_square": float((squares * np.array(shares)).sum())}
+        def summary(given: npt.NDArray[Any]) -> dict[str, float]:
+            fields = {"reduced_square": float((given * np.array(shares)).sum())}
             if whole and not said:
-                fields["reduced_norm"] = self._own_norm = math.sqrt(float(squares.sum()))
+                fields["reduced_norm"] = self._own_norm = math.sqrt(float(given.sum()))
             return fields
 
         norms = [norm for norm in found if isinstance(norm, torch.Tensor)]
-        squares = np.array([math.nan if isinstance(square, torch.Tensor) else square for square in found])
+        known = np.array([math.nan if isinstance(square, torch.Tensor) else square for square in found])
         if not norms:
-            for name, value in summary(squares).items():
+            for name, value in summary(known).items():
                 context.record[name] = value
             return
         late = [n for n, square in enumerate(found) if isinstance(square, torch.Tensor)]
 
         def arrived(values: npt.NDArray[Any]) -> bool:
-            squares[late] = values
-            return context.recorder.amend_step(step, **summary(squares))
+            known[late] = squares(values)
+            return context.recorder.amend_step(step, **summary(known))
 
-        self.late.put(device_squares(norms), arrived)
+        self.late.put(together(norms), arrived)
 
 
 def cross(values: torch.Tensor, step: int) -> tuple[torch.Tensor | npt.NDArray[Any], ...]:

@@ -233,3 +233,23 @@ def test_a_step_of_two_optimizers_that_is_not_finite_is_counted_once(elsewhere, 
     view = load_run(tmp_path / "run")
     assert (view.steps().field("nonfinite")[0] > 0).sum() == 1
     assert view.page(0)["nonfinite_steps"] == 1
+
+
+def test_what_a_step_was_given_is_one_number_however_many_tensors_it_had(elsewhere, tmp_path: Path):
+    """Small ones are digested on the host, others where they are; another value anywhere in a step changes it."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    batches = [
+        [torch.full((2, 8), n + 1.0), torch.ones(300, 100), *[torch.ones(3)] * 4, torch.ones(2)] for n in range(3)
+    ]
+    batches += [batches[0], [*batches[0][:-1], torch.tensor([1.0, 2.0])]]
+    with dtobs.attach(model, optimizer, run_dir=tmp_path / "run", monitor=False) as session:
+        for step, batch in enumerate(batches):
+            session.step(step)
+            session.batch(**{f"part_{n}": tensor for n, tensor in enumerate(batch)})
+            model(batch[0]).square().mean().backward()
+            optimizer.step()
+    digests = load_run(tmp_path / "run").steps().records["input_digest"][0].tolist()
+    assert 0 not in digests
+    assert digests[0] == digests[3]
+    assert len(set(digests)) == 4
