@@ -24,6 +24,15 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
+def capture_test() -> Callable[[], bool]:
+    """What asks as `capturing` does, for hooks that run many times a step; private torch where it has that."""
+    import torch
+
+    initialized, public = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
+    asks: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", public)
+    return lambda: initialized() and asks()
+
+
 class Arrived:
     """Stands where an event does, for what is to be called once all that was put before it has been handed over."""
 

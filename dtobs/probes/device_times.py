@@ -18,7 +18,7 @@ def stream_marks(device: torch.device) -> Callable[[], Any]:
 
     def mark() -> torch.Event:
         event = torch.Event(device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
+        event.record()
         return event
 
     return mark

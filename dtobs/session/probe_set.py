@@ -15,7 +15,7 @@ from dtobs.events import Kind, Phase
 from dtobs.expectations import rules_of
 from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
-from dtobs.probes.deferred import capturing
+from dtobs.probes.deferred import capture_test
 from dtobs.probes.following import Following
 from dtobs.probes.layout import Together, wrapper_around
 from dtobs.probes.modules import Forward, OptimizerSteps, contained
@@ -29,7 +29,7 @@ class ProbeSet:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        context.capturing = capturing if torch.cuda.is_available() else None
+        context.capturing = capture_test() if torch.cuda.is_available() else None
         self.progress = context.progress = Progress(context)
         self.reports = Reports(context)
         has = frozenset({DISTRIBUTED} if dist.is_available() else ())
