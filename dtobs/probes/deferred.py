@@ -30,7 +30,7 @@ def capture_test() -> Callable[[], bool]:
 
     initialized, public = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
     asks: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", public)
-    return lambda: initialized() and asks()
+    return lambda: initialized() and asks()  # type: ignore[no-untyped-call]
 
 
 class Arrived:
