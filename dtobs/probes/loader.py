@@ -9,8 +9,11 @@ from torch.utils.data import DistributedSampler, RandomSampler, dataloader
 
 from dtobs.events import Phase
 from dtobs.probes.base import Probe
+from dtobs.probes.loader_workers import LoaderWorkers
 
 MOST_PASSES = 400
+FIRST_SAID, MOST_APART = 16, 1024
+"""Steps from the first to which it is said what a batch takes a worker; then each time their number has doubled."""
 
 
 class Loader(Probe):
@@ -18,7 +21,8 @@ class Loader(Probe):
 
     Where a loader that is trained with has a DistributedSampler or a RandomSampler, each pass over it becomes a
     ``pass`` entry: the order in which it will read. A pass belongs to training when the optimizer steps on what it
-    gave. Of a stream (an IterableDataset) it is said how many workers read it.
+    gave. Of a stream (an IterableDataset) it is said how many workers read it, and of forked workers what a batch takes
+    them.
     """
 
     name = "loader"
@@ -32,8 +36,13 @@ class Loader(Probe):
         self._passes = 0
         self._at = -1  # the step in which was looked last
         self._stream: int | None = None  # how many workers read a stream, as far as it was said
+        self._workers = LoaderWorkers()
+        self._steps, self._said_at = 0, FIRST_SAID  # of the optimizer, and how many there are to be
+        self._counted = (0, 0, 0.0)  # id of a dataset, and what was counted of it when that was said
 
     def install(self) -> None:
+        for undo in self._workers.watch():
+            self.undo.callback(undo)
         self.around(dataloader._BaseDataLoaderIter, "__next__", self._begin, self.context.progress.end)
         self.context.waits_for_data = self._awaited
 
@@ -42,6 +51,10 @@ class Loader(Probe):
         iterator = self._newest() if self._newest is not None else None
         if iterator is None:
             return
+        self._steps += 1
+        if self._steps >= self._said_at:
+            self._said_at += min(self._said_at, MOST_APART)
+            self._say_workers(iterator)
         given = iterator._num_yielded
         before, self._given[iterator] = self._given.get(iterator, given + 1), given
         at, self._at = self._at, self.context.step
@@ -63,6 +76,18 @@ class Loader(Probe):
     def _say_stream(self, workers: int) -> None:
         self._stream = workers
         self.context.recorder.meta.add("process", stream_workers=workers)
+
+    def _say_workers(self, iterator: Any) -> None:
+        """Since it was last said."""
+        dataset, workers = getattr(iterator, "_dataset", None), int(getattr(iterator, "_num_workers", 0))
+        batches, seconds = self._workers.counted(dataset, workers)
+        of, batches_before, seconds_before = self._counted
+        self._counted = id(dataset), batches, seconds
+        if of == id(dataset) and batches > batches_before:
+            batches, seconds = batches - batches_before, seconds - seconds_before
+        if batches:
+            said = {"workers": workers, "batches": batches, "seconds": seconds}
+            self.context.recorder.meta.add("process", loader_workers=said)
 
     def _awaited(self) -> int | None:
         """The process of the worker whose batch is waited for; 0 where none is known, None in other phases."""

@@ -22,6 +22,7 @@ from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.detectors.performance.cause import OFF_PROCESSOR, Cause, cause_of
 from dtobs.detectors.performance.devices import device_cause
 from dtobs.detectors.performance.lines import SlowLine, line_of
+from dtobs.detectors.performance.loaders import as_slow
 from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -156,6 +157,8 @@ def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> _S
         ),
         key=lambda item: item[1],
     )
+    if part == "data" and 2 * len(as_slow(view, rank, group, times, member)) >= len(group) - 1:
+        return None  # it is the last of many: `data_starved` tells of all
     cause = cause_of(times, member, typical) or device_cause(view, times, group, member, typical)
     share = typical / max(float(np.median(times.wall[member])), 1e-9)
     return _Slow(

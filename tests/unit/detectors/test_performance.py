@@ -155,3 +155,36 @@ def test_the_medians_of_the_others_are_those_of_each(ranks: int):
     values = np.random.default_rng(ranks).integers(0, 5, (ranks, 40)).astype(float)  # many are equal
     each = [np.median(np.delete(values, member, axis=0), axis=0) for member in range(ranks)]
     np.testing.assert_array_equal(_medians_of_others(values), each)
+
+
+@pytest.mark.parametrize(
+    ("own", "peers", "slow", "starved"),
+    [
+        (0.68, 0.64, [], [(0, 1, 2)]),
+        (0.68, 0.20, [(1,)], [(1,)]),  # its loader alone is slow
+        (0.10, 0.10, [(1,)], [(1,)]),  # what its workers take is not what the step waits for
+        (0.68, None, [(1,)], [(1,)]),
+        (None, 0.68, [(1,)], [(1,)]),
+    ],
+)
+def test_of_loaders_that_are_all_slow_none_is_a_straggler(
+    tmp_path: Path,
+    own: float | None,
+    peers: float | None,
+    slow: list[tuple[int, ...]],
+    starved: list[tuple[int, ...]],
+):
+    """One rank waits for its data, and the others for it; two workers give a batch each 0.34 s."""
+    run = noisy_run(tmp_path, 3, 40, slowed("data", 0.25))
+    for number, rank in enumerate(run.ranks):
+        seconds = own if number == 1 else peers
+        said: object = {"workers": 2, "batches": 40, "seconds": 40 * seconds} if seconds else {"workers": "two"}
+        rank.meta("process", loader_workers=said)
+    found = findings(run)
+    assert [f.ranks for f in found if f.code == "straggler"] == slow
+    assert [f.ranks for f in found if f.code == "data-starved"] == starved
+    if not slow:
+        (told,) = found
+        assert told.summary.endswith("; the loader workers of ranks 0 and 2 take as long for a batch")
+        assert told.next_step.startswith("A batch takes a loader worker 680 ms, the training 10")
+        assert ": about 8 workers a rank would keep up, where there are 2." in told.next_step
