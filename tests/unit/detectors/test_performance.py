@@ -186,5 +186,6 @@ def test_of_loaders_that_are_all_slow_none_is_a_straggler(
     if not slow:
         (told,) = found
         assert told.summary.endswith("; the loader workers of ranks 0 and 2 take as long for a batch")
-        assert told.next_step.startswith("A batch takes a loader worker 680 ms, the training 10")
-        assert ": about 8 workers a rank would keep up, where there are 2." in told.next_step
+        assert told.next_step.startswith(
+            "A batch takes a loader worker 680 ms, the training 117 ms: about 7 workers a rank would keep up"
+        )
