@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 WHOLE_BYTES_A_STEP = 2 << 20
-SAMPLE_FIRST, SAMPLE_TENSORS, SAMPLE_TENSORS_OF_A_DEVICE = 3, 6, 4
+SAMPLE_FIRST, SAMPLE_SPREAD, SAMPLE_SPREAD_ON_A_DEVICE = 3, 3, 2
+"""The sample is of so many of the first tensors, and of so many at equal distances, the first one among them."""
 SAMPLE_ELEMENTS = 1 << 13
 """Of each sampled tensor at most this many elements."""
 ALARM_STEPS = 8
@@ -90,9 +91,8 @@ class GradientProbe(Probe):
         self._all_gathered = False
         wanted = [i for i, t in enumerate(self._tensors) if t.tensor.requires_grad]
         on_device = any(t.tensor.device.type not in ("cpu", "meta") for t in self._tensors)
-        tensors = SAMPLE_TENSORS_OF_A_DEVICE if on_device else SAMPLE_TENSORS
-        spread = max(1, len(wanted) // (tensors - SAMPLE_FIRST))
-        self._sample = {*wanted[:SAMPLE_FIRST], *wanted[::spread]}
+        distance = max(1, len(wanted) // (SAMPLE_SPREAD_ON_A_DEVICE if on_device else SAMPLE_SPREAD))
+        self._sample = {*wanted[:SAMPLE_FIRST], *wanted[::distance]}
         gathered = fsdp_parameters(model)
         for index in wanted:
             tensor = self._tensors[index].tensor

@@ -27,7 +27,7 @@ def run_silent(rank: int, world_size: int, job: SilentJob) -> None:
 def run_silent_sampled(rank: int, world_size: int, job: SilentJob) -> None:
     """As if the model were large: whole gradients in few steps only, a sample in the others."""
     gradients.WHOLE_BYTES_A_STEP = 1
-    gradients.SAMPLE_FIRST, gradients.SAMPLE_TENSORS = 1, 2
+    gradients.SAMPLE_FIRST, gradients.SAMPLE_SPREAD = 1, 1
     train(job)
 
 
