@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dtobs.detectors.performance.cause import Cause
 from dtobs.detectors.performance.window import Times
 from dtobs.recording.view import RunView
+from dtobs.words import duration_text
 
 ALIKE = 0.8
 """A loader is as slow as another where a batch takes it that share of the other's time."""
@@ -56,6 +58,21 @@ def as_slow(view: RunView, rank: int, group: Sequence[int], times: Times, row: i
         return []
     paces = ((other, pace_of(view, other)) for other in group if other != rank)
     return [other for other, pace in paces if pace is not None and pace.period >= ALIKE * own.period]
+
+
+def slower_loader(view: RunView, rank: int, group: Sequence[int], cause: Cause) -> Cause:
+    """`cause`, that a rank waits for its data; what a batch takes its workers where that is more than the others'."""
+    own, paces = pace_of(view, rank), [pace_of(view, other) for other in group if other != rank]
+    known = [pace for pace in paces if pace is not None]
+    if own is None or 2 * len(known) < len(paces):
+        return cause
+    theirs = float(np.median([pace.seconds for pace in known]))
+    if ALIKE * own.seconds < theirs:
+        return cause
+    took, usual = duration_text(own.seconds), duration_text(theirs)
+    words = f"a batch takes its loader workers {took}, and those of its peers {usual}"
+    advice = "Look at the storage of this rank's host, and at the cores that its loader workers have."
+    return replace(cause, words=words, next_step=advice)
 
 
 def batches_a_step(times: Times, row: int) -> float:

@@ -22,7 +22,7 @@ from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.detectors.performance.cause import OFF_PROCESSOR, Cause, cause_of
 from dtobs.detectors.performance.devices import device_cause
 from dtobs.detectors.performance.lines import SlowLine, line_of
-from dtobs.detectors.performance.loaders import as_slow
+from dtobs.detectors.performance.loaders import as_slow, slower_loader
 from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -160,6 +160,8 @@ def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> _S
     if part == "data" and 2 * len(as_slow(view, rank, group, times, member)) >= len(group) - 1:
         return None  # it is the last of many: `data_starved` tells of all
     cause = cause_of(times, member, typical) or device_cause(view, times, group, member, typical)
+    if cause is not None and cause.name == "input":
+        cause = slower_loader(view, rank, group, cause)
     share = typical / max(float(np.median(times.wall[member])), 1e-9)
     return _Slow(
         rank,

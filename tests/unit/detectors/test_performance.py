@@ -183,6 +183,8 @@ def test_of_loaders_that_are_all_slow_none_is_a_straggler(
     found = findings(run)
     assert [f.ranks for f in found if f.code == "straggler"] == slow
     assert [f.ranks for f in found if f.code == "data-starved"] == starved
+    by_workers = "because a batch takes its loader workers 680 ms, and those of its peers 200 ms"
+    assert any(by_workers in f.summary for f in found) is (peers == 0.20)
     if not slow:
         (told,) = found
         assert told.summary.endswith("; the loader workers of ranks 0 and 2 take as long for a batch")
