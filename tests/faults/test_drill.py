@@ -11,7 +11,13 @@ from tests.harness import launch, wait_until_gone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "code"), [("exception", "uncaught-exception"), ("nan", "gradient-nonfinite")])
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        pytest.param("exception", "uncaught-exception", marks=pytest.mark.exhaustive),
+        ("nan", "gradient-nonfinite"),
+    ],
+)
 def test_a_drill_finds_its_fault_and_leaves_nothing_behind(tmp_path, fault, code):
     arguments = [
         sys.executable,

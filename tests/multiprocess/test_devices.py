@@ -28,7 +28,7 @@ from tests.harness import run_ranks
 
 STEPS, BAD = 30, 14
 DEVICES = [
-    "cpu",
+    pytest.param("cpu", marks=pytest.mark.exhaustive),
     "elsewhere",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
 ]

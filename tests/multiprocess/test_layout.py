@@ -69,8 +69,12 @@ def test_tensor_parallel(tmp_path: Path, nan: bool):
 @pytest.mark.parametrize(
     ("how", "wrong"),
     [
-        *((how, wrong) for how in ("one by one", "buffer") for wrong in ("", "start", "flip", "data")),
-        *(pytest.param("hooks", wrong, marks=pytest.mark.exhaustive) for wrong in ("", "start", "flip", "data")),
+        *(("buffer", wrong) for wrong in ("", "start", "flip", "data")),
+        *(
+            pytest.param(how, wrong, marks=pytest.mark.exhaustive)
+            for how in ("one by one", "hooks")
+            for wrong in ("", "start", "flip", "data")
+        ),
         *(("one by one", wrong) for wrong in ("scaled", "not reduced")),
         ("buffers", ""),
         ("buffers", "flip"),

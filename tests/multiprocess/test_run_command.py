@@ -250,7 +250,7 @@ def test_an_error_that_a_launcher_of_processes_handles_is_told(tmp_path: Path):
     assert "needs a launcher" not in job.stderr
 
 
-@pytest.mark.parametrize("another_asks", [False, True])
+@pytest.mark.parametrize("another_asks", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_an_error_of_a_spawned_rank_before_its_process_group_is_told(another_asks: bool, tmp_path: Path):
     program = tmp_path / "train.py"
     asks = f"dist.init_process_group('gloo', 'file://{tmp_path}/store', rank=rank, world_size=2)"

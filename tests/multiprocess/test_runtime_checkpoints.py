@@ -35,7 +35,13 @@ def tail(curve: dict[str, Any], steps: int) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(arguments, marks=pytest.mark.exhaustive if name in ("ddp", "pipeline") else (), id=name)
+        for name, arguments in LAYOUTS.items()
+    ],
+)
 def test_resume_is_bitwise_equal_in_the_same_layout(layout: tuple[str, ...], tmp_path: Path) -> None:
     # Dropout makes the generators' states matter; validation just before a save once left parameters gathered.
     arguments = (*layout, "--model.dropout", "0.1", "--accumulate", "2", "--data.validate_every", "2")

@@ -43,7 +43,9 @@ def everything(checkpoint: Path) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("preset", "chain"), [("debug", DENSE), ("debug-moe", MIXTURE)])
+@pytest.mark.parametrize(
+    ("preset", "chain"), [("debug", DENSE), pytest.param("debug-moe", MIXTURE, marks=pytest.mark.exhaustive)]
+)
 def test_a_chain_of_layouts_is_one_training(
     preset: str, chain: dict[str, tuple[int, tuple[str, ...]]], tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ LAYOUTS = {
     "experts expert x fsdp2": (4, ("--parallel.expert", "2", "--parallel.shard", "2")),
 }
 ALWAYS = {
-    *("dense alone", "dense ddp, zero1", "dense pipeline", "dense fsdp2 x tensor"),
+    *("dense alone", "dense ddp, zero1", "dense fsdp2 x tensor"),
     *("tied alone", "tied fsdp2", "experts alone", "experts expert"),
 }
 SAME_STEPS = ("--steps", "2", "--data.batch", "2", "--data.global_batch", "8", "--schedule.kind", "constant")

@@ -15,8 +15,6 @@ ALWAYS = {
     "zero1_by_hand",
     "local_sgd",
     "grad_scaler",
-    "gan",
-    "population",
 }
 """These run every time; of the others a share by commit, see `tests/conftest.py`."""
 NOT_TWICE_THE_SAME = {"hogwild"}

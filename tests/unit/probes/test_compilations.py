@@ -60,7 +60,7 @@ def train(folder: Path, steps: int = 6, inside: str = "", reset: int = -1) -> np
 def test_the_first_call_is_compiling(tmp_path: Path):
     records = train(tmp_path)
     assert records["compile_ns"][0] > SLEEP * 1e9
-    assert records["forward_ns"][0] < SLEEP * 1e9
+    assert records["forward_ns"][0] < records["compile_ns"][0]  # however busy the machine is
     assert (records["compile_ns"][1:] == 0).all()
 
 
