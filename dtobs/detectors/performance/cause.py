@@ -51,8 +51,11 @@ _HOST = (
 )
 
 
-def cause_of(times: Times, member: int, excess: float) -> Cause | None:
-    """Why the rank in row `member` takes `excess` seconds longer; None when nothing recorded explains it."""
+def cause_of(times: Times, rounds: Times, member: int, excess: float) -> Cause | None:
+    """Why the rank in row `member` takes `excess` seconds a step longer; None when nothing recorded explains it.
+
+    `rounds` are those of the steps of `times`, see `Times.by_round`.
+    """
 
     def longer(name: str) -> float:
         mean = times.seconds(name).mean(axis=1)
@@ -61,7 +64,7 @@ def cause_of(times: Times, member: int, excess: float) -> Cause | None:
     for field, name, words, advice in _HOST:
         if longer(field) >= EXPLAINS * excess:
             return Cause(name, words, advice, longer(field))
-    data = times.parts["data"]
+    data = rounds.parts["data"]
     waits = float(np.median(data[member]) - np.median(np.delete(data, member, axis=0)))
     if waits >= EXPLAINS * excess:
         advice = (

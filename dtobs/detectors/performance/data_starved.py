@@ -1,8 +1,9 @@
 """data-starved: steps spend a good part of their time waiting for data.
 
 What it does: adds up the time of the data phase over the recent steps, without the first ones of the attempt. A rank
-is starved when data takes `SHARE` of the time in total and in the median step, and at least `LEAST_SECONDS` a step (a
-toy model's step is all overhead). Ranks that merely wait for a starved one do not count, but those do whose loader
+is starved when data takes `SHARE` of the time in total and in the median round of steps, and at least `LEAST_SECONDS` a
+step (a toy model's step is all overhead). A round has a step for each of the loader's workers: the first one waits for
+all. Ranks that merely wait for a starved one do not count, but those do whose loader
 workers take as long for a batch: they will wait as soon as the first one does not.
 
 Why it hurts: the accelerator is idle meanwhile, on all ranks of the job.
@@ -24,6 +25,8 @@ from dtobs.recording.view import RunView
 from dtobs.words import count, duration_text, ranks_do, ranks_text
 
 LEAST_STEPS = 12
+ROUND, LEAST_ROUNDS = 8, 3
+"""Steps of a round where nobody knows how many workers there are, and how many rounds tell more than steps do."""
 SHARE = 0.25
 LEAST_SECONDS = 0.02
 MOST_WORKERS = 64
@@ -65,10 +68,13 @@ def data_starved(view: RunView) -> list[Finding]:
             continue
         data, wall = times.parts["data"][0], times.wall[0]
         share = float(data.sum() / max(float(wall.sum()), 1e-9))
+        size = pace.workers if (pace := pace_of(view, rank)) is not None else ROUND
+        rounds = times.by_round(size if len(times.steps) >= LEAST_ROUNDS * size else 1)
+        data, wall = rounds.parts["data"][0], rounds.wall[0]
         typical = float(np.median(data))
         if share >= SHARE and float(np.median(data / np.maximum(wall, 1e-9))) >= SHARE and typical >= LEAST_SECONDS:
-            without = float(np.median(wall - data)) / batches_a_step(times, 0)
-            like_it = as_slow(view, rank, groups.get(rank, []), times, 0)
+            without = float(np.median(wall - data)) / batches_a_step(rounds, 0)
+            like_it = as_slow(view, rank, groups.get(rank, []), rounds, 0)
             starved[rank] = _Starved(share, typical, without, like_it, int(times.steps[0]), int(times.end_ns[0, 0]))
     if not starved:
         return []

@@ -22,7 +22,7 @@ from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.detectors.performance.cause import OFF_PROCESSOR, Cause, cause_of
 from dtobs.detectors.performance.devices import device_cause
 from dtobs.detectors.performance.lines import SlowLine, line_of
-from dtobs.detectors.performance.loaders import as_slow, slower_loader
+from dtobs.detectors.performance.loaders import as_slow, pace_of, slower_loader
 from dtobs.detectors.performance.window import LEAST_STEPS, MOST_STEPS, OVERLOADED, Floats, Times, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -34,6 +34,8 @@ SETTLED_SECONDS = 10.0
 """Another process that takes a core for some seconds slows one rank down by about a half: that is no straggler."""
 JUDGED_SECONDS, JUDGED_STEPS = 60.0, 64
 """Judged are the newest steps of that time, or that many, whichever are more."""
+LEAST_ROUNDS = 12
+"""Where a loader has several workers, a step for each of them is judged as one: the first of them waits for all."""
 LEAST_SECONDS = 0.01
 """Below that, the operating system's time slices decide who is late on a machine with fewer cores than ranks."""
 
@@ -66,8 +68,10 @@ def straggler(view: RunView) -> list[Finding]:
         times = step_times(view, rows_of(view, group), last=MOST_STEPS)
         if times is None or len(times.steps) < LEAST_STEPS:
             continue
-        times = _newest(times)
-        slow += [one for member in _slow(times) if (one := _judge(view, times, member, group)) is not None]
+        workers = max((pace.workers for rank in group if (pace := pace_of(view, rank)) is not None), default=1)
+        times = _newest(times, LEAST_ROUNDS * workers)
+        rounds = times.by_round(workers if len(times.steps) >= LEAST_ROUNDS * workers else 1)
+        slow += [one for member in _slow(rounds) if (one := _judge(view, times, rounds, member, group)) is not None]
     alike: list[list[_Slow]] = []
     for one in sorted(slow, key=lambda one: -one.seconds):
         for others in alike:
@@ -131,38 +135,39 @@ def _slow(times: Times) -> list[int]:
     return np.flatnonzero(found).tolist()
 
 
-def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> _Slow | None:
+def _judge(view: RunView, times: Times, rounds: Times, member: int, group: Sequence[int]) -> _Slow | None:
+    """Whether a rank is slow by the `rounds` of the steps of `times`, and why."""
     rank = group[member]
-    busy = times.busy
-    if np.median(_median_of_others(times.delayed / np.maximum(busy, 1e-9), member)) > OVERLOADED:
-        busy = busy - times.delayed
+    busy = rounds.busy
+    if np.median(_median_of_others(rounds.delayed / np.maximum(busy, 1e-9), member)) > OVERLOADED:
+        busy = busy - rounds.delayed
     own, others = busy[member], _median_of_others(busy, member)
     excess = own - others
     ratio = own / np.maximum(others, 1e-9)
-    waited = _median_of_others(times.parts["exposed"], member) - times.parts["exposed"][member]
+    waited = _median_of_others(rounds.parts["exposed"], member) - rounds.parts["exposed"][member]
     typical = float(np.median(excess))
     if (
         np.median(ratio) < RATIO
         or float(times.wall[member].sum()) < SETTLED_SECONDS / (float(np.median(ratio)) - 1)
         or np.mean(ratio > PAIRED) < SHARE
-        or typical < max(LEAST_SECONDS, WASTE * float(np.median(times.wall[member])))
+        or typical < max(LEAST_SECONDS, WASTE * float(np.median(rounds.wall[member])))
         or float(np.median(waited)) < typical / 2
     ):
         return None
     part, longer = max(
         (
             (p, float(np.median(v[member] - _median_of_others(v, member))))
-            for p, v in times.parts.items()
+            for p, v in rounds.parts.items()
             if p != "exposed"
         ),
         key=lambda item: item[1],
     )
-    if part == "data" and 2 * len(as_slow(view, rank, group, times, member)) >= len(group) - 1:
+    if part == "data" and 2 * len(as_slow(view, rank, group, rounds, member)) >= len(group) - 1:
         return None  # it is the last of many: `data_starved` tells of all
-    cause = cause_of(times, member, typical) or device_cause(view, times, group, member, typical)
+    cause = cause_of(times, rounds, member, typical) or device_cause(view, times, group, member, typical)
     if cause is not None and cause.name == "input":
         cause = slower_loader(view, rank, group, cause)
-    share = typical / max(float(np.median(times.wall[member])), 1e-9)
+    share = typical / max(float(np.median(rounds.wall[member])), 1e-9)
     return _Slow(
         rank,
         str(view.meta(rank).process.get("host") or ""),
@@ -185,9 +190,9 @@ def _judge(view: RunView, times: Times, member: int, group: Sequence[int]) -> _S
     )
 
 
-def _newest(times: Times) -> Times:
+def _newest(times: Times, least: int) -> Times:
     age = times.wall[0][::-1].cumsum()[::-1]  # seconds from the step's beginning to the end
-    keep = (age <= JUDGED_SECONDS) | (np.arange(len(age)) >= len(age) - JUDGED_STEPS)
+    keep = (age <= JUDGED_SECONDS) | (np.arange(len(age)) >= len(age) - max(JUDGED_STEPS, least))
     return times.of(keep)
 
 

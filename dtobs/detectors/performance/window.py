@@ -48,6 +48,26 @@ class Times:
         seconds = (self.wall[:, keep], self.busy[:, keep], self.delayed[:, keep])
         return Times(self.steps[keep], *seconds, parts, self.end_ns[:, keep], self.records[:, keep])
 
+    def by_round(self, size: int) -> Times:
+        """Rounds of `size` steps that follow each other, the newest whole ones, each with the mean of its steps.
+
+        Loader workers give their batches one after the other, each when the loop has taken its last one: of as many
+        steps one waits for all. `records`, `steps` and `end_ns` are of the last step of each round.
+        """
+        rounds = len(self.steps) // size
+        if size < 2 or not rounds:
+            return self
+        newest = slice(len(self.steps) - rounds * size, None)
+
+        def mean(values: Floats) -> Floats:
+            found: Floats = values[:, newest].reshape(len(values), rounds, size).mean(axis=2)
+            return found
+
+        ends = slice(newest.start + size - 1, None, size)
+        parts = {part: mean(seconds) for part, seconds in self.parts.items()}
+        seconds = (mean(self.wall), mean(self.busy), mean(self.delayed))
+        return Times(self.steps[ends], *seconds, parts, self.end_ns[:, ends], self.records[:, ends])
+
     @property
     def settled(self) -> bool:
         """Whether they are enough, and last long enough, to say something of how the run is."""

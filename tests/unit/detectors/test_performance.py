@@ -189,5 +189,47 @@ def test_of_loaders_that_are_all_slow_none_is_a_straggler(
         (told,) = found
         assert told.summary.endswith("; the loader workers of ranks 0 and 2 take as long for a batch")
         assert told.next_step.startswith(
-            "A batch takes a loader worker 680 ms, the training 117 ms: about 7 workers a rank would keep up"
+            "A batch takes a loader worker 680 ms, the training 118 ms: about 7 workers a rank would keep up"
         )
+
+
+def bursts(ranks: tuple[int, ...], workers: int):
+    """Of as many steps as the loaders of `ranks` have workers, one waits for all, as long as a batch takes a worker."""
+
+    def change(number: int, step: int) -> dict[str, float]:
+        longest = 0.25 * workers if step % workers == 0 else 0.0
+        return {"data": longest} if number in ranks else {"exposed": longest + 0.03}
+
+    return change
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+@pytest.mark.parametrize("known", [True, False])
+def test_of_several_loader_workers_one_step_in_as_many_waits(tmp_path: Path, workers: int, known: bool):
+    run = noisy_run(tmp_path, 2, 70, bursts((0, 1), workers))
+    for rank in run.ranks:
+        if known:
+            rank.meta("process", loader_workers={"workers": workers, "batches": 70, "seconds": 70 * 0.35 * workers})
+    (found,) = findings(run)
+    assert (found.code, found.ranks) == ("data-starved", (0, 1))
+    assert "wait for data up to 6" in found.summary
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_a_rank_whose_loader_workers_are_slow_is_a_straggler(tmp_path: Path, workers: int):
+    run = noisy_run(tmp_path, 3, 130, bursts((1,), workers))
+    for number, rank in enumerate(run.ranks):
+        seconds = workers * (0.35 if number == 1 else 0.1)
+        rank.meta("process", loader_workers={"workers": workers, "batches": 100, "seconds": 100 * seconds})
+    found = {f.code: f for f in findings(run)}
+    assert found.keys() == {"straggler", "data-starved"}
+    assert found["straggler"].ranks == found["data-starved"].ranks == (1,)
+    assert "(data +248 ms per step) because a batch takes its loader workers" in found["straggler"].summary
+
+
+@pytest.mark.parametrize("slow", [{20: 2.0}, {10: 1.5, 50: 1.5}, dict.fromkeys(range(0, 70, 20), 0.3)])
+def test_a_slow_file_now_and_then_starves_nobody(tmp_path: Path, slow: dict[int, float]):
+    run = noisy_run(tmp_path, 2, 70, lambda rank, step: {"data": slow.get(step, 0.002)})
+    for rank in run.ranks:
+        rank.meta("process", loader_workers={"workers": 4, "batches": 70, "seconds": 2.0})
+    assert findings(run) == []
