@@ -19,7 +19,7 @@ import numpy as np
 from dtobs.detectors.peers import data_groups
 from dtobs.detectors.performance.lines import line_of_data
 from dtobs.detectors.performance.loaders import LoaderPace, as_slow, batches_a_step, pace_of
-from dtobs.detectors.performance.window import step_times
+from dtobs.detectors.performance.window import LAST, MOST_STEPS, step_times
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import count, duration_text, ranks_do, ranks_text
@@ -63,12 +63,12 @@ def data_starved(view: RunView) -> list[Finding]:
     starved: dict[int, _Starved] = {}
     groups = {rank: group for group in data_groups(view) for rank in group}
     for row, rank in enumerate(view.ranks):
-        times = step_times(view, [row])
+        size = pace.workers if (pace := pace_of(view, rank)) is not None else ROUND
+        times = step_times(view, [row], last=min(MOST_STEPS, max(LAST, LEAST_ROUNDS * size)))
         if times is None or len(times.steps) < LEAST_STEPS:
             continue
         data, wall = times.parts["data"][0], times.wall[0]
         share = float(data.sum() / max(float(wall.sum()), 1e-9))
-        size = pace.workers if (pace := pace_of(view, rank)) is not None else ROUND
         rounds = times.by_round(size if len(times.steps) >= LEAST_ROUNDS * size else 1)
         data, wall = rounds.parts["data"][0], rounds.wall[0]
         typical = float(np.median(data))
