@@ -21,6 +21,8 @@ MOST_RANKS = 16
 """Of a larger run, the ranks that are read: they train together, so that a few tell what all do."""
 LEAST_STEPS, LEAST_SECONDS = 12, 20.0
 LEAST_SHARE = 0.03
+UNEVEN = 1.5
+"""From how many times the median step on the mean one is said as well."""
 ADVICE = {
     "starting": "keep compiled code and tokenised data between runs",
     "restarts": "checkpoint more often, and look at what ended the attempts",
@@ -62,7 +64,8 @@ class Summary:
     steps: int
     tokens: float  #: of the whole job, in the steps on record; 0 when nobody said
     elapsed: float
-    step_seconds: float  #: the median step
+    step_seconds: float  #: the median step,
+    mean_seconds: float  #: and the mean of all
     losses: dict[str, float]
     whole: bool
     late: tuple[str, int | None] = ("", None)
@@ -85,8 +88,10 @@ class Summary:
         restarts = f" and {count(self.attempts - 1, 'restart')}" if self.attempts > 1 else ""
         rate = f", {self.tokens / self.elapsed:,.0f} tokens a second" if self.tokens and self.whole else ""
         newest = "" if self.whole else "the newest "
+        uneven = self.mean_seconds >= UNEVEN * self.step_seconds
+        mean = f" ({duration_text(self.mean_seconds)} on average)" if uneven else ""
         said = [
-            f"{newest}{count(self.steps, 'step')} of {duration_text(self.step_seconds)} on"
+            f"{newest}{count(self.steps, 'step')} of {duration_text(self.step_seconds)}{mean} on"
             f" {count(self.ranks, 'rank')}{restarts} in {duration_text(self.elapsed)}{rate}: goodput {self.goodput:.0%}"
         ]
         worst = max(self.losses, key=lambda name: self.losses[name])
@@ -167,6 +172,7 @@ def summarise(view: RunView) -> Summary | None:
         tokens=tokens * len(view.ranks) / len(found) * _counted_once(view),
         elapsed=float(np.mean([elapsed for elapsed, _ in each])),
         step_seconds=float(np.median(np.concatenate(walls))),
+        mean_seconds=float(np.mean(np.concatenate(walls))),
         losses=losses,
         whole=all(int(records["stamp"][0]) == 1 for records in found.values()),
         late=_most_of(reasons),

@@ -189,3 +189,11 @@ def test_the_last_word_says_what_the_run_did(tmp_path: Path):
     assert said[0].startswith("100 steps of 399 ms on 2 ranks in 39.9 s, 5,133 tokens a second: goodput")
     assert said[1].startswith("the largest loss is data (30 s, 75% of the time)")
     assert said[2] == "nothing found in 100 steps"
+
+
+def test_of_steps_of_very_unequal_length_the_mean_is_said_as_well(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        for step in range(100):
+            rank.step(None, data=0.8 if step % 4 == 0 else 0.0, forward=0.1)
+    assert of(run).lines()[0].startswith("100 steps of 159 ms (359 ms on average) on 2 ranks in 35.9 s")
