@@ -136,7 +136,7 @@ class ReducedGradientProbe(Probe):
                     self._note_bad(step, named)
                     return
         every = 1 if step < FIRST_CHECKED else CHECKED_EVERY
-        if later and step % every == 0:
+        if later and step % every == every - 1:  # others than those in which a small model's are read whole
             turns = -(-len(later) // MOST_AT_ONCE)
             turn = step // math.lcm(every, later[0].copy[1])  # goes up by one with each look at the same tensors
             self._check_later(later[turn % turns :: turns])

@@ -3,8 +3,8 @@
 What it does: adds up the time of the data phase over the recent steps, without the first ones of the attempt. A rank
 is starved when data takes `SHARE` of the time in total and in the median round of steps, and at least `LEAST_SECONDS` a
 step (a toy model's step is all overhead). A round has a step for each of the loader's workers: the first one waits for
-all. Ranks that merely wait for a starved one do not count, but those do whose loader
-workers take as long for a batch: they will wait as soon as the first one does not.
+all. Ranks that merely wait for a starved one do not count, but those do whose loader workers take as long for a batch:
+they will wait as soon as the first one does not.
 
 Why it hurts: the accelerator is idle meanwhile, on all ranks of the job.
 """

@@ -150,6 +150,17 @@ def test_a_row_that_is_not_finite_is_found_in_its_tensor(
     assert layers > 3 or (step, view.meta(0).params[row].name) == (8, "2.weight")
 
 
+@pytest.mark.parametrize("whole", [2, 3, 4, 50])
+def test_later_in_a_run_it_is_still_found(elsewhere, tmp_path: Path, whole: int, monkeypatch: pytest.MonkeyPatch):
+    """However often the local gradients are read whole: reduced ones are looked at in other steps than those."""
+    monkeypatch.setattr("dtobs.probes.reduced.FIRST_CHECKED", 4)
+    monkeypatch.setattr("dtobs.probes.reduced.period", lambda *_: whole)
+    monkeypatch.setattr("dtobs.probes.gradients.period", lambda *_: whole)
+    view = train(tmp_path / "run", 3, bad=7, steps=20)
+    step, _ = view.meta(0).nonfinite["reduced"]
+    assert step in range(8, 16)
+
+
 def test_nothing_is_issued_while_a_graph_is_captured(elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It would run again at every replay; and to ask whether an event has passed ends the capture with an error."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
