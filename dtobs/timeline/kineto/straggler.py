@@ -5,10 +5,10 @@ and without what of that it still carries: who computes beside a call that it wa
 comes late to it.
 A message between two ranks accuses nobody: the ranks of a pipeline wait for each other however fast all are. What they
 waited there counts at the next collective, where the rank with more work of its own is late, be it the first to arrive.
-Jitter makes every rank late now and then: accused is only a rank whose lateness, summed by step, would hardly come
-about when all ranks were alike. The profiler begins and ends amid a step, at another place on each rank: such a step
-does not count. Where lateness comes from transfers that take longer in some groups, the rank that these groups share is
-accused, and nobody where they share none.
+Jitter makes every rank late now and then, and so do stalls, which hit any rank: accused is only a rank whose lateness,
+summed by step, would hardly come about when all ranks were alike. The profiler begins and ends amid a step, at another
+place on each rank: such a step does not count. Where lateness comes from transfers that take longer in some groups, the
+rank that these groups share is accused, and nobody where they share none.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ WASTE = 0.02
 LEAST_STEPS = 3
 WEAK_CHANCE, WEAK_SHARE, WEAK_WASTE = 0.05, 0.8, 0.1
 """What makes a rank that nearly all waiting is for `possible`, though too few steps were traced to be sure."""
+LEAST_ODDS = 3
+"""One in so many times two slow batches are the same rank's by chance, at most, where it is said to be `possible`."""
+MOSTLY = 1 / 3
+"""Who costs so much of a step at one call was held up there; else its work takes longer."""
+PLACES = 4
+"""Among so many places of a step at least stalls at random are spread."""
 JITTER = 0.3
 """What a healthy rank's work may vary by from step to step."""
 
@@ -58,10 +64,27 @@ class Lateness:
     groups: list[TracedGroup]
     steps: Ints  #: of each call: its step,
     group: Ints  #: the place of its group,
+    place: Ints  #: which of the step's calls of its group it is,
+    stretch: Floats  #: how long its ranks had no other call of the group before it (median),
     who: Ints  #: who came last
     cost: Floats  #: and what the others waited for it
     signed: dict[int, dict[int, float]]  #: rank → step → lateness against the median of its peers
     period: float  #: the median step
+
+    def after_first(self) -> Lateness:
+        """The same without the first step: what makes a rank late in it may lie before the trace."""
+        kept = self.steps > self.steps.min()
+        return Lateness(
+            self.groups,
+            self.steps[kept],
+            self.group[kept],
+            self.place[kept],
+            self.stretch[kept],
+            self.who[kept],
+            self.cost[kept],
+            {rank: dict(sorted(by_step.items())[1:]) for rank, by_step in self.signed.items()},
+            self.period,
+        )
 
     def costs(self) -> dict[int, float]:
         """What the others waited for each rank, summed."""
@@ -82,6 +105,8 @@ def straggler(
 ) -> Straggler | None:
     """The rank to accuse, or None."""
     found = _latest(late, matched, ranks, span, slow)
+    if found is None and len(np.unique(late.steps)) > 2:
+        found = _latest(late.after_first(), matched, ranks, span, slow, tries=2)
     if not slow or (found is not None and found.kind != "network"):
         return found
     shared = set[int].intersection(*(set(s.group.ranks) for s in slow))
@@ -96,7 +121,12 @@ def straggler(
 
 
 def _latest(
-    late: Lateness, matched: MatchedTraces, ranks: dict[int, TracedRank], span: float, slow: list[SlowGroup]
+    late: Lateness,
+    matched: MatchedTraces,
+    ranks: dict[int, TracedRank],
+    span: float,
+    slow: list[SlowGroup],
+    tries: int = 1,
 ) -> Straggler | None:
     groups, costs = late.groups, late.costs()
     rank = max(costs, key=lambda r: (costs[r], -r))
@@ -111,19 +141,23 @@ def _latest(
     if stages and same and behind < WASTE * span * max(len(groups[n].ranks) - 1 for n in same):
         return None  # its stage has more work, on every rank
     alike = len({r for g in groups for r in g.ranks})
-    work = max(late.period - float(np.median(by_step)), span * 1e-3)
-    chance = 2 * alike * min(_binomial(late, rank, alike), _student(by_step), _jitter(by_step / work))
-    weak = chance >= CHANCE or len(by_step) < LEAST_STEPS
-    dominant = costs[rank] / total >= WEAK_SHARE and costs[rank] / peers >= WEAK_WASTE * span
-    if weak and (chance >= WEAK_CHANCE or not dominant):
-        return None
     kind, extra = _kind(rank, matched, ranks, slow)
+    chance = tries * _chance(late, rank, alike, span, kind)
+    weak = chance >= CHANCE or len(by_step) < LEAST_STEPS
+    share = costs[rank] / total
+    dominant = (share >= WEAK_SHARE or chance < CHANCE) and costs[rank] / peers >= WEAK_WASTE * span
+    if weak and not dominant:
+        return None
+    starved = kind == "input" and extra[kind] >= 0.5 * float(by_step[1:].sum())
+    always = by_step.min() >= 0.25 * by_step.max() and alike ** (len(by_step) - 1) >= LEAST_ODDS
+    if weak and chance >= WEAK_CHANCE and not (starved and always):
+        return None
     sure = chance < CERTAINTY and _complete(matched, ranks, rank) and extra[kind] >= 0.5 * float(by_step.sum())
     confidence = Confidence.CERTAIN if sure else Confidence.LIKELY
     few = not _complete(matched, ranks, rank) and 2 * len(ranks) <= _world(matched, ranks)
     if weak or few or (stages and not same):  # or its stage has more work: no other rank has the same
         confidence = Confidence.POSSIBLE
-    return Straggler(rank, costs[rank], kind, confidence, costs[rank] / total, float(np.median(by_step)), extra)
+    return Straggler(rank, costs[rank], kind, confidence, share, float(np.median(by_step)), extra)
 
 
 def _world(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> int:
@@ -156,14 +190,30 @@ def _pipeline(rank: int, ranks: dict[int, TracedRank]) -> set[int]:
 
 
 def _steps(groups: list[TracedGroup]) -> list[Ints]:
-    """The number of the step of each call: by ProfilerSteps, else by how the calls repeat, else each on its own."""
+    """The number of the step of each call: by ProfilerSteps, else by how the calls repeat, else some calls in a row."""
     told = [g.step for g in groups if g.step is not None]
     if len(told) == len(groups):
         return told
     largest = max(groups, key=lambda g: g.begin.shape[1])
     period = _period([(c.op, c.nbytes) for c in largest.calls])
+    if period == 1:
+        period = _together(largest.begin)
     edges = largest.last[::-1][::period][::-1]  # from the end, as the calls are matched
     return [np.searchsorted(edges, g.last, side="left") for g in groups]
+
+
+def _together(begin: Floats) -> int:
+    """How many calls in a row are late for one reason, by how the lateness at one goes with that at the next.
+
+    The number of independent ones among n values of an autocorrelation r is n (1 - r) / (1 + r); see Bartlett, "Some
+    Aspects of the Time-Correlation Problem in Regard to Tests of Significance", J. Royal Statistical Society 98 (1935).
+    """
+    late = begin - np.median(begin, axis=0)
+    late -= late.mean(axis=1, keepdims=True)
+    spread = (late**2).sum(axis=1)
+    follows = (late[:, 1:] * late[:, :-1]).sum(axis=1)
+    alike = float(np.max(follows[spread > 0] / spread[spread > 0], initial=0.0))
+    return max(1, round((1 + alike) / max(1 - alike, 1 / int(begin.shape[1]))))
 
 
 def _step_time(groups: list[TracedGroup], steps: list[Ints]) -> float:
@@ -194,7 +244,7 @@ def _period(signs: list[tuple[str, int]]) -> int:
 
 
 def _lateness(groups: list[TracedGroup], steps: list[Ints], waits: dict[int, _Waits], period: float) -> Lateness:
-    where, which, who, cost = [], [], [], []
+    where, which, places, stretches, who, cost = [], [], [], [], [], []
     signed: dict[int, dict[int, float]] = {}
     for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
         lost = (group.last - group.begin).sum(axis=0)
@@ -209,9 +259,11 @@ def _lateness(groups: list[TracedGroup], steps: list[Ints], waits: dict[int, _Wa
         behind = np.maximum(own.max(axis=0) - theirs, 0.0)
         behind[last, np.arange(begin.shape[1])] = 0.0
         whole = at >= 0
-        numbers, place = np.unique(at[whole], return_inverse=True)
+        numbers, place, counts = np.unique(at[whole], return_inverse=True, return_counts=True)
         where.append(at[whole])
         which.append(np.full(int(whole.sum()), number))
+        places.append(np.arange(int(whole.sum())) - (np.cumsum(counts) - counts)[place])
+        stretches.append(np.median(begin - before, axis=0)[whole])
         who.append(np.array(group.ranks)[last][whole])
         cost.append(behind.sum(axis=0)[whole])
         for row, rank in enumerate(group.ranks):
@@ -220,7 +272,15 @@ def _lateness(groups: list[TracedGroup], steps: list[Ints], waits: dict[int, _Wa
             for s, total in zip(numbers.tolist(), np.bincount(place, mine[whole], len(numbers)).tolist(), strict=True):
                 table[s] = table.get(s, 0.0) + total
     return Lateness(
-        groups, np.concatenate(where), np.concatenate(which), np.concatenate(who), np.concatenate(cost), signed, period
+        groups,
+        np.concatenate(where),
+        np.concatenate(which),
+        np.concatenate(places),
+        np.concatenate(stretches),
+        np.concatenate(who),
+        np.concatenate(cost),
+        signed,
+        period,
     )
 
 
@@ -270,6 +330,48 @@ def _waits(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, _W
     return found
 
 
+def _chance(late: Lateness, rank: int, alike: int, span: float, kind: str) -> float:
+    """How likely one of `alike` equal ranks is as late as `rank` is."""
+    by_step = np.array(list(late.signed[rank].values()))
+    work = max(late.period - float(np.median(by_step)), span * 1e-3)
+    order = np.argsort(late.steps, kind="stable")
+    firsts = np.flatnonzero(np.diff(late.steps[order]))
+    worst = [_worst_call(late, rank, calls) for calls in np.split(order, firsts + 1)]
+    places = {place for place, _ in worst}
+    jitter, stalls = alike * _jitter(by_step / work), 1.0
+    if None not in places:
+        stretches = [min(max(stretch / work, 1 / PLACES), 1.0) for _, stretch in worst[1:]]
+        stalls = _stalls(by_step, alike, math.prod(stretches) if len(places) == 1 else 1.0)
+        if len(late.steps) < PLACES * len(worst):  # with so few calls jitter, too, is seen at one of them
+            stalls = max(stalls, jitter)
+        if kind != "device":  # stalls, of which some are many times as long as others
+            jitter = 1.0
+    found = min(alike * _binomial(late, rank, alike), alike * _student(by_step), jitter, stalls)
+    return 2 * found
+
+
+def _worst_call(late: Lateness, rank: int, calls: Ints) -> tuple[tuple[int, int] | None, float]:
+    """Where in a step of these calls `rank` came late, None where not mostly at one; and that call's stretch."""
+    worst = calls[late.cost[calls].argmax()]
+    alone = late.who[worst] == rank and late.cost[worst] >= MOSTLY * float(late.cost[calls].sum())
+    place = (int(late.group[worst]), int(late.place[worst]))
+    return place if alone else None, float(late.stretch[worst])
+
+
+def _stalls(by_step: Floats, alike: int, often: float) -> float:
+    """How likely stalls of any length (exponential), on any rank, are one rank's in every step, and as even as these.
+
+    `often` is how likely they are at one place besides.
+
+    The least of k such lengths is at least m of their mean with probability (1 - m)^(k - 1): Devroye, "Non-Uniform
+    Random Variate Generation" (1986), chapter V, on uniform spacings.
+    """
+    if by_step.min() <= 0:
+        return 1.0
+    even = float(by_step.min() / by_step.mean())
+    return often * float((1 - even) / alike) ** (len(by_step) - 1)
+
+
 def _binomial(late: Lateness, rank: int, alike: int) -> float:
     """How likely one of `alike` equal ranks has its share of the cost, by the number of steps that carry it."""
     steps, where = np.unique(late.steps, return_inverse=True)
@@ -314,8 +416,8 @@ def _student(values: Floats) -> float:
 def _kind(
     rank: int, matched: MatchedTraces, ranks: dict[int, TracedRank], slow: list[SlowGroup]
 ) -> tuple[str, dict[str, float]]:
-    """What the rank has more of than its peers, in the window that all ranks' traces have in common."""
-    measured = _common_window(matched, ranks)
+    """What the rank has more of than its peers, in a window that all ranks' traces have in common."""
+    measured = _common_window(rank, matched, ranks)
     transfers: dict[int, list[Spans]] = {r: [] for r in measured}
     for group in matched.groups:
         for row, member in enumerate(group.ranks):
@@ -337,13 +439,16 @@ def _kind(
     return max(found, key=lambda k: found[k]), found
 
 
-def _common_window(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, Figures]:
-    """Every rank's figures between the moment when the last profiler began and that when the first ended."""
-    shift = {r: matched.offsets.get(r, 0.0) for r in ranks}
-    begin = max(float(t.device.begin.min()) - shift[r] for r, t in ranks.items())
-    end = min(float(t.device.end.max()) - shift[r] for r, t in ranks.items())
+def _common_window(rank: int, matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, Figures]:
+    """Every rank's figures from the first step's last collective, whose end lets all ranks go at once, to the last."""
+    group = max((g for g in matched.groups if rank in g.ranks), key=lambda g: (len(g.ranks), g.end.shape[1]))
+    first = 0 if group.step is None else int(np.flatnonzero(group.step == group.step[0])[-1])
+    if first == group.end.shape[1] - 1:
+        first = 0  # all calls are of one step
+    begin, end = float(group.last[first]), float(group.end[:, -1].max())
     found = {}
     for number, traced in ranks.items():
-        inside = (traced.device.begin >= begin + shift[number]) & (traced.device.end <= end + shift[number])
+        shift = matched.offsets.get(number, 0.0)
+        inside = (traced.device.begin >= begin + shift) & (traced.device.end <= end + shift)
         found[number] = figures(rows(traced, inside), number, "whole")
     return found

@@ -147,6 +147,8 @@ class Simulation:
     def optimize(self) -> None:
         for r in self.hosts:
             self.compute[r] = max(self.compute[r], *(t for (rank, _), t in self.streams.items() if rank == r))
+        for r in self.hosts:
+            self.host[r] += 20_000 * self.chance.uniform(0.8, 1.2) * self.hit(r, "pause")
         self.kernel("void at::native::multi_tensor_apply_kernel<adamw>", 150)
         for r, host in self.hosts.items() if self.form.synchronises else ():
             end = max(self.host[r] + 12, self.compute[r] + 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from dtobs.reports.trace_text import render_comparison
 from dtobs.timeline.kineto.analyse import JobTrace, analyse
 from dtobs.timeline.kineto.compare import CATEGORIES, compare
-from tests.unit.timeline.kineto.simulated import FAULTS, HEALTHY, Form, Simulation
+from tests.unit.timeline.kineto.simulated import FAULTS, HEALTHY, Form, Host, Simulation
 from tests.unit.timeline.kineto.traces import save
 
 DRAWS = 5
@@ -40,6 +41,49 @@ def test_healthy_jobs_are_quiet(kind: str, tmp_path: Path):
     for seed in range(DRAWS):
         job, said = traced(tmp_path, seed, kind)
         assert not said.findings, job.form
+
+
+def short(seed: int, steps: int) -> Form:
+    """Traces of few steps, as most people record them; the profilers begin with a step."""
+    return replace(Form.draw(random.Random(seed)), steps=steps, begins=0.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "steps"), [("input", "input", 2), ("input", "input", 3), ("pause", "host-bound", 3)]
+)
+def test_a_few_steps_are_enough_where_the_rank_is_held_up_at_the_same_place(
+    fault: str, kind: str, steps: int, tmp_path: Path
+):
+    found = 0
+    for seed in range(2 * DRAWS):
+        job, said = traced(tmp_path, seed, fault, replace(short(seed, steps), data=4, layers=4))
+        if said.straggler is not None:
+            assert (said.straggler.rank, said.straggler.kind) == (job.bad, kind), job.form
+            found += 1
+    assert found >= DRAWS
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_few_healthy_steps_are_quiet(kind: str, steps: int, tmp_path: Path):
+    for seed in range(2 * DRAWS):
+        job, said = traced(tmp_path, seed, kind, short(seed, steps))
+        assert not said.findings, job.form
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_without_steps_in_the_trace_calls_in_a_row_are_one_observation(kind: str, tmp_path: Path):
+    """What holds up one call holds up those after it."""
+
+    class Stepless(Simulation):
+        def profiled(self, host: Host) -> Host:
+            found = super().profiled(host)
+            found.events = [e for e in found.events if not e["name"].startswith("ProfilerStep")]
+            return found
+
+    for seed in range(2 * DRAWS):
+        job = Stepless(short(seed, 3), seed, kind)
+        assert not analyse([save(job.run(), tmp_path / str(seed))]).findings, job.form
 
 
 @pytest.mark.exhaustive
