@@ -37,6 +37,8 @@ LEAST_ODDS = 3
 """One in so many times two slow batches are the same rank's by chance, at most, where it is said to be `possible`."""
 MOSTLY = 1 / 3
 """Who costs so much of a step at one call was held up there; else its work takes longer."""
+EXPLAINED = 0.25
+"""Of what a rank in a pipeline comes late, so much at least is seen as more work, or more waiting, of its own."""
 PLACES = 4
 """Among so many places of a step at least stalls at random are spread."""
 JITTER = 0.3
@@ -142,6 +144,8 @@ def _latest(
         return None  # its stage has more work, on every rank
     alike = len({r for g in groups for r in g.ranks})
     kind, extra = _kind(rank, matched, ranks, slow)
+    if stages and extra[kind] < EXPLAINED * float(by_step[1:].sum()):
+        return None  # the order of the pipeline's messages made it late
     chance = tries * _chance(late, rank, alike, span, kind)
     weak = chance >= CHANCE or len(by_step) < LEAST_STEPS
     share = costs[rank] / total
@@ -155,7 +159,8 @@ def _latest(
     sure = chance < CERTAINTY and _complete(matched, ranks, rank) and extra[kind] >= 0.5 * float(by_step.sum())
     confidence = Confidence.CERTAIN if sure else Confidence.LIKELY
     few = not _complete(matched, ranks, rank) and 2 * len(ranks) <= _world(matched, ranks)
-    if weak or few or (stages and not same):  # or its stage has more work: no other rank has the same
+    # or its stage has more work, and no other rank has the same; or it is the other end of its slow link
+    if weak or few or (stages and (not same or kind == "network")):
         confidence = Confidence.POSSIBLE
     return Straggler(rank, costs[rank], kind, confidence, share, float(np.median(by_step)), extra)
 
@@ -315,18 +320,25 @@ class _Waits:
 
 
 def _waits(matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, _Waits]:
-    found = {}
+    """Everybody's waits. A message is posted long before it is needed: it holds up only a device that does nothing."""
+    found, resting = {}, {}
     for number, shift in matched.offsets.items():
         computing = union(ranks[number].of(KernelKind.COMPUTE))
-        mine = found[number] = _Waits(Spans(computing.begin - shift, computing.end - shift))
+        begin, end = computing.begin - shift, computing.end - shift
+        mine = found[number] = _Waits(Spans(begin, end))
+        rest = Spans(np.concatenate([[-np.inf], end]), np.concatenate([begin, [np.inf]]))
+        resting[number] = rest
         for key, spans in matched.alone.get(number, ()):
             if key[2] is None:
                 mine.excuses.append(spans)
             else:
-                mine.by_group.append((None, spans))
+                mine.by_group.append((None, clipped(union(spans), rest)))
     for group in matched.groups:
         for row, rank in enumerate(group.ranks):
-            found[rank].by_group.append((group, Spans(group.begin[row], group.last)))
+            waited = Spans(group.begin[row], group.last)
+            if group.key[2] is not None:
+                waited = clipped(union(waited), resting[rank])
+            found[rank].by_group.append((group, waited))
     return found
 
 
@@ -419,9 +431,12 @@ def _kind(
     """What the rank has more of than its peers, in a window that all ranks' traces have in common."""
     measured = _common_window(rank, matched, ranks)
     transfers: dict[int, list[Spans]] = {r: [] for r in measured}
+    messages = [(g.end - g.last).ravel() for g in matched.groups if g.key[2] is not None]
+    usual = float(np.median(np.concatenate(messages))) if messages else 0.0  # ranks amid a pipeline have more of them
     for group in matched.groups:
+        begin = group.last + (max(usual, 0.0) if group.key[2] is not None else 0.0)
         for row, member in enumerate(group.ranks):
-            transfers[member].append(Spans(group.last, np.maximum(group.end[row], group.last)))
+            transfers[member].append(Spans(begin, np.maximum(group.end[row], begin)))
     peers = [r for r in measured if r != rank]
 
     def extra(value: dict[int, float]) -> float:

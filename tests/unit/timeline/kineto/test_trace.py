@@ -138,6 +138,12 @@ PIPELINES: tuple[tuple[str, dict[str, Any], tuple[int, str] | None], ...] = (
     ("a long stage, in all replicas", {"replicas": 2, "work": lambda r: 1.5 if r % 4 == 1 else 1}, None),
     ("a rank or its stage", {"work": lambda r: 1.5 if r == 3 else 1}, (3, "possible")),
     ("the first of two", {"stages": 2, "work": lambda r: 1.5 if r == 0 else 1}, (0, "possible")),
+    *((f"healthy, early receives, {replicas} {peers}", {"replicas": replicas, "peers": peers, "eager": True}, None)
+      for replicas in (1, 2) for peers in (True, False)),
+    ("a slow rank, early receives",
+     {"replicas": 2, "work": lambda r: 1.5 if r == 4 else 1, "eager": True}, (4, "likely")),
+    ("a long stage, early receives",
+     {"replicas": 2, "work": lambda r: 1.5 if r % 4 == 1 else 1, "eager": True}, None),
 )  # fmt: skip
 
 

@@ -143,9 +143,11 @@ def pipeline(
     work: Callable[[int], float] = lambda rank: 1.0,
     peers: bool = True,
     seed: int = 0,
+    eager: bool = False,
 ) -> dict[int, Host]:
     """1F1B of forwards of 3 and backwards of 6 ms, times `work`; messages as PyTorch records them, each naming the
-    other side; then the stage's replicas reduce together, and all ranks a single number.
+    other side; then the stage's replicas reduce together, and all ranks a single number. With `eager` a host posts
+    its receives long before, and they wait beside what the device computes.
     """
     chance, world = random.Random(seed), stages * replicas
     hosts = {rank: Host(rank, world) for rank in range(world)}
@@ -162,6 +164,7 @@ def pipeline(
         for rank, host in hosts.items():
             host.add("user_annotation", f"ProfilerStep#{step}", now[rank], 1)
             now[rank] += 100
+        idle = {(rank, op): now[rank] for rank in hosts for op in "FB"}  # since when no message comes on that stream
         for first in range(0, world, stages):
             ready: dict[tuple[str, int, int], int] = {}
             left = {stage: _one_forward_one_backward(stages - stage, micro) for stage in range(stages)}
@@ -182,14 +185,14 @@ def pipeline(
                             }
                             for r, begin, name, other in (
                                 (first + source, sent, "send", {"Dst Rank": rank}),
-                                (rank, now[rank], "recv", {"Src Rank": first + source}),
+                                (rank, idle[rank, op] if eager else now[rank], "recv", {"Src Rank": first + source}),
                             ):
                                 more = {**args, "Collective name": name, **(other if peers else {})}
                                 stream = 20 + ("send", "recv").index(name) * 2 + (op == "F")
                                 hosts[r].launch(
                                     "ncclDevKernel_SendRecv", begin, end - begin, begin - 30, stream, **more
                                 )
-                            now[rank] = end
+                            now[rank] = idle[rank, op] = end
                         took = int((3_000 if op == "F" else 6_000) * work(rank) * chance.uniform(0.97, 1.03))
                         hosts[rank].launch("gemm", now[rank], took, now[rank] - 30)
                         now[rank] += took
