@@ -39,6 +39,7 @@ _ALIKE, _TAKEN, _SHAPES, _SHAPED = 2000, 16, 4096, 400
 """Of lines that look alike but for their digits, of progress or such as say nothing, all but every sixteenth are left
 after so many, later all but every sixty-fourth."""
 OF_TORCH = "torch"
+_WORKER_OF_RAY = re.compile(r"\(?(?:node_id=\w{1,80}, )?(?:ip=([\w.:]{1,60}), )?pid=(\d{1,9})\) world_rank=(\d{1,7})")
 _NEVER_RAISED = ("Exception ignored in", "--- Logging error ---")
 """What Python prints before a traceback that goes nowhere."""
 _FOLLOWS = 3
@@ -59,7 +60,8 @@ _INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python3|/torch/")
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who wrote: `kind` is rank, local, task, nccl (`node` is host:pid) or file; resolved to ranks at the end.
+    """Who wrote: `kind` is rank, local, task, nccl (`node` is host:pid), process (of ray) or file; resolved to ranks at
+    the end.
 
     A rank that stands after another one is torch's own (`node` is `OF_TORCH`).
     """
@@ -114,6 +116,7 @@ class LogEvidence:
         self.files: dict[int, Counter[int]] = {}  #: file → explicit ranks in it
         self.tasks: set[tuple[int, int]] = set()  #: (task of the scheduler, rank) of one line
         self.outer: dict[int, set[tuple[int, int]]] = {}  #: file → (rank of the launcher, rank of torch) on one line
+        self.pods: set[tuple[str, int]] = set()  #: (pod or host, rank) of one line
         self.nodes: dict[tuple[str, int], Counter[int]] = {}  #: (node, local rank) → ranks said beside it
         self.pids: dict[
             tuple[str, int], Counter[tuple[int, int]]
@@ -199,6 +202,9 @@ class LogEvidence:
     def _read(self, number: int, raw: bytes, shape: bytes) -> None:
         origin, text = prefix.split(prefix.plain(raw), self._column)
         writer = self._writer(origin)
+        if "world_rank=" in text and (worker := _WORKER_OF_RAY.search(text)):
+            for node in (worker[1] or "", ""):  # lines of the driver's own node come without an address
+                self.pids.setdefault((node, int(worker[2])), Counter())[0, int(worker[3])] += 1
         nccl = _NCCL.match(text) if "NCCL" in text or ":" in text[:90] else None
         if nccl is not None:
             text = text[nccl.end() :]
@@ -270,6 +276,8 @@ class LogEvidence:
             self.files.setdefault(self._file, Counter())[rank] += 1
             if local is not None:
                 self.nodes.setdefault((node, local), Counter())[rank] += 1
+            if origin.node and origin.local is None and len(self.pods) < _MAX_PAIRS:
+                self.pods.add((origin.node, rank))
             if origin.outer is not None:
                 self.outer.setdefault(self._file, set()).add((origin.outer, rank))
                 return Writer("rank", rank, OF_TORCH)
@@ -278,6 +286,8 @@ class LogEvidence:
             return Writer("local", local, node)
         if task is not None:
             return Writer("task", task)
+        if origin.pid is not None:
+            return Writer("process", origin.pid, node)
         return Writer("file", self._file, node)
 
     def _continues(self, writer: Writer, text: str, where: str) -> bool:

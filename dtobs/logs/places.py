@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -18,6 +18,18 @@ _LOCAL_NAME = re.compile(r"local[_-]?rank[_=-]?(\d{1,5})(?!\d)", re.IGNORECASE)
 _NODE_NAME = re.compile(r"^(?:node|host|worker|pod|agent|machine|srun|n)[_=-]?(\d{1,6})$", re.IGNORECASE)
 _STEM_NUMBERS = re.compile(r"\d{1,12}")
 _STREAMS = ("stdout", "stderr")
+
+
+REPLICAS = ("master", "chief", "worker")
+"""What Kubeflow's operators call the pods of a job; the master's process is rank 0, that of worker-0 rank 1."""
+_REPLICA = re.compile(rf"(.*(?:^|[^a-z]))({'|'.join(REPLICAS)})-(\d{{1,6}})(?=$|[^\d])")
+
+
+def replicas(names: Iterable[str]) -> dict[str, int]:
+    """The numbers of a job's pods, by name, where it has a master; what is no such pod is left out."""
+    found = {name: pod for name in names if (pod := _REPLICA.match(name))}
+    masters = {pod[1] for pod in found.values() if pod[2] != "worker"}
+    return {n: int(pod[3]) + (pod[2] == "worker") for n, pod in found.items() if pod[1] in masters}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +46,8 @@ class LogPlace:
 def places(names: Sequence[str]) -> list[LogPlace]:
     """The place of each file, in order."""
     found = [_one(PurePath(name)) for name in names]
-    numbered = _by_differing_number([name for name, place in zip(names, found, strict=True) if place == LogPlace()])
+    unknown = [name for name, place in zip(names, found, strict=True) if place == LogPlace()]
+    numbered = _by_differing_number(unknown) | replicas(unknown)
     return [
         LogPlace(task=numbered[name]) if place == LogPlace() and name in numbered else place
         for name, place in zip(names, found, strict=True)

@@ -13,6 +13,8 @@ import json
 import re
 from dataclasses import dataclass
 
+from dtobs.logs.places import REPLICAS
+
 _LAYERS = 8
 _ANSI = re.compile(r"\x1b\[[0-9;?]{0,40}[ -/]?[@-~]|\x1b[()][A-Z0-9]|\x1b\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|\x1b.")
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127], None)
@@ -32,7 +34,7 @@ _ROLE_RANK = re.compile(r"\[[A-Za-z_]\w{0,30}-(\d{1,5}):(\d{1,7})\]: ?")
 _ROLE = re.compile(r"\[(?:([\w.\-]{1,80}):)?([A-Za-z_]{1,30}?)[_-]?(\d{1,5})\]:(?= |\[|$|\S) ?")
 _MPI = re.compile(r"\[\d{1,4},(?:mpirank:)?(\d{1,7})(?:,[\w.\-]{1,60})?\](?:<std(?:out|err)>)?: ?")
 _LABEL = re.compile(r" {0,6}(\d{1,6}): ")
-_POD = re.compile(r"\[(?:pod/)?([\w.\-]{1,120})(?:/([\w.\-]{1,120}))?\] (?=\S)")
+_POD = re.compile(r"\[(?:pod/)?([\w.\-]{1,120})(?:/([\w.\-]{1,120}))?\] ")
 _STERN = re.compile(r"([a-z0-9][\w.\-]{0,100}-\d{1,6})\s{1,8}(?:[\w.\-]{1,60}\s{1,4})?[|│>] ")
 _RAY = re.compile(r"\([A-Za-z_][\w.:<>\-]{0,80} (?:\w{1,20}=\w{1,40}, )?pid=(\d{1,9})(?:, ip=([\w.:]{1,60}))?\) ?")
 _LOGGER = re.compile(
@@ -62,6 +64,8 @@ _LINE_UNDER = ("log", "message", "MESSAGE", "msg", "textPayload", "jsonPayload")
 """Under which name Docker, Fluent Bit, journald, structlog and cloud consoles keep the line that a program wrote."""
 
 
+_ANY_REPLICA = "$replica$"
+_REPLICA = re.compile(rf"(?<![a-z])(?:{'|'.join(REPLICAS)})(?![a-z])")
 _COLUMN = re.compile(r"([\w.\-/:$\[\]]{1,160})([ \t|]|$)")
 _NUMBERED = re.compile(r"(?=.*\d)(?=.*[\-/])[a-z\d.\-/$\[\]]+$")
 """As pods and streams are called, and not as modules of Python or words of a log are."""
@@ -82,6 +86,7 @@ class Origin:
     task: int | None = None
     node: str = ""
     outer: int | None = None  #: the rank that a launcher put before torch's own: the local one, where they differ
+    pid: int | None = None  #: of the process, as ray says it
 
 
 NOBODY = Origin()
@@ -142,14 +147,16 @@ def columns(head: bytes) -> re.Pattern[str] | None:
             fits = len(names) <= max(1, len(lines) // _SAME) and (bool(_NUMBERED.match(shape)) or end == "\t")
         if not fits:
             break
-        word = r"\d+".join(map(re.escape, shape.split("0")))
+        word = r"\d+".join(map(re.escape, shape.split("0"))).replace(
+            re.escape(_ANY_REPLICA), f"(?:{'|'.join(REPLICAS)})"
+        )
         pattern += f"({'?:' if pattern else ''}{word})(?:{re.escape(end)}|$)"
         texts = [text[f.end() :] for text, f in zip(texts, found, strict=True) if f is not None]
     return re.compile(pattern) if pattern else None
 
 
 def _shape(name: str) -> str:
-    return re.sub(r"\d+", "0", name)
+    return _REPLICA.sub(_ANY_REPLICA, re.sub(r"\d+", "0", name))
 
 
 def split(text: str, column: re.Pattern[str] | None = None) -> tuple[Origin, str]:
@@ -157,7 +164,7 @@ def split(text: str, column: re.Pattern[str] | None = None) -> tuple[Origin, str
 
     `column` is what `columns` found of the file.
     """
-    rank = local = task = outer = None
+    rank = local = task = outer = pid = None
     node = ""
     for _ in range(_LAYERS):
         if not text or text[0] not in "[(<0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz":
@@ -179,7 +186,7 @@ def split(text: str, column: re.Pattern[str] | None = None) -> tuple[Origin, str
         elif found := _SYSLOG.match(text):
             node = node or found[1] or found[2]
         elif found := _RAY.match(text):
-            node = node or (found[2] or "")
+            node, pid = node or (found[2] or ""), int(found[1])
         elif found := _named(text):
             node = node or found[1]
         elif (found := _CLOCK.match(text)) or (found := _C10.match(text)) or (found := _logger(text)):
@@ -187,9 +194,9 @@ def split(text: str, column: re.Pattern[str] | None = None) -> tuple[Origin, str
         else:
             break
         text = text[found.end() :]
-    if rank is None and local is None and task is None and not node:
+    if rank is None and local is None and task is None and pid is None and not node:
         return NOBODY, text
-    return Origin(rank, local, task, node, outer), text
+    return Origin(rank, local, task, node, outer, pid), text
 
 
 def _logger(text: str) -> re.Match[str] | None:

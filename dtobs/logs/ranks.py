@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from dtobs.logs.evidence import OF_TORCH, LogEvidence, Sign, Writer
 from dtobs.logs.frontier import default_rank, rank_of
+from dtobs.logs.places import replicas
 
 _DIGITS = re.compile(r"(\d+)")
 MAX_WORLD = 1_000_000
@@ -40,8 +41,12 @@ class RankMap:
             node: ranks.most_common(1)[0][0] - local for (node, local), ranks in sorted(evidence.nodes.items())
         }
         self._first = {file: _first_rank(pairs) for file, pairs in _ranks_of_launchers(evidence).items()}
+        pods = replicas({writer.node for _, writer in evidence.writers if writer.kind == "file"})
+        several = any(sign.kind == "several-launched" for sign in evidence.signs)
+        contradicted = any(pods.get(node, rank) != rank for node, rank in evidence.pods)
+        self._pods = {} if several or contradicted or self._per_node > 1 else pods
         self._cache: dict[Writer, int | None] = {}
-        self.tasks = _ranks_of_tasks(evidence)
+        self.tasks = None if several else _ranks_of_tasks(evidence)
 
     def rank(self, writer: Writer, file: int) -> int | None:
         """The rank of a writer in a file, or None."""
@@ -60,9 +65,11 @@ class RankMap:
             if offset is None:
                 offset = self._nodes.index(writer.node) * self._per_node
             return offset + writer.number
-        if writer.kind == "nccl":
+        if writer.kind in ("nccl", "process"):
             votes = self._evidence.pids.get((writer.node, writer.number))
             return max(votes)[1] if votes else None
+        if writer.node in self._pods:
+            return self._pods[writer.node]
         ranks = self._evidence.files.get(writer.number)
         return next(iter(ranks)) if ranks and len(ranks) == 1 and self._several else None
 

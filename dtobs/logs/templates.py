@@ -211,13 +211,14 @@ TEMPLATES: tuple[Template, ...] = (
     _row("world", INFO, ("world_size", "world size", "Num processes:", "Starting with", "WORLD_SIZE"), r"(?:[wW]orld[ _]size|WORLD_SIZE|Num processes)['\"]?\s{0,4}[:=]{0,2}\s{0,4}(?P<size>\d{1,7})|Starting with (?P<started>\d{1,7}) processes"),
     _row("bare-exception", ADVICE, ("Error: ", "Exception: "), r"^(?P<type>(?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,80}(?:Error|Exception)): (?P<message>\S[^\r\n]{0,300})"),
     _row("launch", INFO, "nproc_per_node", r"nproc_per_node\s{0,8}[:=]\s{0,4}(?P<nproc>\d{1,5})"),
+    _row("several-launched", INFO, "Setting OMP_NUM_THREADS environment variable for each process"),  # torchrun, of more than one
 )
 # fmt: on
 
 ANCHORS: tuple[bytes, ...] = (
     b"rror", b"xception", b"Traceback", b"NCCL", b"nccl", b"imed out", b"join", b"onitoredBarrier", b"mismatch",
     b"out of memory", b"oom", b"OOM", b"Xid", b"GPU", b"No space", b"exitcode", b"ignal", b"SIG", b"reempt", b" code", b"exiting",
-    b"terminated", b"core dumped", b"egmentation", b"orld", b"WORLD_SIZE", b"GLOBAL_RANK", b"rocesses", b"nproc_per",
+    b"terminated", b"core dumped", b"egmentation", b"orld", b"WORLD_SIZE", b"GLOBAL_RANK", b"rocesses", b"nproc_per", b"OMP_NUM_",
     b"raining", b"train_runtime", b"successfully", b"Trainer.fit", b"Interrupt", b"Root Cause", b"Failures:", b"illed",
     b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it", b"worker group", b"atchdog", b"Gloo", b"exited",
     b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",

@@ -43,6 +43,68 @@ def test_what_a_viewer_puts_before_every_line_changes_no_answer(tmp_path: Path, 
     assert differ == []
 
 
+PODS = ("llm-master-0", "llm-worker-0", "llm-worker-1", "llm-worker-2")
+COLLECTORS = {
+    "kubectl logs --prefix": "[pod/{}/pytorch] {}",
+    "stern": "{} pytorch {}",
+    "stern with a bar": "{} pytorch | {}",
+    "a file each": "",
+}
+RAISED = trace("m.py:31", "ValueError: bad batch")
+LOST = trace("t.py:9", "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.3]:4123")
+
+
+def pods(folder: Path, collector: str, said: dict[str, str]) -> None:
+    """The pods' lines as a collector keeps them."""
+    steps = [(pod, f"step {step} loss 2.5") for step in range(4) for pod in said]
+    lines = [*steps, *((pod, line) for pod, text in said.items() for line in text.splitlines())]
+    if COLLECTORS[collector]:
+        whole = "".join(COLLECTORS[collector].format(pod, line) + "\n" for pod, line in lines)
+        (folder / "all.log").write_text(whole)
+    for pod in said if not COLLECTORS[collector] else ():
+        (folder / f"{pod}.log").write_text("".join(line + "\n" for of, line in lines if of == pod))
+
+
+@pytest.mark.parametrize("collector", COLLECTORS)
+def test_the_pods_of_an_operator_are_ranks_after_the_masters(tmp_path: Path, collector: str):
+    pods(tmp_path, collector, {pod: RAISED if pod == "llm-worker-1" else LOST for pod in PODS})
+    verdict = diagnose_logs([str(path) for path in sorted(tmp_path.iterdir())]).verdict
+    assert verdict is not None
+    assert (verdict.code, verdict.ranks) == ("uncaught-exception", (2,))
+    assert "m.py:31" in verdict.summary
+
+
+TWO_EACH = {
+    "torch says so of a line": {"llm-worker-1": RAISED, "llm-worker-2": trace("t.py:9", "OSError: gone", 5)},
+    "torchrun starts several": {
+        "llm-worker-1": "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default.\n" + RAISED
+    },
+}
+
+
+@pytest.mark.parametrize("told", TWO_EACH)
+@pytest.mark.parametrize("collector", COLLECTORS)
+def test_pods_of_several_ranks_are_none(tmp_path: Path, collector: str, told: str):
+    pods(tmp_path, collector, dict.fromkeys(PODS, LOST) | TWO_EACH[told])
+    verdict = diagnose_logs([str(path) for path in sorted(tmp_path.iterdir())]).verdict
+    assert verdict is None or set(verdict.ranks) <= {5}
+
+
+def test_workers_of_ray_are_who_ray_says(tmp_path: Path):
+    told = [
+        "(TorchTrainer pid=9) Started distributed worker processes: ",
+        "(TorchTrainer pid=9) - (node_id=aa, ip=10.0.0.2, pid=101) world_rank=0, local_rank=0, node_rank=0",
+        "(TorchTrainer pid=9) - (node_id=bb, ip=10.0.0.3, pid=102) world_rank=1, local_rank=0, node_rank=1",
+        *(f"(RayTrainWorker pid=102, ip=10.0.0.3) {line}" for line in RAISED.splitlines()),
+        *(f"(RayTrainWorker pid=101) {line}" for line in LOST.splitlines()),
+    ]
+    path = tmp_path / "driver.log"
+    path.write_text("\n".join(told) + "\n")
+    verdict = diagnose_logs([str(path)]).verdict
+    assert verdict is not None
+    assert (verdict.code, verdict.ranks) == ("uncaught-exception", (1,))
+
+
 ELSEWHERE = "Process 12345 has 60.10 GiB memory in use. "
 OWN = "Including non-PyTorch memory, this process has 17.00 GiB memory in use. "
 AS_A_CONTAINER_HAS_IT = "Process 777 has 74.53 GiB memory in use. "
