@@ -143,7 +143,7 @@ def _latest(
     if stages and same and behind < WASTE * span * max(len(groups[n].ranks) - 1 for n in same):
         return None  # its stage has more work, on every rank
     alike = len({r for g in groups for r in g.ranks})
-    kind, extra = _kind(rank, matched, ranks, slow)
+    kind, extra = _kind(rank, groups, matched, ranks, slow)
     if stages and extra[kind] < EXPLAINED * float(by_step[1:].sum()):
         return None  # the order of the pipeline's messages made it late
     chance = tries * _chance(late, rank, alike, span, kind)
@@ -426,10 +426,15 @@ def _student(values: Floats) -> float:
 
 
 def _kind(
-    rank: int, matched: MatchedTraces, ranks: dict[int, TracedRank], slow: list[SlowGroup]
+    rank: int,
+    groups: list[TracedGroup],
+    matched: MatchedTraces,
+    ranks: dict[int, TracedRank],
+    slow: list[SlowGroup],
 ) -> tuple[str, dict[str, float]]:
     """What the rank has more of than its peers, in a window that all ranks' traces have in common."""
-    measured = _common_window(rank, matched, ranks)
+    group = max((g for g in groups if rank in g.ranks), key=lambda g: g.begin.shape)
+    measured = _common_window(group, matched, ranks)
     transfers: dict[int, list[Spans]] = {r: [] for r in measured}
     messages = [(g.end - g.last).ravel() for g in matched.groups if g.key[2] is not None]
     usual = float(np.median(np.concatenate(messages))) if messages else 0.0  # ranks amid a pipeline have more of them
@@ -454,11 +459,11 @@ def _kind(
     return max(found, key=lambda k: found[k]), found
 
 
-def _common_window(rank: int, matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, Figures]:
+def _common_window(group: TracedGroup, matched: MatchedTraces, ranks: dict[int, TracedRank]) -> dict[int, Figures]:
     """Every rank's figures from the first step's last collective, whose end lets all ranks go at once, to the last."""
-    group = max((g for g in matched.groups if rank in g.ranks), key=lambda g: (len(g.ranks), g.end.shape[1]))
-    first = 0 if group.step is None else int(np.flatnonzero(group.step == group.step[0])[-1])
-    if first == group.end.shape[1] - 1:
+    (steps,) = _steps([group])
+    first = int(np.flatnonzero(steps == steps[0])[-1])
+    if first == len(steps) - 1:
         first = 0  # all calls are of one step
     begin, end = float(group.last[first]), float(group.end[:, -1].max())
     found = {}
