@@ -181,7 +181,7 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and what happens to gradients before it."""
 
-    learning_rate: float = option(2e-3, "peak learning rate at --schedule.reference_batch samples a step", least=0)
+    learning_rate: float = option(1e-3, "peak learning rate at --schedule.reference_batch samples a step", least=0)
     beta1: float = option(0.9, "decay of the first moment", least=0, below=1)
     beta2: float = option(0.95, "decay of the second moment", least=0, below=1)
     epsilon: float = option(1e-8, "epsilon of AdamW", least=0)
