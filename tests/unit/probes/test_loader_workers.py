@@ -16,6 +16,7 @@ import dtobs
 from dtobs.recording.view import load_run
 
 SECONDS = 0.004
+AHEAD = 4  # batches that two workers may have ready when their count is first read
 
 
 class Slow(Dataset[torch.Tensor]):
@@ -50,7 +51,7 @@ def test_forked_workers_say_what_a_batch_takes_them(tmp_path: Path, data: Any, p
     loader = DataLoader(data(), 4, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork")
     told = said(tmp_path / "run", loader)
     assert told["workers"] == 2
-    assert told["batches"] >= 16
+    assert told["batches"] >= 16 - AHEAD
     assert told["seconds"] / told["batches"] >= 4 * SECONDS
 
 
