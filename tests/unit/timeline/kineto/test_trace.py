@@ -140,6 +140,7 @@ PIPELINES: tuple[tuple[str, dict[str, Any], tuple[int, str] | None], ...] = (
     ("the first of two", {"stages": 2, "work": lambda r: 1.5 if r == 0 else 1}, (0, "possible")),
     *((f"healthy, early receives, {replicas} {peers}", {"replicas": replicas, "peers": peers, "eager": True}, None)
       for replicas in (1, 2) for peers in (True, False)),
+    ("healthy, long messages, of which stages amid the pipeline have more", {"transfer": 1200}, None),
     ("a slow rank, early receives",
      {"replicas": 2, "work": lambda r: 1.5 if r == 4 else 1, "eager": True}, (4, "likely")),
     ("a long stage, early receives",

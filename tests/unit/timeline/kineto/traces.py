@@ -144,10 +144,11 @@ def pipeline(
     peers: bool = True,
     seed: int = 0,
     eager: bool = False,
+    transfer: int = 100,
 ) -> dict[int, Host]:
     """1F1B of forwards of 3 and backwards of 6 ms, times `work`; messages as PyTorch records them, each naming the
     other side; then the stage's replicas reduce together, and all ranks a single number. With `eager` a host posts
-    its receives long before, and they wait beside what the device computes.
+    its receives long before, and they wait beside what the device computes. `transfer` is in microseconds.
     """
     chance, world = random.Random(seed), stages * replicas
     hosts = {rank: Host(rank, world) for rank in range(world)}
@@ -178,7 +179,7 @@ def pipeline(
                             if (op, number, source) not in ready:
                                 break
                             sent = ready[op, number, source]
-                            end = max(sent, now[rank]) + 100
+                            end = max(sent, now[rank]) + transfer
                             args = {
                                 **group(stages, f"pp{first}"),
                                 "Process Group Ranks": str([*range(first, first + stages)]),
