@@ -20,7 +20,7 @@ import numpy as np
 
 from dtobs.findings import Confidence
 from dtobs.timeline.chance import student_tail
-from dtobs.timeline.kineto.figures import Figures, figures, rows, step_ends
+from dtobs.timeline.kineto.figures import IDLE, Figures, figures, rows, step_ends
 from dtobs.timeline.kineto.intervals import clipped, joined, length, union, within
 from dtobs.timeline.kineto.links import SlowGroup
 from dtobs.timeline.kineto.load import Floats, Ints, Spans, TracedRank
@@ -448,6 +448,8 @@ def _kind(
         return value[rank] - float(np.median([value[r] for r in peers]))
 
     late = ("host-bound", "allocation", "synchronisation")
+    if _pipeline(rank, ranks):
+        late = IDLE  # messages are posted early: where none is on its way either, the rank's host is behind
     host = {r: sum(f.idle_by[c] for c in late) for r, f in measured.items()}
     talk = {r: length(union(joined(spans))) for r, spans in transfers.items()}
     found = {

@@ -145,6 +145,10 @@ PIPELINES: tuple[tuple[str, dict[str, Any], tuple[int, str] | None], ...] = (
      {"replicas": 2, "work": lambda r: 1.5 if r == 4 else 1, "eager": True}, (4, "likely")),
     ("a long stage, early receives",
      {"replicas": 2, "work": lambda r: 1.5 if r % 4 == 1 else 1, "eager": True}, None),
+    ("a slow host among replicas", {"replicas": 2, "pause": lambda r: 2000 * (r == 5)}, (5, "likely")),
+    ("the hosts of a stage", {"replicas": 2, "pause": lambda r: 2000 * (r % 4 == 1)}, None),
+    ("hosts that are all slow", {"replicas": 2, "pause": lambda r: 2000}, None),
+    ("a slow host, or its stage", {"pause": lambda r: 2000 * (r == 2)}, (2, "possible")),
 )  # fmt: skip
 
 
@@ -154,7 +158,10 @@ def test_pipelines_wait_in_their_order(form: dict[str, Any], accused: tuple[int,
     if accused is None:
         assert found is None
     else:
-        assert found is not None and (found.rank, found.kind) == (accused[0], "device")
+        assert found is not None and (found.rank, found.kind) == (
+            accused[0],
+            "host-bound" if "pause" in form else "device",
+        )
         assert found.confidence.value in (accused[1], "certain")[: 1 + (accused[1] == "likely")]
 
 

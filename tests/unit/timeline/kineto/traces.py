@@ -145,10 +145,12 @@ def pipeline(
     seed: int = 0,
     eager: bool = False,
     transfer: int = 100,
+    pause: Callable[[int], int] = lambda rank: 0,
 ) -> dict[int, Host]:
     """1F1B of forwards of 3 and backwards of 6 ms, times `work`; messages as PyTorch records them, each naming the
     other side; then the stage's replicas reduce together, and all ranks a single number. With `eager` a host posts
-    its receives long before, and they wait beside what the device computes. `transfer` is in microseconds.
+    its receives long before, and they wait beside what the device computes. `transfer` is in microseconds, and so is
+    the `pause` of a host amid each launch, with its device idle.
     """
     chance, world = random.Random(seed), stages * replicas
     hosts = {rank: Host(rank, world) for rank in range(world)}
@@ -194,8 +196,9 @@ def pipeline(
                                     "ncclDevKernel_SendRecv", begin, end - begin, begin - 30, stream, **more
                                 )
                             now[rank] = idle[rank, op] = end
+                        now[rank] += pause(rank)
                         took = int((3_000 if op == "F" else 6_000) * work(rank) * chance.uniform(0.97, 1.03))
-                        hosts[rank].launch("gemm", now[rank], took, now[rank] - 30)
+                        hosts[rank].launch("gemm", now[rank], took, now[rank] - 30 - pause(rank) * 4 // 5)
                         now[rank] += took
                         ready[op, number, stage] = now[rank]
                         left[stage].pop(0)
