@@ -96,13 +96,19 @@ class Reductions:
 
     def _rows_of(self, tensor: torch.Tensor) -> Sequence[int]:
         place = (tensor.data_ptr(), tensor.numel())
-        if place not in self._places and self._searches < _MOST_SEARCHES:
+        if not self._is_gradient(place) and self._searches < _MOST_SEARCHES:
             self._searches += 1
             self._search()
-        if place in self._places:
+        if self._is_gradient(place):
             return (self._places[place],)
         # One buffer that all gradients were copied into.
         return tuple(self._wanted) if len(self._places) > 1 and place[1] == self._total else ()
+
+    def _is_gradient(self, place: tuple[int, int]) -> bool:
+        """Whether a gradient is where one was found: others may lie now where one was that is gone."""
+        row = self._places.get(place)
+        gradient = None if row is None else self._tensors[row].tensor.grad
+        return gradient is not None and local_tensor(gradient).data_ptr() == place[0]
 
     def _search(self) -> None:
         self._places = {}

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from dtobs.errors import TargetError
+from dtobs.timeline.allocation_history import AllocationHistory, address_of, history, size_of
+from dtobs.timeline.allocation_sites import AllocationSite, site
 
 SCHEMA = "dtobs.memory/1"
 TOP = 12
-_CATEGORIES = (
-    ("gradients", ("autograd/graph.py", "accumulate", "_backward.py")),
-    ("optimizer", ("torch/optim/", "/optimizer", "apex/optimizers")),
-    ("communication", ("torch/distributed/", "distributed_c10d", "_fsdp", "/nccl")),
-    ("checkpoint", ("torch/serialization", "distributed/checkpoint")),
-    ("activations", ("torch/nn/functional", "torch/nn/modules", "/flash_attn", "_inductor")),
-)
-_LIBRARY = ("torch/", "site-packages/", "dist-packages/", "lib/python", "<frozen", "<string>", "??")
+_PENDING = ("active_pending_free", "active_awaiting_free")
 
 
 @dataclass
@@ -33,8 +27,10 @@ class Device:
     largest_free: int = 0
     frames: Counter[str] = field(default_factory=Counter)
     categories: Counter[str] = field(default_factory=Counter)
-    largest: list[tuple[int, str]] = field(default_factory=list)
-    refused: tuple[int, int, str] | None = None  #: the last allocation that failed: its size, what was free, its place
+    largest: Counter[tuple[int, str]] = field(default_factory=Counter)  #: size and place → how many
+    private: int = 0  #: reserved for pools of their own, as CUDA graphs have
+    expandable: bool = False  #: segments grow in place, so that free pieces of several come together
+    history: AllocationHistory = field(default_factory=AllocationHistory)
 
     @property
     def fragmentation(self) -> float:
@@ -43,6 +39,7 @@ class Device:
 
     def to_json(self) -> dict[str, Any]:
         """A device in the JSON of `dtobs memory`."""
+        past = self.history
         return {
             "reserved_bytes": self.reserved,
             "allocated_bytes": self.allocated,
@@ -52,8 +49,15 @@ class Device:
             "largest_free_bytes": self.largest_free,
             "categories": dict(self.categories.most_common()),
             "frames": [{"frame": name, "bytes": size} for name, size in self.frames.most_common(TOP)],
-            "largest": [{"bytes": size, "frame": name} for size, name in self.largest[:TOP]],
-            "out_of_memory": self.refused and dict(zip(("bytes", "free_bytes", "frame"), self.refused, strict=True)),
+            "largest": [
+                {"bytes": size, "frame": name, "blocks": self.largest[size, name]}
+                for size, name in sorted(self.largest, reverse=True)[:TOP]
+            ],
+            "private_pool_bytes": self.private,
+            "out_of_memory": past.refusal.to_json() if past.refusal else None,
+            "history_s": round(past.seconds, 6),
+            "peak": past.peak.to_json() if past.peak else None,
+            "growth": past.growth.to_json() if past.growth else None,
         }
 
 
@@ -63,65 +67,45 @@ def devices(snapshot: Any) -> dict[int, Device]:
     if not isinstance(segments, list) or not all(isinstance(s, dict) and "blocks" in s for s in segments):
         raise TargetError("it is no snapshot of an allocator: it has no segments")
     found: dict[int, Device] = {}
+    held: dict[int, dict[int, tuple[int, AllocationSite]]] = {}
     for segment in segments:
-        device = found.setdefault(_size(segment.get("device")), Device())
-        device.reserved += _size(segment.get("total_size"))
-        blocks = segment["blocks"] if isinstance(segment["blocks"], list) else []
-        used = free = 0
-        for block in (b for b in blocks if isinstance(b, dict)):
-            size, state = _size(block.get("size")), block.get("state")
-            if state == "inactive":
-                free += size
-                device.largest_free = max(device.largest_free, size)
-                continue
-            used += size
-            if state == "active_pending_free":
-                device.pending += size
-                continue
-            device.allocated += size
-            frames = list(_frames(block))
-            where = _own(frames)
-            device.frames[where] += size
-            device.categories[_category(frames)] += size
-            device.largest.append((size, where))
-        device.inactive += free
-        device.unusable += free if used else 0
-        device.largest = sorted(device.largest, reverse=True)[:TOP]
+        number = size_of(segment.get("device"))
+        _take(segment, found.setdefault(number, Device()), held.setdefault(number, {}))
     traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
     for number, events in enumerate(traces if isinstance(traces, list) else ()):
-        for event in reversed(events) if isinstance(events, list) else ():
-            if isinstance(event, dict) and event.get("action") == "oom":
-                place = _own(list(_frames(event)))
-                refused = _size(event.get("size")), _size(event.get("device_free")), place
-                found.setdefault(number, Device()).refused = refused
-                break
+        if isinstance(events, list) and events:
+            device = found.get(number, Device())
+            device.history = history(events, held.get(number, {}), device.reserved)
+            if device.history.curve:
+                found[number] = device
     return found
 
 
-def _size(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < 1 << 60 else 0
-
-
-def _frames(block: dict[str, Any]) -> Iterator[str]:
-    """The frames of an allocation, innermost first, in any of the layouts that torch has used."""
-    frames = block.get("frames")
-    history = block.get("history")
-    if not frames and isinstance(history, list) and history and isinstance(history[0], dict):
-        frames = history[0].get("frames")
-    for frame in frames[:256] if isinstance(frames, list) else ():
-        if isinstance(frame, dict):
-            file, line, name = (str(frame.get(k, "?"))[:300] for k in ("filename", "line", "name"))
-            yield f"{file}:{line} {name}"
-
-
-def _own(frames: list[str]) -> str:
-    """The innermost frame that is not a library's; where all are, the innermost."""
-    own = (f for f in frames if not any(part in f for part in _LIBRARY))
-    return next(own, frames[0] if frames else "(no stack recorded)")
-
-
-def _category(frames: list[str]) -> str:
-    for name, parts in _CATEGORIES:
-        if any(part in frame for frame in frames for part in parts):
-            return name
-    return "other" if frames else "unknown"
+def _take(segment: dict[str, Any], device: Device, held: dict[int, tuple[int, AllocationSite]]) -> None:
+    """Add one segment to what is known of its device, and to what it holds by address."""
+    total, address = size_of(segment.get("total_size")), address_of(segment.get("address")) or 0
+    device.reserved += total
+    if segment.get("segment_pool_id", (0, 0)) not in ((0, 0), [0, 0], None):
+        device.private += total
+    device.expandable |= segment.get("is_expandable") is True
+    used = free = 0
+    for block in (b for b in (segment["blocks"] if isinstance(segment["blocks"], list) else ()) if isinstance(b, dict)):
+        size, state = size_of(block.get("size")), block.get("state")
+        begin = address_of(block.get("address")) or address
+        address = begin + size
+        if state == "inactive":
+            free += size
+            device.largest_free = max(device.largest_free, size)
+            continue
+        used += size
+        where = site(block)
+        held[begin] = (size_of(block.get("requested_size")) or size, where)
+        if state in _PENDING:
+            device.pending += size
+            continue
+        device.allocated += size
+        device.frames[where.place] += size
+        device.categories[where.category] += size
+        device.largest[size, where.place] += 1
+    device.inactive += free
+    device.unusable += free if used else 0

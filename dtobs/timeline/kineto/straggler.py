@@ -447,7 +447,7 @@ def _kind(
     def extra(value: dict[int, float]) -> float:
         return value[rank] - float(np.median([value[r] for r in peers]))
 
-    late = ("host-bound", "allocation", "synchronisation")
+    late: tuple[str, ...] = ("host-bound", "allocation", "synchronisation")
     if _pipeline(rank, ranks):
         late = IDLE  # messages are posted early: where none is on its way either, the rank's host is behind
     host = {r: sum(f.idle_by[c] for c in late) for r, f in measured.items()}

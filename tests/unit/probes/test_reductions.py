@@ -123,3 +123,16 @@ def test_of_two_optimizers_each_tells_of_its_own_parameters():
             done = reductions.stepped({id(other.tensor) for other in named if other is not each})
     assert reductions.found() == {0: PAIR, 1: PAIR}
     assert done
+
+
+def test_a_buffer_where_an_earlier_gradient_was_is_a_buffer():
+    named = tensors(2)
+
+    def reduce(reductions, gradients, step):
+        reductions.reduced([torch.ones(5)], ALL)  # a loss, while the gradients of the step before are still there
+        for each in named:
+            each.tensor.grad = torch.ones_like(each.tensor)
+        reductions.reduced([gradients[0].flatten()], PAIR)  # the memory of one of them, and as much
+        reductions.reduced([torch.ones(named[1].tensor.numel())], PAIR)
+
+    assert learned(named, reduce) == {0: PAIR, 1: PAIR}
