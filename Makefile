@@ -16,7 +16,7 @@ NPROC ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
 # Ranks that wait for each other leave a core idle every now and then.
-JOBS ?= $(shell expr $$(nproc) + 1)
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 ifndef PYTHON
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
   "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v "$$p"; break; }; done)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from opentelemetry.metrics import CallbackOptions, Observation
     from opentelemetry.sdk.metrics.export import MetricReader
+    from opentelemetry.sdk.resources import Resource
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
 _LOOK_SECONDS = 1.0
@@ -30,8 +31,17 @@ _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1"}
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the user has named an OTLP endpoint."""
-    return any(environment.get(name) for name in VARIABLES)
+    """Whether the user has named an OTLP endpoint that takes metrics, and has not switched them off."""
+    return environment.get("OTEL_METRICS_EXPORTER") != "none" and any(environment.get(name) for name in VARIABLES)
+
+
+def resource_of(run: str) -> Resource:
+    """What OpenTelemetry calls the origin of metrics and spans. Raises DependencyMissing without its packages."""
+    try:
+        from opentelemetry.sdk.resources import Resource
+    except ModuleNotFoundError:
+        raise DependencyMissing("opentelemetry-sdk", "otel") from None
+    return Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "dtobs"), "service.instance.id": run})
 
 
 class OtlpPush:
@@ -45,15 +55,12 @@ class OtlpPush:
     ) -> None:
         try:
             from opentelemetry.sdk.metrics import MeterProvider
-            from opentelemetry.sdk.resources import Resource
         except ModuleNotFoundError:
             raise DependencyMissing("opentelemetry-sdk", "otel") from None
         self._look = look
         self._last: tuple[float, MonitorSnapshot] | None = None
         self._lock = threading.Lock()
-        name = os.environ.get("OTEL_SERVICE_NAME", "dtobs")
-        resource = Resource.create({"service.name": name, "service.instance.id": run})
-        self._provider = MeterProvider([reader or _otlp_reader()], resource, shutdown_on_exit=False)
+        self._provider = MeterProvider([reader or _otlp_reader()], resource_of(run), shutdown_on_exit=False)
         self._attributes = {"run": run}
         self._make(totals)
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from dtobs.codec import DecodeError, decode
 from dtobs.errors import DtobsError, RecordingDisabled, UsageError
-from dtobs.exporters.otlp import OtlpPush, wanted
+from dtobs.exporters import otlp, otlp_spans
+from dtobs.exporters.otlp import OtlpPush
+from dtobs.exporters.otlp_spans import SpanPush
 from dtobs.exporters.prometheus import exposition
 from dtobs.monitor.access import Access
 from dtobs.monitor.address import announce, withdraw
@@ -86,7 +88,7 @@ def _watch(monitor: Monitor, run: RunDirectory, args: argparse.Namespace) -> Non
     except RecordingDisabled as error:
         log.warning("%s", error)
     server = _serve(monitor, args.listen, args.socket)
-    push = _push(monitor)
+    pushed = _push(monitor)
     try:
         announce(run, args.node, server.address if server is not None else None)
     except (RecordingDisabled, OSError) as error:
@@ -98,7 +100,7 @@ def _watch(monitor: Monitor, run: RunDirectory, args: argparse.Namespace) -> Non
     finally:
         if monitor.cluster is not None:
             monitor.cluster.close()
-        if push is not None:
+        for push in pushed:
             push.close()
         if server is not None:
             server.close()
@@ -159,16 +161,20 @@ def _node(monitor: Monitor, question: dict[str, Any], client: str) -> bytes:
     return monitor.cluster.answer(question, client)
 
 
-def _push(monitor: Monitor) -> OtlpPush | None:
-    if not wanted(os.environ):
-        return None
+def _push(monitor: Monitor) -> list[OtlpPush | SpanPush]:
+    """What pushes over OTLP, as far as the environment asks for it."""
+    run = monitor.run_dir.root.name
+    found: list[OtlpPush | SpanPush] = []
     try:
-        push = OtlpPush(monitor.export, monitor.totals, monitor.run_dir.root.name)
+        if otlp.wanted(os.environ):
+            found.append(OtlpPush(monitor.export, monitor.totals, run))
+        if otlp_spans.wanted(os.environ):
+            found.append(SpanPush(monitor.export, run))
     except DtobsError as error:
         log.warning("no OTLP: %s", error)
-        return None
-    log.info("pushing metrics over OTLP")
-    return push
+    if found:
+        log.info("pushing over OTLP")
+    return found
 
 
 def _view(monitor: Monitor, question: dict[str, Any]) -> bytes:

@@ -30,7 +30,8 @@ import sys, time, os
 from pathlib import Path
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
-from dtobs.events import RankState
+from dtobs.events import STEP_DTYPE, RankState
+import numpy as np
 root, rank, attempt, hang = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 recorder = Recorder(RunDirectory(root), rank, 2, local_rank=rank, attempt=attempt)
 recorder.meta.add('process', pid=os.getpid(), host='here')
@@ -41,6 +42,12 @@ for line in sys.stdin:
     match line.split():
         case ['close']: recorder.close(); print('closed', flush=True)
         case ['exit', code]: os._exit(int(code))
+        case ['steps', count]:
+            for step in range(int(count)):
+                record = np.zeros((), STEP_DTYPE)
+                record['step'], record['begin_ns'], record['end_ns'] = step, step * 10**9, (step + 1) * 10**9
+                recorder.step(record)
+            recorder.page.set(steps_done=int(count)); recorder.page.commit()
         case ['move']:
             done = recorder.page.get('steps_done') + 1
             recorder.page.set(steps_done=done, step_begin_ns=time.monotonic_ns()); recorder.page.commit()
@@ -252,12 +259,12 @@ def test_a_busy_port_is_one_line_and_no_end(tmp_path: Path):
 
 
 def test_pushes_over_otlp_and_outlives_a_dead_collector(tmp_path: Path):
-    received = threading.Event()
+    received: set[str] = set()
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            received.set()
+            received.add(self.path)
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -271,10 +278,12 @@ def test_pushes_over_otlp_and_outlives_a_dead_collector(tmp_path: Path):
         variables = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
             "OTEL_METRIC_EXPORT_INTERVAL": "200",
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
         }
         command = [sys.executable, "-m", "dtobs.monitor", tmp_path, "--interval", "0.2"]
         with rank(tmp_path, 0) as process, launch(command, env=variables) as watching:
-            assert received.wait(60)
+            tell(process, "steps 12")
+            until(lambda: received == {"/v1/metrics", "/v1/traces"}, watching)
             server.shutdown()
             thread.join()
             server.server_close()
