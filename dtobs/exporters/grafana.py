@@ -275,6 +275,13 @@ def _resources() -> list[Panel]:
             empty="the ranks do not communicate",
             unit="Bps",
         ),
+        _lines(
+            "Bus bandwidth, by operation and group",
+            "dtobs_bus_bandwidth_bytes_per_second",
+            Query(f"min by (op, group) (dtobs_bus_bandwidth_bytes_per_second{{{_RUN}}})", "{{op}}, {{group}}"),
+            empty="no host waits for collectives of its own ranks alone: dtobs trace has those of devices",
+            unit="Bps",
+        ),
         _lines("Host memory, by rank", "dtobs_rss_bytes"),
         _lines(
             "Device memory, by rank",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dtobs.exporters import noise, pipelines, whatif
+from dtobs.exporters import bandwidth, noise, pipelines, whatif
 from dtobs.exporters import sources as s
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -220,6 +220,14 @@ TABLE: tuple[Metric, ...] = (
         ("rank", "dimension"),
         "step history exposed_*_ns",
         s.exposed_along,
+    ),
+    Metric(
+        "bus_bandwidth_bytes_per_second",
+        "gauge",
+        "Speed of collectives from their last arrival on, as nccl-tests count it; of the slowest group within a host",
+        ("op", "group"),
+        "events of hosts that block on collectives",
+        bandwidth.bus_bandwidth,
     ),
     Metric(
         "pipeline_bubble_ratio",

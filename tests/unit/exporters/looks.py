@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtobs.events import FP8_ROLES, PipelineOp
+from dtobs.events import FP8_ROLES, Kind, PipelineOp
 from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.totals import StepTotals
 from dtobs.findings import Finding
@@ -35,6 +35,8 @@ def full_run(root: Path, world: int = 2) -> FakeRun:
         for rank in run.ranks:
             late = 1_000_000 * rank.number
             sync = rank.clock_ns + 50_000_000 + late
+            rank.collective("all_reduce").advance(1e-3)  # 4 KiB, over a millisecond after the last has come
+            rank.event(Kind.WAIT_END, group=run.group(), seq=step + 1, value=1e-3).advance(-1e-3)
             pipeline = pipeline_step(rank, rank.clock_ns)
             rank.step(local_norm=2.0, reduced_norm=1.5, sync_ns=sync, sync_seq=step + 1, checkpoint=0.01, **pipeline)
     plan = Plan("ScheduleGPipe", 1, (0,), world, tuple(range(world)))

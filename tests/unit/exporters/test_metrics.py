@@ -13,7 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dtobs.errors import DependencyMissing
+from dtobs.events import Kind
 from dtobs.exporters import prometheus
+from dtobs.exporters.bandwidth import bus_bandwidth
 from dtobs.exporters.look import MonitorSnapshot
 from dtobs.exporters.metrics import BY_NAME, TABLE
 from dtobs.exporters.prometheus import RunCollector, exposition
@@ -44,7 +46,7 @@ def test_rows_follow_the_naming_rules(metric):
     assert "run" not in metric.labels
     assert metric.name == "rank_info" or set(metric.labels) <= {
         "rank", "code", "dimension", "severity", "phase", "reason", "role", "state", "part", "check", "world_size",
-        "torch", "dtobs", "stage", "fix",
+        "torch", "dtobs", "stage", "fix", "op", "group",
     }  # fmt: skip
     assert (metric.source is None) == (metric.kind == "histogram")
     assert metric.kind != "histogram" or "rank" not in metric.labels
@@ -321,3 +323,20 @@ def test_where_each_rank_is(tmp_path: Path):
     (line,) = [line for line in lines if line.startswith("dtobs_rank_info{") and 'rank="1"' in line]
     assert 'mesh="replicate=1,shard=0"' in line
     assert 'host="' in line
+
+
+def test_bus_bandwidth_is_that_of_the_slowest_group(tmp_path: Path):
+    """Two groups alike of two ranks each, whose all-reduces of 4 KiB take 1 and 4 ms after the last has come."""
+    run = FakeRun(tmp_path / "run", 4)
+    numbers = [run.group(name, ranks) for name, ranks in (("1", (0, 1)), ("2", (2, 3)))]
+    for call in range(6):
+        for rank in run.ranks:
+            pair = rank.number // 2
+            late = 0.002 * (rank.number % 2)
+            rank.advance(late).collective("all_reduce", numbers[pair]).advance((0.001, 0.004)[pair] + 0.002 - late)
+            rank.event(Kind.WAIT_END, group=numbers[pair], seq=call + 1, value=0.001)
+            rank.clock_ns = run.start_ns + (call + 1) * 100_000_000
+    assert list(bus_bandwidth(MonitorSnapshot(run.view()))) == [
+        (("all_reduce", "unnamed"), pytest.approx(4096 / 0.004))
+    ]
+    assert list(bus_bandwidth(MonitorSnapshot(run.view(), node=1))) == []
