@@ -19,7 +19,7 @@ import torch
 
 from dtobs.host.loader_workers import worker_frames
 from dtobs.host.stacks import in_library
-from dtobs.probes.stacks import STACKS_SIGNAL
+from dtobs.probes.stacks import LOOK_SIGNAL
 from dtobs.recording.lines import LOOKS, Lines, LinesRequest, StackLook, counted
 
 _MOST_FRAMES = 256
@@ -61,7 +61,7 @@ class StackLooks(threading.Thread):
         self.found = counted(self.request, self._step, looks)
 
     def _of_worker(self, worker: int) -> list[str]:
-        frames = worker_frames(worker, STACKS_SIGNAL, self._stacks, _WORKER_SECONDS)
+        frames = worker_frames(worker, LOOK_SIGNAL, self._stacks, _WORKER_SECONDS)
         return [str(frame) for frame in frames if _is_told(frame.file)] or [str(frame) for frame in frames[:1]]
 
 

@@ -41,7 +41,8 @@ class Loader(Probe):
         self._counted = (0, 0, 0.0)  # id of a dataset, and what was counted of it when that was said
 
     def install(self) -> None:
-        for undo in self._workers.watch():
+        recorder = self.context.recorder
+        for undo in self._workers.watch(recorder.run_dir.stacks(recorder.rank, recorder.attempt)):
             self.undo.callback(undo)
         self.around(dataloader._BaseDataLoaderIter, "__next__", self._begin, self.context.progress.end)
         self.context.waits_for_data = self._awaited

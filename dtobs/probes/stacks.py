@@ -10,6 +10,8 @@ from dtobs.probes.base import Probe
 
 STACKS_SIGNAL = signal.SIGRTMIN + 12
 """One that neither torch, NCCL, profilers nor debuggers use."""
+LOOK_SIGNAL = STACKS_SIGNAL + 1
+"""Asks a worker process that is at work for its own stack: `host.own_stack` answers it."""
 FOR_WORKERS = "DTOBS_STACKS"
 """The variable that tells a rank's workers the signal and the rank's file, below ``dtobs run``."""
 

@@ -105,11 +105,12 @@ def _spawned_rank_raised(error: Any, processes: int) -> None:
 
 
 def _print_stacks_when_asked(asked: str) -> None:
-    """Let a worker that was started anew have the handler of its rank: `asked` is the signal and the rank's file."""
+    """Let a worker that was started anew have the handlers of a forked one: `asked` is a signal and a file."""
     number, _, path = asked.partition(":")
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         import_module("faulthandler").register(int(number), file=file, all_threads=True, chain=False)
+        _ours("host.own_stack").print_when_asked(int(number) + 1, path)
     except (OSError, ValueError, RuntimeError):  # the rank is gone, or not one that was recorded
         return
 
