@@ -67,10 +67,11 @@ def _lines(number: int, device: Device) -> list[str]:
         lines.append(f"  history: {sparkline(past.curve, len(past.curve))}  {duration_text(past.seconds)}")
     lines += _growth(past.growth) if past.growth else []
     lines += _refusal(past.refusal, device) if past.refusal else []
-    then, title = (past.refusal.then, "when refused") if past.refusal else (past.peak, "at the peak")
-    if then is past.peak and then is not None:
-        lines.append(f"  peak: {bytes_text(then.allocated)}, {duration_text(then.at_s)} into the history")
-    return lines + _places(device, then, title)
+    if past.refusal:
+        return lines + _places(device, past.refusal.then, "when refused")
+    if past.peak:
+        lines.append(f"  peak: {bytes_text(past.peak.allocated)}, {duration_text(past.peak.at_s)} into the history")
+    return lines + _places(device, past.peak, "at the peak")
 
 
 def _growth(growth: Growth) -> list[str]:
@@ -86,11 +87,11 @@ def _refusal(refusal: Refusal, device: Device) -> list[str]:
         f"  out of memory: {bytes_text(refusal.size)} were asked for, {bytes_text(refusal.free)} were free,"
         f" at {refusal.place}"
     ]
-    then = refusal.then
-    stuck = then.reserved - then.allocated if then else 0
-    if then and stuck >= refusal.size:
-        advice = "" if device.expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
-        lines.append(f"  the allocator held {bytes_text(stuck)} more, free in smaller pieces{advice}")
+    stuck = refusal.then.reserved - refusal.then.allocated
+    if stuck >= refusal.size:
+        pools = " or in pools of their own" if device.private else ""
+        advice = "" if device.expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins pieces"
+        lines.append(f"  the allocator held {bytes_text(stuck)} more, free in smaller pieces{pools}{advice}")
     return lines
 
 

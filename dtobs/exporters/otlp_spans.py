@@ -97,7 +97,7 @@ class SpanPush:
         local = look.view.without(set(look.view.ranks) - {int(r) for r in look.pages["rank"][:MOST_RANKS]})
         if local.attempt != self._attempt:
             self._attempt, self._after = local.attempt, -1
-        window = local.steps(BEFORE + EVERY).complete()
+        window = _of_those_that_step(local.steps(BEFORE + EVERY))
         for step, why in choose(window, self._after).items():
             shown = timeline(local, step, step)
             utc = int(local.pages["clock_offset_ns"][0])
@@ -176,6 +176,12 @@ class SpanPush:
             end_time=span.end_ns + utc,
             instrumentation_scope=InstrumentationScope("dtobs"),
         )
+
+
+def _of_those_that_step(window: StepWindow) -> StepWindow:
+    """The steps that are done on all ranks that do any: a parameter server does none."""
+    rows = window.valid.any(axis=1)
+    return StepWindow(window.steps, window.records[rows], window.valid[rows]).complete()
 
 
 def _event(span: Span, utc: int) -> Event:

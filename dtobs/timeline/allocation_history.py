@@ -26,6 +26,7 @@ GROWTH = 0.005
 """It has to rise by so much of its level altogether,"""
 JUMP = 0.6
 """and by at most so much of that between two of them."""
+_FREED = ("free_completed", "free")
 EARLIER = AllocationSite("(allocated before the history begins)", "unknown")
 
 
@@ -72,12 +73,11 @@ class Refusal:
     size: int
     free: int  #: on the device
     place: str
-    then: Moment | None
+    then: Moment
 
     def to_json(self) -> dict[str, Any]:
         """The refusal in the JSON of `dtobs memory`."""
-        then = self.then.to_json() if self.then else {}
-        return {"bytes": self.size, "free_bytes": self.free, "frame": self.place, **then}
+        return {"bytes": self.size, "free_bytes": self.free, "frame": self.place, **self.then.to_json()}
 
 
 @dataclass
@@ -107,7 +107,7 @@ def history(events: list[Any], held: dict[int, tuple[int, AllocationSite]], rese
     `held` is what is allocated at the end, by address: its size and site; `reserved` what the allocator then holds.
     """
     known = [e for e in events if isinstance(e, dict) and isinstance(e.get("action"), str)]
-    if not known:
+    if not any(e["action"] in (*_FREED, "alloc", "oom") for e in known):
         return AllocationHistory()
     return _Replay(known, held, reserved).run()
 
@@ -140,7 +140,7 @@ class _Replay:
         if action == "alloc":
             allocated[address] = size
             return size, 0
-        if action in ("free_completed", "free"):
+        if action in _FREED:
             known = allocated.pop(address, None)
             if known is None:
                 self.earlier[size] += 1

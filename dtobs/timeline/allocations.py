@@ -76,7 +76,7 @@ def devices(snapshot: Any) -> dict[int, Device]:
         if isinstance(events, list) and events:
             device = found.get(number, Device())
             device.history = history(events, held.get(number, {}), device.reserved)
-            if device.history.curve:
+            if device.reserved or device.history.curve:
                 found[number] = device
     return found
 

@@ -103,6 +103,16 @@ def test_even_steps_are_sampled_only(tmp_path: Path):
     assert choose(window, FIRST) == {}
 
 
+def test_a_rank_that_takes_no_steps_keeps_nobodys_from_being_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = FakeRun(tmp_path / "run", 3)
+    run.rank(2)
+    for _ in range(STEPS):
+        for rank in (0, 1):
+            run.rank(rank).step()
+    (found,) = by_step(Pushed(MonitorSnapshot(run.view()), monkeypatch).spans()).values()
+    assert {span.attributes["rank"] for span in found[1:]} == {0, 1}
+
+
 def test_what_cannot_be_read_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A run directory without ranks, as at the beginning, and one that is gone."""
     pushed = Pushed(MonitorSnapshot(FakeRun(tmp_path / "empty", 2).view()), monkeypatch)

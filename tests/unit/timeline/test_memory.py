@@ -268,6 +268,14 @@ def test_what_was_held_when_an_allocation_was_refused(
     assert out.count("310 MiB more") + out.count("expandable_segments:True") == told
 
 
+def test_devices_without_memory_and_histories_without_allocations_are_left_out():
+    """Every device that a process sees has a list of events, and a snapshot is one."""
+    value = {**snapshot(), "device_traces": [[{"action": "snapshot", "time_us": 7}]] * 3}
+    found = devices(value)
+    assert [*found] == [0]
+    assert (found[0].history.curve, found[0].history.peak) == ([], None)
+
+
 def test_a_history_of_odd_events_costs_only_them():
     odd = [
         7,
