@@ -38,7 +38,7 @@ def tail(curve: dict[str, Any], steps: int) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(arguments, marks=pytest.mark.exhaustive if name in ("ddp", "pipeline") else (), id=name)
+        pytest.param(arguments, marks=pytest.mark.exhaustive if name != "fsdp2" else (), id=name)
         for name, arguments in LAYOUTS.items()
     ],
 )

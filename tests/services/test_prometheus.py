@@ -21,7 +21,7 @@ from dtobs.recording.rundir import RunDirectory
 from dtobs.testing.fake_run import FakeRun
 from tests.harness import Launched, launch
 from tests.services.servers import alertmanager, prometheus, wait_for
-from tests.unit.exporters.looks import full_run, pipeline_step
+from tests.unit.exporters.looks import full_run, pipeline_step, reduction
 
 pytestmark = pytest.mark.server
 
@@ -47,6 +47,7 @@ def training(run: FakeRun) -> Iterator[None]:
             for rank in run.ranks:
                 rank.clock_ns = now - 110_000_000
                 values = {"nonfinite": 1, "nonfinite_param": 0} if rank.number == 1 else {}
+                reduction(rank)
                 values |= pipeline_step(rank, rank.clock_ns)
                 rank.step(local_norm=2.0, reduced_norm=1.5, sync_ns=now, sync_seq=number, checkpoint=0.01, **values)
                 rank.page(

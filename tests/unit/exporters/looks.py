@@ -35,8 +35,7 @@ def full_run(root: Path, world: int = 2) -> FakeRun:
         for rank in run.ranks:
             late = 1_000_000 * rank.number
             sync = rank.clock_ns + 50_000_000 + late
-            rank.collective("all_reduce").advance(1e-3)  # 4 KiB, over a millisecond after the last has come
-            rank.event(Kind.WAIT_END, group=run.group(), seq=step + 1, value=1e-3).advance(-1e-3)
+            reduction(rank)
             pipeline = pipeline_step(rank, rank.clock_ns)
             rank.step(local_norm=2.0, reduced_norm=1.5, sync_ns=sync, sync_seq=step + 1, checkpoint=0.01, **pipeline)
     plan = Plan("ScheduleGPipe", 1, (0,), world, tuple(range(world)))
@@ -65,6 +64,13 @@ def full_run(root: Path, world: int = 2) -> FakeRun:
             events=300,
         )
     return run
+
+
+def reduction(rank: FakeRank) -> None:
+    """An all-reduce of 4 KiB that is over a millisecond after the last rank has come."""
+    group = rank.run.group()
+    rank.collective("all_reduce").advance(1e-3)
+    rank.event(Kind.WAIT_END, group=group, seq=rank.seqs[group], value=1e-3).advance(-1e-3)
 
 
 def pipeline_step(rank: FakeRank, begin: int) -> dict[str, int]:

@@ -103,7 +103,7 @@ def test_noise_is_no_cause(share: float, tmp_path: Path, capsys: pytest.CaptureF
     assert (code, found["findings"]) == (0, [])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_128_ranks_and_50_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = job(8, 16, 50, 8, noisy(0.02, lambda op, s, d, p, m: slow_worker(op, s, d, p, m)))
     _, found, _ = say(capsys, write(rows, tmp_path / "t.csv"))

@@ -14,7 +14,7 @@ from dtobs.timeline.kineto.compare import CATEGORIES, compare
 from tests.unit.timeline.kineto.simulated import FAULTS, HEALTHY, Form, Host, Simulation
 from tests.unit.timeline.kineto.traces import save
 
-DRAWS = 5
+DRAWS = 3
 
 
 def traced(folder: Path, seed: int, fault: str, form: Form | None = None) -> tuple[Simulation, JobTrace]:
@@ -33,7 +33,7 @@ def test_the_slow_rank_and_nobody_else(fault: str, tmp_path: Path):
             found += 1
         for finding in said.findings:
             assert finding.code == "straggler" or (fault == "network" and job.bad in finding.ranks), job.form
-    assert found >= (1 if fault == "network" else 4)  # one group has none beside it to be slower than
+    assert found >= (1 if fault == "network" else DRAWS - 1)  # one group has none beside it to be slower than
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
