@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
-from dtobs.detectors.performance.transfers import transfers
+from dtobs.detectors.performance.transfers import Transfer, transfers
 from dtobs.exporters.look import MonitorSnapshot
 from dtobs.recording.meta import Group
 from dtobs.timeline.kineto.names import bus_factor
 
 MOST_RANKS, LAST_EVENTS = 16, 512
 LEAST_CALLS = 4
+LEAST_BYTES = 4 << 10
+"""What is smaller takes the time of a message, not of its data."""
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 
 
@@ -20,15 +23,17 @@ def bus_bandwidth(look: MonitorSnapshot) -> Iterator[tuple[tuple[str, ...], floa
     if not 1 < len(here) <= MOST_RANKS:
         return
     groups = look.view.groups()
-    slowest: dict[tuple[str, str], float] = {}
-    for (number, op), calls in transfers(look.view, here, LAST_EVENTS).items():
-        group = groups[number]
-        what = look.view.meta(group.ranks[0]).ops.get(op)
+    calls: dict[tuple[str, int], list[Transfer]] = defaultdict(list)
+    for (number, op), found in transfers(look.view, here, LAST_EVENTS).items():
+        what = look.view.meta(groups[number].ranks[0]).ops.get(op)
         kind = next((known for known in _OPERATIONS if what is not None and what.op.startswith(known)), "")
-        seconds, nbytes = (sum(values) for values in zip(*calls, strict=True))
-        if kind and seconds and nbytes and len(calls) >= LEAST_CALLS:
-            speed = nbytes / seconds * bus_factor(kind, len(group.ranks))
-            key = kind, _kind_of(group)
+        calls[kind, number] += [call for call in found if kind and call.nbytes >= LEAST_BYTES]
+    slowest: dict[tuple[str, str], float] = {}
+    for (kind, number), found in calls.items():
+        seconds = sum(call.seconds for call in found)
+        if seconds and len(found) >= LEAST_CALLS:
+            speed = sum(call.nbytes for call in found) / seconds * bus_factor(kind, len(groups[number].ranks))
+            key = kind, _kind_of(groups[number])
             slowest[key] = min(speed, slowest.get(key, speed))
     yield from sorted(slowest.items())
 

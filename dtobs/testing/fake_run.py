@@ -177,10 +177,11 @@ class FakeRank:
         site: Site | None = None,
         wait: bool = False,
         thread: int = 0,
+        payload: float = 4096.0,
     ) -> Self:
         """Issue a collective in `group` (a number from `FakeRun.group`, default the world); `wait` for it forever.
 
-        `thread`: number of the thread that does, 0 for the main one.
+        `thread`: number of the thread that does, 0 for the main one. `payload` is in bytes.
         """
         number = self.run.group() if group is None else group
         what = op if isinstance(op, Op) else Op(op, "sum", ((1024,),), ("float32",))
@@ -196,7 +197,7 @@ class FakeRank:
         )
         define("site", site_id, file=where.file, line=where.line, function=where.function)
         by = thread or self.run.pid_of(self.number)
-        self.event(Kind.COLLECTIVE, group=number, seq=at, op=op_id, site=site_id, thread=by, value=4096.0)
+        self.event(Kind.COLLECTIVE, group=number, seq=at, op=op_id, site=site_id, thread=by, value=payload)
         self.page(
             collective_group=number,
             collective_seq=at,

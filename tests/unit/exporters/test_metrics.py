@@ -22,6 +22,7 @@ from dtobs.exporters.prometheus import RunCollector, exposition
 from dtobs.exporters.totals import BUCKETS, StepTotals
 from dtobs.findings import CATALOGUE
 from dtobs.host.process import ProcessState
+from dtobs.recording.meta import Op
 from dtobs.testing.fake_run import FakeRun
 from dtobs.timeline.whatif import RECENT_RANKS
 from tests.unit.exporters.looks import full_look
@@ -334,7 +335,9 @@ def test_bus_bandwidth_is_that_of_the_slowest_group(tmp_path: Path):
             pair = rank.number // 2
             late = 0.002 * (rank.number % 2)
             rank.advance(late).collective("all_reduce", numbers[pair]).advance((0.001, 0.004)[pair] + 0.002 - late)
-            rank.event(Kind.WAIT_END, group=numbers[pair], seq=call + 1, value=0.001)
+            rank.event(Kind.WAIT_END, group=numbers[pair], seq=2 * call + 1, value=0.001)
+            rank.collective(Op("all_reduce", "max", ((2,),), ("float32",)), numbers[pair], payload=8).advance(0.05)
+            rank.event(Kind.WAIT_END, group=numbers[pair], seq=2 * call + 2, value=0.05)
             rank.clock_ns = run.start_ns + (call + 1) * 100_000_000
     assert list(bus_bandwidth(MonitorSnapshot(run.view()))) == [
         (("all_reduce", "unnamed"), pytest.approx(4096 / 0.004))
