@@ -47,7 +47,8 @@ class _Target:
     ticks: int
     closed: bool
     socket: str
-    signal: int
+    signal: int  #: for the stacks of all threads, while its Python lock is held
+    main_signal: int  #: for that of the main one, else
     stacks: Path
     known: ProcessState | None
     held_before: bool
@@ -145,6 +146,7 @@ def _targets(view: RunView, previous: Capture | None) -> list[_Target]:
                 closed=int(row["state"]) == RankState.CLOSED,
                 socket=str(said.get("worker_server") or ""),
                 signal=int(said.get("stacks_signal") or 0),
+                main_signal=int(said.get("main_signal") or said.get("stacks_signal") or 0),
                 stacks=_stacks_file(run, said, rank, row),
                 known=view.processes.get(rank),
                 held_before=before is not None and before.gil == "held" and still,
@@ -193,11 +195,11 @@ def _python(target: _Target, deadline: float) -> _Python:
     stacks = lock.stacks
     if not _has_frames(stacks):
         try:
-            stacks = _stacks(target, deadline)
+            stacks = _stacks(target, target.signal if lock.state == "held" else target.main_signal, deadline)
         except rank_stacks.NoStacks as error:
             return _Python(lock.state, "", (*notes, str(error)))
     main = main_thread(parse_stacks(stacks))
-    worker = awaited_worker(main, target.pid, target.signal, target.stacks, deadline - _LEFT_SECONDS)
+    worker = awaited_worker(main, target.pid, target.main_signal, target.stacks, deadline - _LEFT_SECONDS)
     return _Python(lock.state, stacks, notes, worker)
 
 
@@ -235,11 +237,11 @@ def _collect(target: _Target, state: ProcessState, asked: dict[str, Future[Any]]
     return replace(seen, notes=tuple(notes))
 
 
-def _stacks(target: _Target, deadline: float) -> str:
-    """By signal; by py-spy where the rank does not answer one, in what time is left. Raises NoStacks."""
+def _stacks(target: _Target, signal: int, deadline: float) -> str:
+    """By `signal`; by py-spy where the rank does not answer one, in what time is left. Raises NoStacks."""
     try:
         seconds = min(STACK_SECONDS, deadline - time.monotonic())
-        return rank_stacks.by_signal(target.pid, target.ticks, target.signal, target.stacks, seconds)
+        return rank_stacks.by_signal(target.pid, target.ticks, signal, target.stacks, seconds)
     except rank_stacks.NoStacks as first:
         try:
             return rank_stacks.by_pyspy(target.pid, deadline - time.monotonic())

@@ -1,4 +1,9 @@
-"""Stacks on request: a signal makes the process write all its Python stacks to a file, also while the GIL is held."""
+"""Stacks on request: a signal makes the process write its Python stacks to a file, also while the GIL is held.
+
+faulthandler writes them, and reads those of other threads as they are: where one of these runs Python code, with a deep
+stack, one such signal in some twenty ended the process (cpython#116008). So all threads are asked for only where the
+GIL is held, and nobody else runs; else the main thread alone, whose stack stands still while it handles the signal.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,17 @@ import signal
 from dtobs.probes.base import Probe
 
 STACKS_SIGNAL = signal.SIGRTMIN + 12
-"""One that neither torch, NCCL, profilers nor debuggers use."""
-LOOK_SIGNAL = STACKS_SIGNAL + 1
+"""All threads, of a process whose GIL is held. Neither torch, NCCL, profilers nor debuggers use it or the next two."""
+MAIN_SIGNAL = STACKS_SIGNAL + 1
+"""The main thread alone, of a process that may be at work, or a worker of it."""
+LOOK_SIGNAL = STACKS_SIGNAL + 2
 """Asks a worker process that is at work for its own stack: `host.own_stack` answers it."""
 FOR_WORKERS = "DTOBS_STACKS"
 """The variable that tells a rank's workers the signal and the rank's file, below ``dtobs run``."""
 
 
 class Stacks(Probe):
-    """Registers faulthandler for `STACKS_SIGNAL`; the monitor sends it and reads the file."""
+    """Registers faulthandler for the two signals; the monitor sends one and reads the file."""
 
     name = "stacks"
     about_model = False
@@ -27,9 +34,12 @@ class Stacks(Probe):
         path = recorder.run_dir.stacks(recorder.rank, recorder.attempt)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.undo.callback(os.close, file)
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
-        self.undo.callback(faulthandler.unregister, STACKS_SIGNAL)
+        for number in (STACKS_SIGNAL, MAIN_SIGNAL):
+            faulthandler.register(number, file=file, all_threads=number == STACKS_SIGNAL, chain=False)
+            self.undo.callback(faulthandler.unregister, number)
         if os.environ.get("DTOBS_RUN_NAME"):  # workers that are started anew find it: `integrations.startup`
-            os.environ[FOR_WORKERS] = f"{int(STACKS_SIGNAL)}:{path.absolute()}"
+            os.environ[FOR_WORKERS] = f"{int(MAIN_SIGNAL)}:{path.absolute()}"
             self.undo.callback(os.environ.pop, FOR_WORKERS, None)
-        recorder.meta.add("process", stacks_file=str(path), stacks_signal=int(STACKS_SIGNAL))
+        recorder.meta.add(
+            "process", stacks_file=str(path), stacks_signal=int(STACKS_SIGNAL), main_signal=int(MAIN_SIGNAL)
+        )

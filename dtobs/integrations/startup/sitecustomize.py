@@ -109,7 +109,7 @@ def _print_stacks_when_asked(asked: str) -> None:
     number, _, path = asked.partition(":")
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        import_module("faulthandler").register(int(number), file=file, all_threads=True, chain=False)
+        import_module("faulthandler").register(int(number), file=file, all_threads=False, chain=False)
         _ours("host.own_stack").print_when_asked(int(number) + 1, path)
     except (OSError, ValueError, RuntimeError, ImportError):  # the rank is gone, or not one that was recorded
         return

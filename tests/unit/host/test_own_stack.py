@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from dtobs.host.loader_workers import worker_frames
-from dtobs.host.rank_stacks import catches
-from dtobs.probes.stacks import LOOK_SIGNAL
+from dtobs.host.rank_stacks import by_signal, catches
+from dtobs.host.stacks import parse_stacks
+from dtobs.probes.stacks import LOOK_SIGNAL, MAIN_SIGNAL, STACKS_SIGNAL
 from tests.unit.monitor.children import child
 
 # A loader whose two workers are as dtobs leaves them, and a loop that reads it until its input ends.
@@ -65,3 +66,37 @@ def test_who_does_not_print_is_not_signalled(tmp_path: Path):
         assert worker_frames(other.pid, LOOK_SIGNAL, tmp_path / "none", 0.2) == ()
         assert other.poll() is None
     assert LOOK_SIGNAL <= signal.SIGRTMAX
+
+
+# A process with the handlers of a rank, and a second thread at work whose stack grows and shrinks.
+RANK = """
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from dtobs.probes.stacks import Stacks
+probe = Stacks()
+directory = SimpleNamespace(stacks=lambda *_: Path(sys.argv[1]))
+meta = SimpleNamespace(add=lambda *_, **__: None)
+probe.context = SimpleNamespace(recorder=SimpleNamespace(run_dir=directory, rank=0, attempt=0, meta=meta))
+probe.install()
+def deep(n): return n and 1 + deep(n - 1)
+def work():
+    while True:
+        for depth in (5, 50, 200, 400): deep(depth)
+threading.Thread(target=work, daemon=True).start()
+print('ready', flush=True)
+while True: time.sleep(0.01)  # the line
+"""
+
+
+def test_a_rank_at_work_is_asked_for_its_main_thread(tmp_path: Path):
+    """Asked for all threads, one signal in some twenty would end it."""
+    file = tmp_path / "stacks.txt"
+    with child(RANK, file) as rank:
+        assert catches(rank.pid, MAIN_SIGNAL) and catches(rank.pid, STACKS_SIGNAL)
+        for _ in range(1000):
+            os.kill(rank.pid, MAIN_SIGNAL)
+            time.sleep(0.0005)
+        said = by_signal(rank.pid, 0, MAIN_SIGNAL, file, 10)
+        assert rank.poll() is None
+    assert [frame.function for frame in parse_stacks(said)[-1].frames] == ["<module>"]

@@ -242,3 +242,21 @@ def test_the_recorder_of_nccl_is_asked_for_and_comes_first(tmp_path: Path):
     with rank_process(tmp_path, "nccl"):
         seen = worker_server.flight_recorder(str(tmp_path / "ws"), 5)
     assert seen["entries"] == [{"profiling_name": "nccl:all_reduce"}]
+
+
+@pytest.mark.parametrize(("mode", "held"), [("held", True), ("free", False)])
+def test_all_threads_are_asked_for_only_while_the_lock_is_held(
+    mode: str, held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[int] = []
+
+    def by_signal(pid: int, ticks: int, number: int, file: Path, seconds: float) -> str:
+        asked.append(number)
+        return 'Thread 0x1 (most recent call first):\n  File "a.py", line 3 in work\n'
+
+    with rank_process(tmp_path, mode) as process:
+        about = said(tmp_path) if held else {**said(tmp_path), "worker_server": ""}
+        run = one_rank(tmp_path, process.pid, monkeypatch, **about, main_signal=NUMBER + 1)
+        monkeypatch.setattr(rank_stacks, "by_signal", by_signal)
+        seen = capture_ranks(load_run(run.directory.root), "a test").ranks[0]
+    assert (seen.gil, asked) == (("held", [NUMBER]) if held else ("unknown", [NUMBER + 1]))
