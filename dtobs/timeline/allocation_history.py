@@ -119,18 +119,17 @@ class _Replay:
         self.events = events
         self.sites: dict[int, AllocationSite] = {}
         self.stacks = any(e.get("frames") for e in events if e["action"] == "alloc")
-        self.live: dict[Any, tuple[int, AllocationSite]] = {}
+        self.live: dict[int | None, AllocationSite] = {}  #: what is allocated and was so in the history
         self.deltas: list[tuple[int, int]] = []  #: of each event: allocated, reserved
         allocated: dict[int | None, int] = {}
-        self.earlier: Counter[int] = Counter()
+        self.earlier = 0  #: bytes that the history frees and did not allocate
         for event in events:
             self.deltas.append(self._delta(event, allocated))
         made = {address_of(e.get("addr")) for e in events if e["action"] == "alloc"}
-        kept = {address: entry for address, entry in held.items() if address not in made}
+        kept = {address: entry for address, entry in held.items() if address not in made}  # since before the history
         self.frames: Counter[str] = Counter()
         self.categories: Counter[str] = Counter()
-        for number, (size, where) in enumerate((*kept.values(), *((s, EARLIER) for s in self.earlier.elements()))):
-            self.live["held", number] = (size, where)
+        for size, where in (*kept.values(), (self.earlier, EARLIER)):
             self._count(size, where)
         self.allocated = self.frames.total()
         self.reserved = max(reserved - sum(d for _, d in self.deltas), 0)
@@ -143,7 +142,7 @@ class _Replay:
         if action in _FREED:
             known = allocated.pop(address, None)
             if known is None:
-                self.earlier[size] += 1
+                self.earlier += size
             return -(size if known is None else known), 0
         if action in ("segment_alloc", "segment_map"):
             return 0, size
@@ -195,12 +194,10 @@ class _Replay:
         self.allocated, self.reserved = self.allocated + delta[0], max(self.reserved + delta[1], 0)
         address = address_of(event.get("addr"))
         if event["action"] == "alloc":
-            where = self._site(event)
-            self.live[address] = (delta[0], where)
-            self._count(delta[0], where)
+            self.live[address] = self._site(event)
+            self._count(delta[0], self.live[address])
         elif delta[0]:
-            _, where = self.live.pop(address, (0, EARLIER))
-            self._count(delta[0], where)
+            self._count(delta[0], self.live.pop(address, EARLIER))
 
     @staticmethod
     def _time(event: dict[str, Any]) -> int:
