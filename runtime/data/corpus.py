@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -69,7 +70,10 @@ def standard_library(limit_bytes: int) -> Corpus:
     """The running Python's own library: no download. Modules are taken in a mixed order up to `limit_bytes`."""
     base = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__", "pydoc_data", "encodings"}
-    found = [path for path in base.rglob("*.py") if not skipped.intersection(path.relative_to(base).parts)]
+    found = []
+    for folder, below, names in os.walk(base):
+        below[:] = [name for name in below if name not in skipped]  # site-packages may hold tens of thousands of files
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
     found.sort(key=lambda path: hashlib.blake2b(path.relative_to(base).as_posix().encode()).digest())
     chosen, total = [], 0
     for path in found:
