@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import zlib
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def its_turn(test: str, commit: str) -> bool:
     """Whether a test is in the share of a commit: the same for the same two, and each test in turn."""
     return (zlib.crc32(test.encode()) + zlib.crc32(commit.encode())) % SHARES == 0
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: neither the garbage collector nor dtobs looks through it in each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
