@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Callable
 
@@ -42,6 +44,8 @@ def its_turn(test: str, commit: str) -> bool:
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays: neither the garbage collector nor dtobs looks through it in each test."""
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # the first step of an optimizer imports it
     gc.collect()
     gc.freeze()
 
