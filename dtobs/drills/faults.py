@@ -125,6 +125,7 @@ _TROUBLES = (
     _trouble("uneven", "data-uneven", "all"),  # of two that differ none is accused
     _trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
     _trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
+    _trouble("reduced-early", "gradients-not-synchronized", "all", wrappers=("fsdp", "ddp")),
     _trouble("stale", "optimizer-stale", "all"),
     _trouble("ignored-rate", "update-mismatch", "all"),
     _trouble("overwritten", "state-changed-at-rest", wrappers=("ddp", "by-hand")),

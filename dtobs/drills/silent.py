@@ -137,16 +137,16 @@ def train(job: SilentJob) -> None:
     samples = Samples(
         0 if is_now == "same-data" else placed.data_rank, job.seconds if is_now == "starved" and reads_wrongly else 0.0
     )
-    micros = max(3, job.accumulate) if is_now == "wiped" else job.accumulate
+    micros = max(3, job.accumulate) if is_now in ("wiped", "reduced-early") else job.accumulate
     losses: list[float] = []
-    at = 0  # the step
+    at = turn = 0  # the step, and the micro-batch in it
     link = BadLink() if is_now == "corrupted-message" and mine else None
     narrow = torch.float16 if is_now == "small-loss" else torch.bfloat16
     cast = is_now == "small-loss" or (mine and is_now == "other-precision")
 
-    def batch(step: int, _micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        nonlocal at
-        at = step
+    def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal at, turn
+        at, turn = step, micro
         if link is not None:
             link.is_bad = at == job.at_step
         with session.phase("data"):
@@ -159,6 +159,8 @@ def train(job: SilentJob) -> None:
         with contextlib.ExitStack() as until_learnt, torch.autocast("cpu", narrow, enabled=cast):
             if mine and is_now == "nan" and at == job.at_step:
                 until_learnt.callback(nan_in_backward(first).remove)
+            if is_now == "reduced-early":  # with the first micro-batch instead of the last
+                loop.synchronise(model, now=turn == 0)
             learns(inputs, wanted, criterion)
 
     def criterion(predicted: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,8 @@ def fsdp_parameters(model: nn.Module) -> dict[int, nn.Parameter | None]:
 class Gathered:
     """How FSDP2 spreads one parameter: over `ranks`, in `parts` shards of its first dimension; `part` is this rank's.
 
-    `find` gives what autograd sees in its place, None before it was first gathered; it keeps nothing alive.
+    `find` gives what autograd sees in its place, None before it was first gathered; `waits` says whether that has a
+    gradient which is still to be reduced. Neither keeps anything alive.
     """
 
     ranks: tuple[int, ...]
@@ -65,6 +66,7 @@ class Gathered:
     part: int
     shape: tuple[int, ...]  #: of what autograd sees, on this rank
     find: Callable[[], nn.Parameter | None]
+    waits: Callable[[], bool]
 
 
 def fsdp_shards(model: nn.Module) -> dict[int, Gathered | None]:
@@ -87,9 +89,14 @@ def _gathered(state: Any) -> Gathered | None:
     def find() -> nn.Parameter | None:
         return getattr(kept(), "_unsharded_param", None)
 
+    def waits() -> bool:
+        """Of another type than it is reduced in, the gradient is kept beside the parameter."""
+        beside = getattr(kept(), "unsharded_accumulated_grad", None)
+        return beside is not None or getattr(find(), "grad", None) is not None
+
     ranks = tuple(sorted(int(r) for r in mesh.mesh.flatten().tolist()))
     parts, part = int(getattr(info, "shard_mesh_size", 1)), int(getattr(info, "shard_mesh_rank", 0))
-    return Gathered(ranks, parts, part, tuple(size), find)
+    return Gathered(ranks, parts, part, tuple(size), find, waits)
 
 
 def _states(module: Any) -> Iterator[Any]:

@@ -254,7 +254,8 @@ class LedgerProbe(Probe):
 
     def _flags(self, row: LedgerRow, look: _Look) -> int:
         ddp = row.ddp() if row.ddp is not None else None
-        flags = (Ledger.HELD_BACK if look.held_back else 0) | (Ledger.SEARCHES if self._searches else 0)
+        held_back = look.held_back or (row.gathered is not None and row.gathered.waits())
+        flags = (Ledger.HELD_BACK if held_back else 0) | (Ledger.SEARCHES if self._searches else 0)
         flags |= Ledger.LEARNED if row.learned else 0
         return flags | (Ledger.CUSTOM_HOOK if getattr(ddp, "_comm_hooks", None) else 0)
 

@@ -41,7 +41,7 @@ class Side(IntEnum):
 class Ledger(IntEnum):
     """Flags of a FINAL record."""
 
-    HELD_BACK = 1  #: the last backward was told not to reduce (``no_sync``)
+    HELD_BACK = 1  #: the last backward was told not to reduce (``no_sync``, ``set_requires_gradient_sync(False)``)
     CUSTOM_HOOK = 2  #: DDP reduces by a hook of the user's
     SEARCHES = 4  #: inputs of the model wanted a gradient, or parameters were moved between the step's backwards
     LEARNED = 8  #: that the gradient is reduced, and over which ranks, was seen in the first steps, and not declared

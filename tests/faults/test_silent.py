@@ -31,6 +31,7 @@ CONSEQUENCES = {
     "corrupted-message": {"replica-divergence"},
     "starved": {"straggler"},
     "unwrapped": {"replica-divergence"},
+    "reduced-early": {"replica-divergence"},
     "rescaled": {"replica-divergence"},
     "overwritten": {"replica-divergence"},
     "coarse": {"optimizer-stale"},

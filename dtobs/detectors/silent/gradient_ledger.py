@@ -40,6 +40,10 @@ _IN_ORDER = (
     "Reduce the same tensors in the same order on every rank: one that leaves some out, or goes through a set, mixes"
     " the gradients of different parameters."
 )
+_AT_THE_END = (
+    "Let the last backward of a step reduce: run its forward outside DDP's no_sync(), and call FSDP2's"
+    " set_requires_gradient_sync(True) before its backward."
+)
 Ranks = tuple[int, ...]
 
 
@@ -159,6 +163,8 @@ def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str], apart: 
         step = _USED
     elif matter.kind == "mixed":  # noise that each rank adds does so, too
         confidence, step = Confidence.LIKELY, _IN_ORDER
+    elif matter.kind == "late":
+        step = _AT_THE_END
     elif _local(matter) and may_average:
         confidence, fault = Confidence.POSSIBLE, False
         text += "; they may average parameters instead"
@@ -212,7 +218,15 @@ def _words(matter: _Matter) -> tuple[str, Ranks]:
         case "zeros":
             return f"{_one(struck)} given zeros, while gradients were computed and other ranks get them", struck
     left = next(iter(sorted(about)))
+    if not left:
+        text = (
+            f"the optimizers of {ranks_text(struck)} step while gradients of the last backward wait for their reduction"
+        )
+        return f"{text}, and come into a later step's", struck
     kept = f"micro-batch {left[0] + 1}" if len(left) == 1 else f"micro-batches {left[0] + 1} to {left[-1] + 1}"
+    if matter.kind == "late":
+        text = f"the optimizers of {ranks_text(struck)} get the average of the micro-batches before, and their own"
+        return f"{text} gradient of {kept} of {matter.micros}", struck
     text = f"{ranks_text(struck)} step with {kept} of {matter.micros} only: the gradients before were wiped"
     return (f"{text}, and not averaged over ranks" if matter.kind == "own-micro" else text), struck
 

@@ -6,9 +6,10 @@ A `Look` holds both sides of the ledger for one tensor in one step. Its pieces a
 
 In a healthy job all weights of a step are one number, the same for every rank (1/W, or less where gradients were
 clipped). `judge` asks, in this order: does one factor explain a rank's gradient? If not, does a simple mistake explain
-it exactly: own share only, a share missing, the last micro-batch only, the shares of a part of the ranks? What nothing
-explains was transformed on purpose (clipped by value, compressed, noise) or cannot be known: it is accused of nothing,
-unless every rank is given something else, which is called mixed.
+it exactly: own share only, a share missing, the last micro-batch only, the last micro-batches not reduced, the shares
+of a part of the ranks? What nothing explains was transformed on purpose (clipped by value, compressed, noise) or cannot
+be known: it is accused of nothing, unless every rank is given something else, which is called mixed, or shards of it
+still wait for their reduction.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from dtobs.recording.laws import Ledger
 
 EXACT = 1e-4
 """Relative error that FP32 arithmetic may leave; measured 1e-6."""
@@ -53,8 +56,9 @@ class Look:
 class Explained:
     """What became of rank `rank`'s copy of a tensor, where it is not what it should be.
 
-    `mistake` is "own", "missing", "micro", "own-micro", "group", "zeros" or "mixed"; `which` the ranks, or the
-    micro-batches that are left; `residual` what it leaves unexplained, `uniform` what equal weights leave.
+    `mistake` is "own", "missing", "micro", "own-micro", "late", "group", "zeros" or "mixed"; `which` the ranks, the
+    micro-batches that are left, or those that were not reduced, where that is known; `residual` what it leaves
+    unexplained, `uniform` what equal weights leave.
     """
 
     rank: int
@@ -98,8 +102,9 @@ def judge(look: Look) -> Judged:
             elif residuals[i] > ROUGH:
                 unexplained.append(look.ranks[i])
     if len(unexplained) == len(look.ranks) > 1 and _unlike(look):
+        waits = len(np.unique(look.part)) > 1 and bool((look.flags & Ledger.HELD_BACK).all())
         left = zip(look.ranks, residuals.tolist(), strict=True)
-        mistakes = [Explained(rank, "mixed", (), residual, residual) for rank, residual in left]
+        mistakes = [Explained(rank, "late" if waits else "mixed", (), residual, residual) for rank, residual in left]
     wrong = {m.rank for m in mistakes} | set(unexplained)
     bad = ~known | (pieces < LEAST_PIECES) | (residuals > ROUGH) | np.array([rank in wrong for rank in look.ranks])
     return Judged(
@@ -174,6 +179,7 @@ def _mistakes(look: Look, shares: Floats, i: int) -> Iterator[tuple[str, tuple[i
         yield "micro", kept, shares[:, begin:].sum(axis=(0, 1))
         if count > 1:
             yield "own-micro", kept, shares[i, begin:].sum(axis=0)
+            yield "late", kept, shares[:, :begin].sum(axis=(0, 1)) / count + shares[i, begin:].sum(axis=0)
     for q in range(count) if count > 2 else ():
         yield "missing", (look.ranks[q],), total - by_rank[q]
     for size in range(2, count):

@@ -51,6 +51,10 @@ one_sums = shared(lambda case, rank, g: g.sum((0, 1)) / (1 if rank == 1 else 4))
 last_only = shared(lambda case, rank, g: g[:, -1].sum(0) / 4)
 last_two = shared(lambda case, rank, g: g[:, 2:].sum((0, 1)) / 4)
 own_last = shared(lambda case, rank, g: g[rank, -1])
+early = shared(lambda case, rank, g: g[:, :2].sum((0, 1)) / len(g) + g[rank, 2:].sum(0))
+late_by_a_step = shared(
+    lambda case, rank, g: g[:, 0].sum(0) / len(g) + np.random.default_rng(case.seed + 1).normal(size=g.shape[2])
+)
 zeroed = shared(lambda case, rank, g: g.sum((0, 1)) / 4 * (rank != 3), ONE)
 
 
@@ -92,6 +96,18 @@ FAULTS = {
         "batches 3 to 4",
     ),
     "wiped, not reduced": (Case(micros=4, final=own_last), "accumulation-not-normalized", (0, 1, 2, 3), "not averaged"),
+    "reduced before the last": (
+        Case(micros=4, final=early),
+        "gradients-not-synchronized",
+        (0, 1, 2, 3),
+        "own gradient of",
+    ),
+    "reduced early, FSDP2": (
+        Case(micros=3, sharded=True, final=late_by_a_step, flags=Ledger.HELD_BACK),
+        "gradients-not-synchronized",
+        (0, 1, 2, 3),
+        "a later step's",
+    ),
     "wiped, one rank": (
         Case(1, 4, final=lambda c, s, n, r, g: g[:, -1].sum(0)),
         "accumulation-not-normalized",
