@@ -42,6 +42,10 @@ class Confidence(StrEnum):
         return ("possible", "likely", "certain").index(self.value)
 
 
+Key = tuple[str, tuple[int, ...], str | None, str]
+"""Code, ranks, group and aspect of a finding."""
+
+
 def _known(code: str) -> Code:
     return CATALOGUE.get(code) or PREFLIGHT[code]
 
@@ -54,7 +58,8 @@ def _says_what(record: dict[str, Any]) -> bool:
 class Finding:
     """One thing that is wrong.
 
-    `evidence` are the records it rests on, JSON-ready, each with at least ``what``; `since_ns` is monotonic.
+    `evidence` are the records it rests on, JSON-ready, each with at least ``what``; `since_ns` is monotonic. `group` is
+    the process group it happened in, `aspect` what of its code it is about, where a run may have several.
     """
 
     code: str
@@ -63,6 +68,7 @@ class Finding:
     confidence: Confidence = Confidence.LIKELY
     step: int | None = None
     group: str | None = None
+    aspect: str = ""
     evidence: tuple[Annotated[dict[str, Any], _says_what], ...] = ()
     next_step: str = ""
     since_ns: int = 0
@@ -91,9 +97,9 @@ class Finding:
         return CATALOGUE[self.code].traits
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...], str | None]:
+    def key(self) -> Key:
         """Findings with equal keys describe the same problem."""
-        return (self.code, self.ranks, self.group)
+        return (self.code, self.ranks, self.group, self.aspect)
 
     def to_json(self) -> dict[str, Any]:
         """The finding as in the diagnosis JSON (``dtobs.diagnosis/1``)."""
@@ -104,6 +110,7 @@ class Finding:
             "ranks": list(self.ranks),
             "step": self.step,
             "group": self.group,
+            **({"aspect": self.aspect} if self.aspect else {}),
             "summary": self.summary,
             "evidence": list(self.evidence),
             "next_step": self.next_step,

@@ -90,7 +90,7 @@ def merge(now: Iterable[Finding], journal: Iterable[Entry]) -> list[Finding]:
     """
     found = {finding.key: finding for finding in now}
     ended = any(Trait.ENDING in finding.traits for finding in found.values())
-    explained = any(CATALOGUE[code].family == "hangs" for code, _, _ in found)
+    explained = any(CATALOGUE[code].family == "hangs" for code, *_ in found)
     for entry in journal:
         earlier = entry.finding
         same = found.get(earlier.key)
@@ -261,7 +261,10 @@ def _says_where(finding: Finding) -> bool:
 def _outgrown(earlier: Finding, now: Iterable[Finding]) -> bool:
     """Whether the same matter is seen now with more ranks, or with the group that it is about."""
     return any(
-        f.code == earlier.code and earlier.group in (f.group, None) and set(f.ranks) >= set(earlier.ranks) for f in now
+        (f.code, f.aspect) == (earlier.code, earlier.aspect)
+        and earlier.group in (f.group, None)
+        and set(f.ranks) >= set(earlier.ranks)
+        for f in now
     )
 
 
@@ -305,8 +308,8 @@ def rank_causes(found: Iterable[Finding]) -> list[Finding]:
 
 def _parted(finding: Finding, divergence: Finding) -> bool:
     """Whether copies of a model that differ do so because of `finding`; a law that looks at a part may see it later."""
-    of_updates = finding.code != "config-mismatch" or (finding.group or "").startswith(_OF_UPDATES)
-    began = finding.code == "seed-policy" and finding.group == "initial parameters"
+    of_updates = finding.code != "config-mismatch" or finding.aspect.startswith(_OF_UPDATES)
+    began = finding.code == "seed-policy" and finding.aspect == "initial parameters"
     return (
         (Trait.PARTS in finding.traits or began)
         and of_updates

@@ -8,14 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dtobs.codec import encode
-from dtobs.findings import Confidence, Finding
+from dtobs.findings import Confidence, Finding, Key
 from dtobs.monitor.exits import write_out
 from dtobs.recording.journal import Entry, Event, open_entries, read_journal
 
 _MISSES_TO_CLEAR = 2
 _MAX_UNWRITTEN = 2000
-
-Key = tuple[str, tuple[int, ...], str | None]
 
 
 @dataclass

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.codec import DecodeError, decode, parse
-from dtobs.findings import Finding, Trait
+from dtobs.findings import Finding, Key, Trait
 
 MAX_BYTES = 32 << 20
 Event = Literal["found", "cleared", "standing"]
@@ -76,7 +76,7 @@ def read_journal(path: Path) -> list[Entry]:
 
 def open_entries(entries: list[Entry], attempt: int | None = None) -> list[Entry]:
     """The findings that were not cleared or corrected, each as last seen, oldest first; of one attempt, if given."""
-    still: dict[tuple[str, tuple[int, ...], str | None], Entry] = {}
+    still: dict[Key, Entry] = {}
     for entry in entries:
         if attempt is not None and entry.attempt != attempt:
             continue

@@ -59,7 +59,7 @@ def test_an_outlier_in_fp8_is_found_and_its_twin_is_quiet(tmp_path: Path) -> Non
     spoiled = train(tmp_path / "spoiled", 1, "--precision", "fp8", "--data.batch", "2", outlier=2.0**14)
     codes = {f.code for f in run_detectors(spoiled, ("silent",))}
     assert "fp8-saturation" in codes
-    (finding,) = [f for f in run_detectors(spoiled, ("silent",)) if f.group == "weight flushed"]
+    (finding,) = [f for f in run_detectors(spoiled, ("silent",)) if f.aspect == "weight flushed"]
     assert finding.ranks == (0,)
     assert "of the FP8 weights of rank 0 become zero" in finding.summary
     assert finding.evidence[0]["amax"] == pytest.approx(2.0**14, rel=0.01)

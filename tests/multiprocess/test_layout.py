@@ -110,7 +110,7 @@ def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how
 def test_gradients_that_are_reduced_by_their_maximum(tmp_path: Path):
     run_ranks(train_by_hand, 4, tmp_path, "one by one", "largest")
     (found,) = run_detectors(load_run(tmp_path), ("silent",))
-    assert (found.code, found.ranks, found.group) == ("gradient-scale-mismatch", (0, 1, 2, 3), "not summed")
+    assert (found.code, found.ranks, found.aspect) == ("gradient-scale-mismatch", (0, 1, 2, 3), "not summed")
     assert found.summary.startswith("ranks 0-3 reduce gradients by max, element by element, instead of a sum")
 
 

@@ -283,7 +283,7 @@ def _finding(sets: list[_Parted], text: str) -> Finding:
         tuple(rank for part in parts for rank in part),
         Confidence.POSSIBLE,
         step=first.step,
-        group="averaged in parts",
+        aspect="averaged in parts",
         fault=False,
         evidence=({"what": "parameter digests", "parts": parts[:16], "tensors_that_differ": len(first.apart)},),
     )

@@ -142,7 +142,7 @@ def _parted(view: RunView, kept: _Kept) -> Finding | None:
         tuple(odd),
         Confidence.CERTAIN if kept.label else Confidence.POSSIBLE,
         step=since,
-        group=kept.label or "buffers",
+        aspect=kept.label or "buffers",
         next_step=_NEXT,
         evidence=(
             {"what": "digests of averages", "copy": kept.label, "pieces": apart, "states_alike": states, "step": since},
@@ -162,7 +162,7 @@ def _rests(label: str, holders: dict[int, tuple[int, bool]], moving: dict[int, n
         tuple(rests),
         Confidence.LIKELY,
         step=max(0, min(int(looks["step"][0]) for looks in steadily.values()) - 1),
-        group=label,
+        aspect=label,
         next_step=_NEXT,
         evidence=({"what": "digests of averages", "copy": label, "looks": min(map(len, steadily.values()))},),
     )

@@ -42,7 +42,7 @@ def _not_summed(view: RunView) -> list[Finding]:
             tuple(found),
             Confidence.LIKELY,
             step=1,
-            group="not summed",
+            aspect="not summed",
             next_step="Give all_reduce op=ReduceOp.SUM and divide by the ranks, or op=ReduceOp.AVG.",
             evidence=tuple(
                 {"what": "gradients reduced otherwise", "rank": rank, "operation": name, "parameter": of}
@@ -69,7 +69,7 @@ def _idly(view: RunView) -> list[Finding]:
             tuple(found),
             Confidence.LIKELY,
             step=step,
-            group="clipped idly",
+            aspect="clipped idly",
             next_step="Call clip_grad_norm_ between the last backward of a step and the optimizer's step.",
             evidence=tuple(
                 {"what": "clipping that is not used", "rank": rank, "step": at, "max_norm": most}
@@ -96,7 +96,7 @@ def _scaled(view: RunView) -> list[Finding]:
             tuple(found),
             Confidence.LIKELY,
             step=step,
-            group="clipped while scaled",
+            aspect="clipped while scaled",
             evidence=tuple(
                 {"what": "clipping of scaled gradients", "rank": rank, "step": at, "max_norm": most, "scale": by}
                 for rank, (at, most, by) in list(found.items())[:_MOST]

@@ -126,7 +126,7 @@ def _finding(
         ranks,
         Confidence.CERTAIN if strong else Confidence.POSSIBLE,
         step=first,
-        group=name,
+        aspect=name,
         fault=bool(strong),
         evidence=tuple(
             {

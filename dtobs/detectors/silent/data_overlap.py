@@ -120,7 +120,7 @@ def _shuffled_apart(view: RunView, group: list[int]) -> list[Finding]:
             tuple(group),
             Confidence.LIKELY,
             step=min(p["step"] for p in dealt),
-            group="shuffled apart",
+            aspect="shuffled apart",
             next_step="Give DistributedSampler the same seed on all ranks, and call set_epoch(epoch) on all of them.",
             evidence=({"what": "passes over training data", "passes": list(dealt)[:16]},),
         )
@@ -160,7 +160,7 @@ def _in_any_order(view: RunView, group: list[int]) -> list[Finding]:
             tuple(ranks),
             Confidence.POSSIBLE,
             step=int(min(s.steps.min() for s in each)),
-            group="any order",
+            aspect="any order",
             evidence=({"what": "digests of samples", "shared": {str(r): v for r, v in list(shares.items())[:64]}},),
         )
     ]

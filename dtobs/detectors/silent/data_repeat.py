@@ -56,7 +56,7 @@ def _by_workers(view: RunView) -> list[Finding]:
             tuple(found),
             Confidence.LIKELY,
             step=step,
-            group="workers",
+            aspect="workers",
             next_step="Give each worker a part of the stream in the data set's __iter__, by"
             " torch.utils.data.get_worker_info(), beside the part of the rank.",
             evidence=({"what": "input digests of successive steps", "workers": workers},),
@@ -93,7 +93,7 @@ def _by_inputs(view: RunView) -> list[Finding]:
             tuple(repeats),
             Confidence.LIKELY,
             step=step,
-            group="seeded anew",
+            aspect="seeded anew",
             evidence=({"what": "input digests at the begin of passes", "passes": view.meta(min(repeats)).passes[:16]},),
         )
     ]

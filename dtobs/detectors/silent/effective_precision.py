@@ -42,7 +42,7 @@ def effective_precision(view: RunView) -> list[Finding]:
                     f" {ranks_text(fine)} have that of FP32: they compute in different precision",
                     tuple(coarse if 2 * len(coarse) < len(group) else group),
                     Confidence.CERTAIN,
-                    group="mantissa",
+                    aspect="mantissa",
                     fault=True,
                     evidence=(
                         {"what": "mantissa of gradients", "coarse": sorted(coarse)[:64], "fine": sorted(fine)[:64]},

@@ -66,7 +66,7 @@ def _describe(role: str, way: str, verb: str, share: float, ranks: dict[int, npt
         tuple(ranks),
         Confidence.LIKELY,
         step=max(int(record["step"]) for record in ranks.values()),
-        group=f"{role} {way}",
+        aspect=f"{role} {way}",
         evidence=tuple(evidence),
         since_ns=min(int(record["end_ns"]) for record in ranks.values()),
     )

@@ -177,7 +177,7 @@ def _describe(matter: _Matter, fine: Mapping[str, int], known: set[str], apart: 
         ranks,
         confidence,
         step=min(matter.steps),
-        group=matter.kind if code == "gradients-not-synchronized" else None,
+        aspect=matter.kind if code == "gradients-not-synchronized" else "",
         expect=word,
         fault=fault,
         next_step=step,

@@ -91,7 +91,7 @@ def _finding(ranks: list[int], text: str) -> Finding:
         tuple(ranks),
         Confidence.POSSIBLE,
         step=1,
-        group="gradients lost",
+        aspect="gradients lost",
         fault=False,
         next_step="Average the gradients over the ranks before the step: all_reduce, or reduce to the rank that steps.",
         evidence=({"what": "calls that carry no gradient", "ranks": ranks[:16]},),

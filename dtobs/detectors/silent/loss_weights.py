@@ -157,7 +157,7 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
         tuple(odd),
         Confidence.LIKELY,
         step=min(steps),
-        group="loss",
+        aspect="loss",
         expect="loss-weights",
         next_step="Look for what multiplies the loss on this rank only; divide by numbers that all ranks share.",
         evidence=({"what": "loss weights", "by_rank": {str(r): w for r, w in values.items()}, "steps": len(steps)},),
@@ -190,7 +190,7 @@ def _not_divided(view: RunView, ranks: list[int], steps: dict[int, _Step]) -> Fi
         tuple(ranks),
         Confidence.LIKELY if micros >= MANY and factor is not None else Confidence.POSSIBLE,
         step=first,
-        group="not divided",
+        aspect="not divided",
         expect="loss-weights",
         evidence=({"what": "loss weights", "backwards": micros, "sum_of_weights": micros, "steps": len(wrong)},),
     )
@@ -228,7 +228,7 @@ def _mean_of_means(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
         tuple(ranks),
         Confidence.POSSIBLE,
         step=first,
-        group="mean of means",
+        aspect="mean of means",
         expect="loss-weights",
         evidence=(
             {

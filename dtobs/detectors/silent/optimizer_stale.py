@@ -109,7 +109,7 @@ def _one_of_several(view: RunView) -> list[Finding]:
             tuple(unused),
             Confidence.LIKELY,
             step=1,
-            group="one of several",
+            aspect="one of several",
             evidence=tuple(
                 {"what": "gradients thrown away", "rank": rank, "optimizer": told[0], "parameter": told[1]}
                 for rank, told in list(unused.items())[:16]
@@ -217,7 +217,7 @@ def _left_out(view: RunView, group: list[int]) -> Finding | None:
         tuple(left_out),
         Confidence.LIKELY,
         step=step,
-        group="left out",
+        aspect="left out",
         evidence=tuple(
             {"what": "an optimizer step left out", "rank": rank, "step": at} for rank, at in list(left_out.items())[:16]
         ),

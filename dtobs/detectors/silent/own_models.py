@@ -122,7 +122,7 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
         tuple(ranks),
         Confidence.POSSIBLE,
         step=step,
-        group="own models",
+        aspect="own models",
         fault=False,
         evidence=({"what": "parameter digests", "looks": looks.shape[1], "tensors_that_differ": moving},),
     )

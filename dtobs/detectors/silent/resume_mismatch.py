@@ -82,7 +82,7 @@ def _of_other_steps(view: RunView) -> list[Finding]:
                     tuple(odd),
                     Confidence.LIKELY,
                     step=step,
-                    group="optimizer's steps",
+                    aspect="optimizer's steps",
                     expect="",
                     next_step="Load the same step on all ranks: let one rank choose it and tell the others.",
                     evidence=({"what": name, "values": {str(rank): n for rank, n in list(ahead.items())[:64]}},),
@@ -109,7 +109,7 @@ def _redone_finding(name: str, called: str, words: str, odd: Sequence[Redone]) -
         ranks,
         Confidence.LIKELY,
         step=step,
-        group=called,
+        aspect=called,
         fault=words.endswith(_NOT_LOADED),
         evidence=(
             {
@@ -149,7 +149,7 @@ def _learned_again(view: RunView, compared: Collection[int]) -> list[Finding]:
             tuple(back),
             Confidence.LIKELY,
             step=int(view.rank_steps(min(back))["step"][0]),
-            group="loss",
+            aspect="loss",
             evidence=(
                 {
                     "what": "median loss",
@@ -221,7 +221,7 @@ def _without_state(view: RunView, aligned: Sequence[Redone]) -> list[Finding]:
             tuple(lost),
             Confidence.POSSIBLE if "loss" in why else Confidence.LIKELY,
             step=step,
-            group="optimizer state",
+            aspect="optimizer state",
             fault="loss" not in why,
             evidence=({"what": "optimizers without the state that they had", "names": names[:16]},),
         )
@@ -270,7 +270,7 @@ def _moments_of_zero(view: RunView) -> list[Finding]:
             tuple(struck),
             Confidence.LIKELY,
             step=step,
-            group="optimizer state",
+            aspect="optimizer state",
             next_step="Load the moments with the step count, or begin the optimizer's state anew with neither.",
             evidence=({"what": "update audit", "parameter": name, "steps_done": counted},),
         )

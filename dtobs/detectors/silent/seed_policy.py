@@ -68,7 +68,7 @@ def _initial(view: RunView) -> list[Finding]:
                 tuple(odd),
                 Confidence.CERTAIN,
                 step=int(copies.steps[0]) + 1,
-                group="initial parameters",
+                aspect="initial parameters",
                 expect="own-models",
                 fault=not apart,
                 evidence=(
@@ -122,7 +122,7 @@ def _shards(view: RunView) -> list[Finding]:
                     ranks,
                     Confidence.LIKELY,
                     step=int(view.digests(ranks[0])["step"][0]) + 1,
-                    group="initial shards",
+                    aspect="initial shards",
                     expect="same-seed",
                     fault=False,
                     evidence=({"what": "digests of shards before the first optimizer step", "matrices": names[:16]},),
@@ -175,7 +175,7 @@ def _broken(ranks: list[int], summary: str, name: str, values: Mapping[int, str]
         summary,
         tuple(ranks),
         Confidence.CERTAIN,
-        group=name,
+        aspect=name,
         expect="",
         evidence=({"what": "declared values", "name": name, "values": shown},),
     )
@@ -256,7 +256,7 @@ def _must_be_equal(window: StepWindow, group: list[int], states: npt.NDArray[np.
             tuple(odd),
             Confidence.CERTAIN,
             step=first,
-            group="generators",
+            aspect="generators",
             expect="",
             evidence=({"what": "generator digests", "steps_unequal": int(unequal.sum()), "steps": int(known.sum())},),
         )
@@ -281,7 +281,7 @@ def _must_differ(window: StepWindow, ranks: list[int], known: npt.NDArray[np.boo
         tuple(ranks),
         Confidence.CERTAIN,
         step=int(window.steps[known][0]),
-        group="generators",
+        aspect="generators",
         fault=True,
         evidence=({"what": "generator digests", "steps_equal": int(known.sum()), "declared": True},),
     )

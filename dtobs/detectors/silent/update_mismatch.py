@@ -57,7 +57,7 @@ def _other_than_replicas(view: RunView, known: list[Audit]) -> Iterator[Finding]
             tuple(odd),
             Confidence.CERTAIN,
             step=step,
-            group="replicas",
+            aspect="replicas",
             expect="",
             evidence=(
                 {"what": "update audit", "parameter": name, "ranks": sorted(made)[:64], "computed_wrong": wrong},
@@ -94,7 +94,7 @@ def _moments(known: list[Audit]) -> Iterator[Finding]:
                 tuple(struck),
                 Confidence.LIKELY,
                 step=step,
-                group="moments",
+                aspect="moments",
                 expect="",
                 evidence=({"what": "update audit", "parameter": name, "windows_wrong": len(bad)},),
             )
@@ -128,7 +128,7 @@ def _factors(known: list[Audit]) -> Iterator[Finding]:
         tuple(found),
         Confidence.LIKELY,
         step=step,
-        group="learning rate",
+        aspect="learning rate",
         fault=False,
         evidence=tuple(
             {"what": "update audit", "rank": rank, "factor": f, "parameters": who[:16]}

@@ -85,7 +85,7 @@ def _undone(view: RunView) -> list[Finding]:
             tuple(ranks),
             Confidence.LIKELY,
             step=min(ranks.values()),
-            group="undone",
+            aspect="undone",
             next_step="Look for what writes these parameters after the step: a broadcast from another rank than the"
             " one that has the new values, a copy of the model that is loaded again.",
             evidence=({"what": "update audit", "parameters": list(found)[:16]},),

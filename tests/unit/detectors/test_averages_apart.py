@@ -57,7 +57,7 @@ def test_one_of_three_that_goes_its_own_way_is_named(tmp_path: Path):
 
 def test_of_two_both_are_named_and_of_buffers_it_is_possible(tmp_path: Path):
     (found,) = told(tmp_path, changed(alike(30), 1, 20), label="")
-    assert (found.ranks, found.confidence, found.group) == ((0, 1), Confidence.POSSIBLE, "buffers")
+    assert (found.ranks, found.confidence, found.aspect) == ((0, 1), Confidence.POSSIBLE, "buffers")
     assert "in buffers since step 20" in found.summary
 
 

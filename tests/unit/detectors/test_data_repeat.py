@@ -75,7 +75,7 @@ def test_a_stream_that_every_worker_reads(tmp_path: Path, workers: int, parts: b
             optimizer.step()
             optimizer.zero_grad()
     found = data_repeat(load_run(tmp_path))
-    assert [f.group for f in found] == (["workers"] if repeats else [])
+    assert [f.aspect for f in found] == (["workers"] if repeats else [])
     if repeats:
         assert f"rank 0 reads each batch {repeats} times in a row" in found[0].summary
 

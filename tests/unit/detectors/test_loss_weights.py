@@ -66,7 +66,7 @@ def found(root: Path, world: int, *args: object, **options: int) -> list[Finding
 def test_micro_batches_that_nobody_divides(tmp_path: Path, world: int):
     run = ledger_run(tmp_path, Case(world, 4, steps=3))
     (one,) = loss_weights(keep(run, 4, full, each(1.0)).view())
-    assert (one.code, one.group, one.confidence) == ("accumulation-not-normalized", "not divided", Confidence.LIKELY)
+    assert (one.code, one.aspect, one.confidence) == ("accumulation-not-normalized", "not divided", Confidence.LIKELY)
     assert "4 backwards a step" in one.summary
     assert "4 times as large" in one.summary
 
@@ -105,7 +105,7 @@ def test_losses_divided_by_the_ranks_are_a_fact_where_gradients_are_averaged(
 @pytest.mark.parametrize(("world", "micros", "where"), [(1, 4, "micro-batches"), (2, 1, "ranks"), (2, 2, "ranks and")])
 def test_a_mean_of_means(tmp_path: Path, world: int, micros: int, where: str):
     (one,) = found(tmp_path, world, micros, padded, each(1 / micros))
-    assert (one.code, one.group, one.confidence) == (
+    assert (one.code, one.aspect, one.confidence) == (
         "accumulation-not-normalized",
         "mean of means",
         Confidence.POSSIBLE,

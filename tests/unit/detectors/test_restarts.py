@@ -87,7 +87,7 @@ def test_generators_that_do_not_move_prove_nothing(tmp_path: Path) -> None:
 )
 def test_another_rate_or_other_weights(tmp_path: Path, field: str, value: Callable[[int], float], words: str) -> None:
     (finding,) = found(restarted(tmp_path, **{field: value}))
-    assert (finding.code, finding.group, finding.step) == ("resume-mismatch", words, 10)
+    assert (finding.code, finding.aspect, finding.step) == ("resume-mismatch", words, 10)
 
 
 def test_steps_that_nobody_numbered_are_not_compared(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def every_third(rank: int, step: int, mine: bool = True) -> np.ndarray:
 
 def test_what_ranks_share_is_found_though_few_steps_are_looked_at(tmp_path: Path):
     (one,) = read(tmp_path, lambda rank, step: every_third(rank, step, mine=False), steps=60)
-    assert (one.group, one.confidence) == ("any order", Confidence.POSSIBLE)
+    assert (one.aspect, one.confidence) == ("any order", Confidence.POSSIBLE)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_samplers_that_shuffle_apart(
         rank.meta("pass", step=0, sampler=0, samples=80, **said)
         write(rank.recorder, 20, own_part if not shared else all_of_it, rank.number)
     run.steps(20)
-    found = [f for f in data_overlap(run.view()) if f.group == "shuffled apart"]
+    found = [f for f in data_overlap(run.view()) if f.aspect == "shuffled apart"]
     assert [f.summary.partition("by nobody: ")[2] for f in found] == [told] * bool(told)
 
 

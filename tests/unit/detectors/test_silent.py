@@ -265,7 +265,7 @@ def test_shards_that_each_rank_drew_alike(tmp_path: Path, name: str, sharded: bo
         where = f"mesh:1:d36/0.S(0).{number}" if sharded else "mesh:2:d36/"
         rank.parameters(*(Parameter(n, shapes[n.partition(".")[2]], "float32", where) for n in values))
         rank.digests(*(both[number] for both in values.values()), step=-1)
-    found = [f for f in seed_policy(run.steps(6).view()) if f.group == "initial shards"]
+    found = [f for f in seed_policy(run.steps(6).view()) if f.aspect == "initial shards"]
     assert [f.evidence[0]["matrices"] for f in found] == ([told] if told and sharded else [])
     assert all((f.ranks, f.severity) == ((0, 1), "note") for f in found)
 
@@ -277,7 +277,7 @@ def test_models_that_began_differently(tmp_path: Path):
         rank.step(params_digest=1 + (number == 2)).digests(4 + (number == 2), 5, 6)
     divergence, seeds = findings(run)
     assert (divergence.code, divergence.ranks) == ("replica-divergence", (2,))
-    assert (seeds.code, seeds.ranks, seeds.group) == ("seed-policy", (2,), "initial parameters")
+    assert (seeds.code, seeds.ranks, seeds.aspect) == ("seed-policy", (2,), "initial parameters")
     assert seeds.summary.startswith("rank 2 began with other parameters than the others (first embed.weight)")
 
 
@@ -286,7 +286,7 @@ def test_declared_values(tmp_path: Path):
     for number, rank in enumerate(run.ranks):
         rank.meta("policy", equal={"seed": 7 if number else 8}, differ={"dropout seed": number})
     found = only(run)
-    assert (found.code, found.ranks, found.group) == ("seed-policy", (0,), "seed")
+    assert (found.code, found.ranks, found.aspect) == ("seed-policy", (0,), "seed")
     assert found.summary == "seed must be equal on all ranks: rank 0 8, the others 7"
 
 
@@ -335,7 +335,7 @@ def test_declared_generators(tmp_path: Path, rule: str, odd: tuple[int, ...]):
     for rank in run.ranks:
         rank.meta("policy", generators=rule)
     found = only(run)
-    assert (found.code, found.ranks, found.group) == ("seed-policy", odd, "generators")
+    assert (found.code, found.ranks, found.aspect) == ("seed-policy", odd, "generators")
 
 
 # data-overlap

@@ -195,7 +195,7 @@ def test_moments_of_zero_beside_a_count_of_steps(tmp_path: Path, zeroed: bool):
 
     train(tmp_path, OPTIMIZERS["adamw foreach"], keep)
     told = resume_mismatch(train(tmp_path, OPTIMIZERS["adamw foreach"], prepare=load))
-    assert [(f.code, f.ranks, f.group) for f in told] == [("resume-mismatch", (0,), "optimizer state")] * zeroed
+    assert [(f.code, f.ranks, f.aspect) for f in told] == [("resume-mismatch", (0,), "optimizer state")] * zeroed
     assert not zeroed or "while it counts 24 steps as done" in told[0].summary
 
 

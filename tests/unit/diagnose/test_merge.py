@@ -109,19 +109,19 @@ def test_an_exception_about_nan_is_the_consequence_of_the_nan():
 
 
 @pytest.mark.parametrize(
-    ("code", "group", "step", "first"),
+    ("code", "aspect", "step", "first"),
     [
-        ("learning-rate-mismatch", None, 2, True),
+        ("learning-rate-mismatch", "", 2, True),
         ("config-mismatch", "optimizer.weight_decay", 0, True),
         ("config-mismatch", "torch", 0, False),  # equal gradients make equal updates, whatever the version
-        ("gradient-scale-mismatch", None, 30, True),  # the ledger looks at a part in each step
-        ("learning-rate-mismatch", None, 300, False),  # a schedule that follows a loss which differs by then
-        ("local-gradient-outlier", None, 1, False),
+        ("gradient-scale-mismatch", "", 30, True),  # the ledger looks at a part in each step
+        ("learning-rate-mismatch", "", 300, False),  # a schedule that follows a loss which differs by then
+        ("local-gradient-outlier", "", 1, False),
     ],
 )
 def test_what_makes_the_copies_of_a_model_part_comes_before_their_divergence(
-    code: str, group: str | None, step: int, first: bool
+    code: str, aspect: str, step: int, first: bool
 ):
     apart = Finding("replica-divergence", "differ", (0, 1), Confidence.CERTAIN, step=2)
-    cause = Finding(code, "differ, too", (1,), Confidence.CERTAIN, step=step, group=group)
+    cause = Finding(code, "differ, too", (1,), Confidence.CERTAIN, step=step, aspect=aspect)
     assert rank_causes([apart, cause])[0] is (cause if first else apart)
