@@ -36,6 +36,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtobs.catalogue import CATALOGUE
 from dtobs.cli import Exit
 from dtobs.drills.faults import TWIN, Drill, known
 from dtobs.errors import DependencyMissing, UsageError
@@ -43,6 +44,9 @@ from dtobs.errors import DependencyMissing, UsageError
 if TYPE_CHECKING:
     from dtobs.drills.endings import JudgedCell
     from dtobs.drills.perform import Outcome
+
+_CODE = max(map(len, CATALOGUE))
+"""How wide a column of codes is."""
 
 _CORES_A_DRILL = 2
 
@@ -168,7 +172,8 @@ def _flips(args: argparse.Namespace) -> int:
 def _tell_ending(judged: JudgedCell) -> None:
     cell = judged.cell
     said = f"WRONG: {judged.wrong}" if judged.wrong else "right"
-    print(f"{cell.fault:<20} {cell.layout:<8} {cell.way:<16} {cell.when:<7} {cell.expected:<22} {said}", flush=True)
+    row = f"{cell.fault:<20} {cell.layout:<8} {cell.way:<16} {cell.when:<7} {cell.expected:<{_CODE}} {said}"
+    print(row, flush=True)
 
 
 def _list(every: list[Drill], *, as_json: bool) -> None:
@@ -181,7 +186,7 @@ def _list(every: list[Drill], *, as_json: bool) -> None:
         print(json.dumps(rows, indent=1))
         return
     for (name, code), under in faults.items():
-        print(f"{name:<20} {code:<22} {' '.join(under)}")
+        print(f"{name:<20} {code:<{_CODE}} {' '.join(under)}")
 
 
 def _choose(every: list[Drill], names: list[str], wrapper: str | None, *, quick: bool) -> list[Drill]:
@@ -210,7 +215,7 @@ def _perform(chosen: list[Drill], folder: Path, at_once: int, *, quiet: bool) ->
     from dtobs.monitor.capture import capture_ranks
 
     if not quiet:
-        print(f"{'fault':<20} {'under':<8} {'expected':<22} {'found':<22} {'ranks':<6} {'seconds':>7}")
+        print(f"{'fault':<20} {'under':<8} {'expected':<{_CODE}} {'found':<{_CODE}} {'ranks':<6} {'seconds':>7}")
     tell = (lambda outcome: None) if quiet else _tell
     return perform_all(chosen, folder.absolute(), capture_ranks, at_once=at_once, told=tell)
 
@@ -223,7 +228,8 @@ def _tell(outcome: Outcome) -> None:
     seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f}"
     mark = "" if outcome.passed else f"  WRONG{': ' * bool(outcome.broken)}{outcome.broken}"
     expected = drill.expected or "nothing"
-    print(f"{name:<20} {drill.wrapper:<8} {expected:<22} {found:<22} {ranks:<6} {seconds:>7}{mark}", flush=True)
+    row = f"{name:<20} {drill.wrapper:<8} {expected:<{_CODE}} {found:<{_CODE}} {ranks:<6} {seconds:>7}{mark}"
+    print(row, flush=True)
 
 
 def _row(outcome: Outcome) -> dict[str, object]:
