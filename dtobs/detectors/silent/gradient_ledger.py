@@ -2,9 +2,9 @@
 
 What it does: compares what every rank added to a gradient with what each optimizer was given of it (the sketches of
 `recording.laws.LEDGER`), and solves for the weights (`mixing`). It names the ranks whose share is lost, not averaged or
-averaged with others than it should be, micro-batches that were wiped before the step, and ranks that multiply their
-gradients by a factor of their own. Where copies part and each rank is given another gradient that no mix of the ranks'
-own explains, tensors were reduced in different orders.
+averaged with others than it should be, micro-batches that were wiped before the step or came after the reduction, and
+ranks that multiply their gradients by a factor of their own. Where copies part and each rank is given another gradient
+that no mix of the ranks' own explains, tensors were reduced in different orders.
 
 Why it hurts: nothing raises and the loss still falls, of a model that learns from a part of its data, or of several
 models that drift apart.
