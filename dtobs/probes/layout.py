@@ -157,8 +157,10 @@ def wrapper_around(module: nn.Module) -> nn.Module:
     Looks at every object there is, once for a model: that takes some ten milliseconds.
     """
     if dist.is_initialized() and dist.get_world_size() > 1 and isinstance(module, nn.Module) and not wrappers(module):
-        for each in gc.get_objects():
-            if issubclass(type(each), DistributedDataParallel) and each._modules.get("module") is module:
+        things = gc.get_objects()
+        kinds = {kind for kind in set(map(type, things)) if issubclass(kind, DistributedDataParallel)}
+        for each in things if kinds else ():
+            if type(each) in kinds and each._modules.get("module") is module:
                 return next(iter(wrappers(each)), module)
     return module
 

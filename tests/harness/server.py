@@ -19,24 +19,12 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-PRELOAD = [
-    "pytest",
-    "numpy",
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch._dynamo",  # the first optimizer step imports it: 1.5 s in every rank otherwise
-]
-
 
 @functools.cache
 def context() -> ForkServerContext:
     """The multiprocessing context of the one server; starts it on the first call."""
     ctx = multiprocessing.get_context("forkserver")
-    ctx.set_forkserver_preload(PRELOAD)
+    ctx.set_forkserver_preload(["tests.harness.preloaded"])
     with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
     return ctx

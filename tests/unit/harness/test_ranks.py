@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -161,3 +162,13 @@ def test_nothing_is_left_behind(tmp_path):
 def test_ranks_end_cleanly_every_time():
     for _ in range(20):
         assert [r.value for r in run_ranks(many_collectives, 2)] == [0, 1]
+
+
+def shared_with_the_server(rank: int, world_size: int) -> tuple[bool, int]:
+    return "tests.harness.preloaded" in sys.modules, gc.get_freeze_count()
+
+
+def test_what_the_server_imported_is_not_looked_through_by_ranks():
+    (rank,) = run_ranks(shared_with_the_server, 1, init_pg=False)
+    imported, frozen = rank.value
+    assert imported and frozen > 100_000
