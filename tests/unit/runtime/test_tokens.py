@@ -273,3 +273,13 @@ def test_the_default_corpus_needs_no_download(tmp_path: Path) -> None:
     library = corpus.standard_library(200_000)
     assert sum(path.stat().st_size for path in library.files) <= 200_000
     assert all(path.suffix == ".py" for path in library.files)
+
+
+def test_the_default_corpus_leaves_out_what_is_installed_and_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.py", "json/b.py", "json/test/c.py", "site-packages/torch/d.py", "json/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert corpus.standard_library(1000).files == (tmp_path / "a.py", tmp_path / "json" / "b.py")
