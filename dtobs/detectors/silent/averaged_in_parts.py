@@ -330,10 +330,12 @@ def works_together(view: RunView, rank: int, ranks: set[int], everything: bool) 
 
     That is: they call collectives in most steps. Or, once the training is over or long under way, a sampler deals the
     samples to them, or each is wrapped in DDP, or reduces its gradients over a group of itself. Where that is not
-    `everything` a gradient would be part of a larger call; there, tokens must not be sent to experts.
+    `everything` a gradient would be part of a larger call; there, tokens must not be sent to experts, and messages may
+    go to others: to the stage before or behind.
     """
     meta, steps, events = view.meta(rank), view.rank_steps(rank), view.events(rank)
-    if not len(steps) or (events["kind"] == Kind.P2P).any():
+    peers = set(events["value"][events["kind"] == Kind.P2P].astype(int).tolist())
+    if not len(steps) or (peers if everything else peers & ranks):
         return False
     if not everything:
         return bool(np.median(steps["collectives"]) > 0) and not any(

@@ -238,3 +238,25 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_ranks_that_read_the_same_and_are_left_alone(tmp_path: Path, name: str):
     assert told(cut(tmp_path, **WHOLE[name])) == []
+
+
+@pytest.mark.parametrize(("left_out", "to_itself"), [(True, False), (True, True), (False, False)])
+def test_a_tensor_of_a_stage_whose_gradient_nobody_averages(tmp_path: Path, left_out: bool, to_itself: bool):
+    """Two stages of two ranks: the other tensor of each is averaged within the stage, and messages go to the other."""
+    run = FakeRun(tmp_path, 4, layout=None)
+    stages = [run.group(f"stage {n}", (2 * n, 2 * n + 1)) for n in range(2)]
+    for number, rank in enumerate(run.ranks):
+        mine, odd = number // 2, left_out and number == 3
+        rank.parameters(
+            Parameter("weight", (64, 8), "float32", f"copies:2:{mine}"),
+            Parameter("bias", (8,), "float32", "" if left_out and mine else f"copies:2:{mine}"),
+        )
+        rank.digests(10 + mine, 20 + mine, step=-1)
+        for step in range(24):
+            rank.event(Kind.P2P, group=run.group(), value=float(number ^ (1 if to_itself else 2)))
+            rank.collective(group=stages[mine])
+            rank.step(collectives=1)
+            rank.digests(100 + 10 * step + mine, 1000 + 10 * step + mine + 5 * odd)
+    found = told(run)
+    assert [(f.ranks, f.severity) for f in found] == [((2, 3), "note")] * (left_out and not to_itself)
+    assert all("the copies of bias on ranks 2 and 3 began alike and have gone apart" in f.summary for f in found)
