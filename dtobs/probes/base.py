@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dtobs.events import STEP_DTYPE
 from dtobs.probes import patches
-from dtobs.probes.deferred import Deferred
+from dtobs.probes.deferred import Deferred, keep_for_good
 from dtobs.recording.page import INDEX
 from dtobs.recording.recorder import Recorder
 
@@ -170,6 +170,8 @@ class Probe:
 
     def abandon(self) -> None:
         """This process is a fork of the one observed: let go of what must not be ended or written here."""
+        keep_for_good(self.late)
+        self.late = Deferred()
 
     def guard(self, hook: Callable[P, R], *, always: bool = False) -> Callable[P, R | None]:
         """`hook` as torch and the loop may call it; `always` also while a graph is being captured."""

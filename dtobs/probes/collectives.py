@@ -131,6 +131,8 @@ class Collectives(Probe):
                 tensors = (tensors,)
             while tensors and type(tensors[0]) is list:
                 tensors = tensors[0]
+            if group.on_host is not None and tensors and tensors[0].is_cpu:
+                group = group.on_host
             reduce_op = args[reduce_at].op() if reduce_at >= 0 else -1
             root = args[root_at] if root_at >= 0 else -1
             if reduces and context.reductions is not None:

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from dtobs.probes import patches
 from dtobs.probes.base import Probe
 from dtobs.probes.c10d_ops import REDUCE_NAMES, Operator, work_of
+from dtobs.probes.deferred import keep_for_good
 from dtobs.probes.digests import device_digest, host_digest
 from dtobs.probes.message_parts import MessagePart, Seat, cut
 from dtobs.probes.process_groups import GroupState
@@ -153,13 +154,14 @@ class ConservationProbe(Probe):
             self.undo.callback(patches.replace(ProcessGroup, "_end_coalescing", self._ending))
         self.context.conservation = self
         self.undo.callback(setattr, self.context, "conservation", None)
-        self.undo.callback(self.waiting.clear)
-        self.undo.callback(self.under_way.clear)
+        self.undo.callback(lambda: self.waiting.clear())  # those of now, see `abandon`
+        self.undo.callback(lambda: self.under_way.clear())
 
     def abandon(self) -> None:
         """The calls under way are those of another process."""
-        self.waiting.clear()
-        self.under_way.clear()
+        super().abandon()
+        keep_for_good((self.waiting, self.under_way))
+        self.waiting, self.under_way = {}, {}
 
     def _pass(self, args: Sequence[Any]) -> Callable[[Any], object] | None:
         """Called before an asynchronous call is issued that is not looked at: what to do with its operator's result."""

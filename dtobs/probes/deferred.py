@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,13 @@ def capture_test() -> Callable[[], bool]:
     initialized, public = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
     asks: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", public)
     return lambda: initialized() and asks()  # type: ignore[no-untyped-call]
+
+
+def keep_for_good(thing: object) -> None:
+    """Never free `thing`. In a fork, to free what its parent's device made (an event, a Work, pinned memory) ends the
+    process: that asks for the device, which a fork has not, in a destructor, which may not raise.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Arrived:

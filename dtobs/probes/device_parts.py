@@ -115,6 +115,7 @@ class DevicePartsProbe(Probe):
     """Lets the parts of a step be those of the device that the model is on; on the CPU the host's are right."""
 
     name = "device times"
+    _parts: DeviceParts | None = None  # for as long as the probe: see `keep_for_good`
 
     def install(self) -> None:
         """Where the first parameter is on a device that has events."""
@@ -145,7 +146,7 @@ class DevicePartsProbe(Probe):
             page.ints[names["step"]], page.ints[names["exposed"]] = wall, exposed
             page.ints[names["data"]], page.ints[names["busy"]] = fields["data_ns"], wall - exposed
 
-        parts = DeviceParts(mark, context.recorder.amend_step, self.late, publish=publish)
+        parts = self._parts = DeviceParts(mark, context.recorder.amend_step, self.late, publish=publish)
         home = stream()
 
         def begin(part: int) -> None:

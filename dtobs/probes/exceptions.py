@@ -178,6 +178,7 @@ class Signals(Probe):
         self._fd = fd
 
     def abandon(self) -> None:
+        super().abandon()
         self.remove()  # what a data-loader worker is told is not told to the rank
 
     def remove(self) -> None:

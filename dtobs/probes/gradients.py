@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -175,7 +176,8 @@ class GradientProbe(Probe):
         for index, named in enumerate(self._tensors):
             parameter = named.tensor
             if id(parameter) in self._readers and id(parameter) in self._hooked and not self._fresh.get(index):
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                with _wanting(parameter):
+                    node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes.append(node)
                 self.undo.callback(node.register_prehook(self.guard(self._adder(index))).remove)
 
@@ -374,8 +376,22 @@ def _finds_unused(ddp: nn.Module) -> bool:
 
 
 def _listen(parameter: nn.Parameter, read: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(read)  # type: ignore[no-untyped-call]
+    with _wanting(parameter):
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(read)  # type: ignore[no-untyped-call]
     return handle
+
+
+@contextmanager
+def _wanting(parameter: torch.Tensor) -> Iterator[None]:
+    """To hook a parameter that wants no gradient just now, as a critic's while the generator trains."""
+    frozen = not parameter.requires_grad
+    try:
+        if frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
 
 
 def _first(values: torch.Tensor, count: int | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dtobs.events import Phase, PipelineOp
 from dtobs.probes import patches
 from dtobs.probes import pipeline_schedule as torch_pipelining
 from dtobs.probes.base import Probe
+from dtobs.probes.deferred import keep_for_good
 from dtobs.probes.device_times import DeviceTimes, stream_marks
 from dtobs.probes.pipeline_messages import MESSAGE_METHODS, Messages
 from dtobs.probes.progress import VALIDATION
@@ -75,8 +76,10 @@ class PipelineProbe(Probe):
             ring.close()
 
     def abandon(self) -> None:
-        """The ring is the parent's."""
-        self._ring = None
+        """The ring is the parent's, and so are the marks on its device."""
+        super().abandon()
+        keep_for_good(self._device)
+        self._ring = self._device = None
 
     def step_begin(self) -> None:
         """Nothing was computed in this step so far."""

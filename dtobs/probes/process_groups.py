@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dtobs.events import EXPOSED_ALONG, group_id
@@ -37,7 +38,7 @@ def dimension(names: Iterable[str]) -> int:
 class GroupState:
     """One group: its number and the counters of what was issued on it by this rank."""
 
-    __slots__ = ("number", "rank", "ranks", "received", "reference", "sent", "seq")
+    __slots__ = ("number", "on_host", "rank", "ranks", "received", "reference", "sent", "seq")
 
     def __init__(self, group: dist.ProcessGroup, number: int, ranks: tuple[int, ...]) -> None:
         # Weak: a strong one would keep the group's threads and sockets after destroy_process_group().
@@ -47,6 +48,8 @@ class GroupState:
         self.seq = 0  #: of the last collective
         self.sent: dict[int, int] = {}  #: by global rank of the peer: sends issued
         self.received: dict[int, int] = {}
+        #: Where the host's tensors have a backend of their own: what was issued on that, in an order of its own.
+        self.on_host: GroupState | None = None
 
     def global_rank(self, rank: int) -> int:
         """The global rank of the group's member `rank`; -1 for a number that is none ("any source")."""
@@ -78,20 +81,41 @@ class GroupTable:
         ranks = global_ranks(group)
         name = group.group_name
         again = self._made[name, ranks] = self._made.get((name, ranks), 0) + 1
-        state = GroupState(group, group_id(f"{name}~{again}" if again > 1 else name, ranks), ranks)
+        unique = f"{name}~{again}" if again > 1 else str(name)
+        state = self._states[id(group)] = self._define(group, unique, ranks, group.name())
+        beside = host_backend(group)
+        if beside:
+            state.on_host = self._define(group, f"{unique} ({beside})", ranks, beside, f" ({beside})")
+        return state
+
+    def _define(
+        self, group: dist.ProcessGroup, unique: str, ranks: tuple[int, ...], backend: str, ending: str = ""
+    ) -> GroupState:
+        state = GroupState(group, group_id(unique, ranks), ranks)
+        described = group.group_desc if group.group_desc != "undefined" else ""
         self._meta.define(
             "group",
             state.number,
-            name=name,
+            name=group.group_name + ending,
             ranks=list(ranks),
-            description=group.group_desc if group.group_desc != "undefined" else "",
-            backend=group.name(),
+            description=described + ending if described else "",
+            backend=backend,
         )
-        described = group.group_desc
         # Groups that nobody named for a purpose are called "default_pg" or by a number.
         self.dimensions[state.number] = dimension((described,)) if described.startswith("mesh_") else UNKNOWN
-        self._states[id(group)] = state
         return state
+
+
+def host_backend(group: dist.ProcessGroup) -> str:
+    """The name of the backend that `group` has for the host's tensors alone; "" where it has one for all.
+
+    Private torch: `ProcessGroup._device_types` and `_get_backend`, tried with torch 2.11 and 2.13; without them "".
+    """
+    types = {device.type for device in getattr(group, "_device_types", ())}
+    if len(types) < 2 or "cpu" not in types:
+        return ""
+    names = {kind: group._get_backend(torch.device(kind)).name() for kind in types}
+    return names["cpu"] if len(set(names.values())) > 1 else ""
 
 
 def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

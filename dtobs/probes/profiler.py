@@ -15,6 +15,7 @@ import torch
 
 from dtobs.errors import DtobsError
 from dtobs.probes.base import Probe
+from dtobs.probes.deferred import keep_for_good
 from dtobs.probes.lines import StackLooks
 from dtobs.recording.lines import lines_path, read_lines_request
 from dtobs.recording.profiling import LOOK_SECONDS, Request, read_request, request_path
@@ -52,6 +53,8 @@ class Profiler(Probe):
         super().remove()
 
     def abandon(self) -> None:
+        super().abandon()
+        keep_for_good(self._running)
         self._running = self._step = self._request = self._looks = None
 
     def step_begin(self) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 
 from dtobs.probes.base import Probe
+from dtobs.probes.deferred import keep_for_good
 
 MAX_SOCKET_PATH = 107
 """Bytes that fit in ``sockaddr_un``, without the final zero."""
@@ -60,14 +61,15 @@ class WorkerServer(Probe):
                 with _quiet():
                     server.shutdown()
             else:
-                _leak(server)
+                keep_for_good(server)  # its destructor would join a thread that never exits
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
     def abandon(self) -> None:
         """In a forked child, which has the server but none of its threads: ending it would wait for them."""
+        super().abandon()
         if self._server is not None:
-            _leak(self._server)
+            keep_for_good(self._server)
         self._server = self._folder = None
 
 
@@ -81,11 +83,6 @@ def answers(path: Path) -> bool:
             return bool(connection.recv(64))
     except OSError:
         return False
-
-
-def _leak(server: Any) -> None:
-    """Leak the server on purpose: its destructor would join a thread that never exits."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from dtobs.errors import RecordingDisabled, TargetError
 from dtobs.events import RankState
 from dtobs.host.process import boot_id, pid_namespace, start_ticks
 from dtobs.probes.base import Context, Probe
+from dtobs.probes.deferred import keep_for_good
 from dtobs.recording.recorder import Recorder
 from dtobs.session.identity import Identity, launched_as
 from dtobs.session.monitor_process import MonitorProcess
@@ -259,6 +260,7 @@ class LiveSession(Session):
         self.active = False
         self._own.active = False
         self._probes.abandon()
+        keep_for_good(self)
 
     def _attempt(self, undo: Callable[[], object]) -> None:
         """One part of the closing; the others follow whatever happens in it."""

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+from tests.harness.gpu import share_the_gpu
 from tests.harness.launch import Launched, launch, terminate, torchrun
 from tests.harness.processes import is_alive, processes_with_token, wait_until_gone
 from tests.harness.ranks import RankFailure, RankGroup, RankResult, RankTimeout, run_ranks, start_ranks
@@ -33,6 +34,7 @@ __all__ = [
     "launch",
     "processes_with_token",
     "run_ranks",
+    "share_the_gpu",
     "start_ranks",
     "terminate",
     "torchrun",

@@ -7,7 +7,6 @@ sends over sockets (run on an H100 with torch 2.11 and NCCL 2.28).
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from dtobs.diagnose import diagnose, gather
 from dtobs.events import STEP_PARTS
 from dtobs.probes.deferred import Deferred
 from dtobs.recording.view import RunView, load_run
-from tests.harness import run_ranks
+from tests.harness import run_ranks, share_the_gpu
 
 STEPS, BAD = 30, 14
 DEVICES = [
@@ -32,13 +31,6 @@ DEVICES = [
     "elsewhere",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
 ]
-ALONE = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_MAX_NCHANNELS": "2",
-}
 
 
 class Passed:
@@ -63,8 +55,7 @@ def join(rank: int, world: int, kind: str, folder: Path) -> torch.device:
     """The process group of ranks that share one device."""
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
-        os.environ.update(ALONE, NCCL_HOSTID=f"host{rank}")
-        torch.cuda.set_device(device)
+        share_the_gpu(rank)
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     return device

@@ -56,6 +56,16 @@ def program(ranks: int = 2, *, group: bool = True, expect: str = "") -> Callable
     return listed
 
 
+def here() -> str:
+    """The type of device on which a program makes its tensors."""
+    return torch.get_default_device().type
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of the program's own, on its device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def mlp(inputs: int = 12, hidden: int = 24, outputs: int = 6, seed: int = 0) -> nn.Sequential:
     """The same small network on every rank."""
     torch.manual_seed(seed)
@@ -66,7 +76,7 @@ def mlp(inputs: int = 12, hidden: int = 24, outputs: int = 6, seed: int = 0) -> 
 
 def batch(rank: int, step: int, rows: int = 8, inputs: int = 12, outputs: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of a task that can be learned, other ones on each rank and in each step."""
-    made = torch.Generator().manual_seed(1_000 * step + rank)
+    made = seeded(1_000 * step + rank)
     x = torch.randn(rows, inputs, generator=made)
     return x, torch.tanh(x[:, :outputs] + 0.5 * x[:, -outputs:])
 

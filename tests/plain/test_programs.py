@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.harness import RankFailure
 from tests.plain.subjects import PROGRAMS
 from tests.plain.ways import by_command, findings, forked
 
@@ -43,6 +45,22 @@ def test_by_the_command(name: str, tmp_path: Path):
     assert [text for text in findings(tmp_path / "run") if text not in NOTHING_TO_RECORD.get(name, ())] == []
     if name not in NOT_TWICE_THE_SAME:
         assert losses == forked(name, "alone", tmp_path / "none")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", each({"ddp"}))
+def test_on_a_gpu(name: str, tmp_path: Path):
+    if not PROGRAMS[name].group:
+        pytest.skip("runs by the command, which makes its tensors on the host")
+    try:
+        forked(name, "as dtobs run", tmp_path / "run", "cuda")
+    except RankFailure:
+        try:
+            forked(name, "alone", tmp_path / "none", "cuda")
+        except RankFailure as failed:
+            pytest.skip(f"does not run on a GPU by itself: {failed}")
+        raise
+    assert findings(tmp_path / "run") == []
 
 
 def test_there_are_enough_programs():

@@ -10,19 +10,22 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils.data import DistributedSampler
 
 from dtobs.diagnose import diagnose, gather
 from dtobs.errors import TargetError
 from dtobs.integrations.launch import STARTUP, environment
 from dtobs.session.start import attach, current
-from tests.harness import launch, run_ranks
+from tests.harness import launch, run_ranks, share_the_gpu
 from tests.plain.kit import Program
 from tests.plain.subjects import PROGRAMS
 
@@ -33,9 +36,11 @@ def _unobserved(model: Any = None, optimizer: Any = None, **options: Any) -> Non
     """A stranger's program: nobody watches."""
 
 
-def losses_of(rank: int, world: int, name: str, way: str, run_dir: str) -> list[float]:
+def losses_of(rank: int, world: int, name: str, way: str, run_dir: str, device: str) -> list[float]:
     """Run one program in this rank; closes what observed it."""
     program, watch = PROGRAMS[name], _unobserved
+    if device != "cpu":
+        _go_to(device, rank)
     if way == "attached":
 
         def watch(model: Any = None, optimizer: Any = None, **options: Any) -> None:
@@ -47,7 +52,11 @@ def losses_of(rank: int, world: int, name: str, way: str, run_dir: str) -> list[
         store = dist.FileStore(os.environ["DTOBS_TEST_STORE"], world)
         # By its own module, where `dtobs run` finds it: this process had imported torch before that.
         distributed_c10d.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=SECONDS),
         )
     else:
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
@@ -59,6 +68,19 @@ def losses_of(rank: int, world: int, name: str, way: str, run_dir: str) -> list[
     if session is not None:
         session.close()
     return losses
+
+
+def _go_to(device: str, rank: int) -> None:
+    """From here on a program makes its tensors on the device; its samplers draw on the host, as they always do."""
+    share_the_gpu(rank)
+    torch.set_default_device(device)
+    drawn = DistributedSampler.__iter__
+
+    def on_the_host(sampler: DistributedSampler[Any]) -> Iterator[Any]:
+        with torch.device("cpu"):
+            return drawn(sampler)
+
+    DistributedSampler.__iter__ = on_the_host  # type: ignore[method-assign]
 
 
 def _start_as_dtobs_run(run_dir: str, program: Program) -> None:
@@ -76,7 +98,7 @@ def _start_as_dtobs_run(run_dir: str, program: Program) -> None:
         sys.meta_path.remove(finder)
 
 
-def forked(name: str, way: str, run_dir: Path) -> list[list[float]]:
+def forked(name: str, way: str, run_dir: Path, device: str = "cpu") -> list[list[float]]:
     """The losses of every rank.
 
     A process that multiprocessing made, as those of the harness are, is no rank to `dtobs run` unless it has a group:
@@ -84,7 +106,8 @@ def forked(name: str, way: str, run_dir: Path) -> list[list[float]]:
     """
     if way == "as dtobs run" and not PROGRAMS[name].group:
         return by_command(name, run_dir)
-    results = run_ranks(losses_of, PROGRAMS[name].ranks, name, way, str(run_dir), init_pg=False, timeout=SECONDS)
+    ranks = PROGRAMS[name].ranks
+    results = run_ranks(losses_of, ranks, name, way, str(run_dir), device, init_pg=False, timeout=SECONDS)
     return [result.value for result in results]
 
 

@@ -26,6 +26,7 @@ from tests.plain.kit import (
     mlp,
     mse,
     program,
+    seeded,
 )
 from tests.plain.programs.recipes import Language
 
@@ -88,7 +89,7 @@ def batch_size_grows(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(Language())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
-    made = torch.Generator().manual_seed(rank)
+    made = seeded(rank)
     losses = []
     for step in range(STEPS):
         count, length = 1 + step // 8, 4 + 2 * (step // 6)
@@ -116,7 +117,7 @@ def _forever(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Itera
 @program()
 def saves_and_rolls_back(rank: int, world: int, watch: Watch) -> list[float]:
     """Rank 0 saves, all wait; when the loss is bad all load what was saved and go on with a smaller rate."""
-    data = TensorDataset(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)))
+    data = TensorDataset(torch.randn(40, 12, generator=seeded(1)))
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     stream = _forever(DataLoader(data, batch_size=5, sampler=sampler), sampler)
     model = DDP(mlp())
@@ -165,7 +166,7 @@ def tasks_take_turns(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(Tasks(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     watch(model, optimizer)
-    chosen = torch.Generator().manual_seed(9)
+    chosen = seeded(9)
     losses = []
     for step in range(3 * STEPS):
         task = int(torch.randint(3, (), generator=chosen))
@@ -299,7 +300,7 @@ def batches_by_the_speed_of_ranks(rank: int, world: int, watch: Watch) -> list[f
 @program()
 def two_phases_of_each_epoch(rank: int, world: int, watch: Watch) -> list[float]:
     """The loader is read twice in an epoch: first the body trains, then the head."""
-    data = TensorDataset(torch.randn(48, 12, generator=torch.Generator().manual_seed(1)))
+    data = TensorDataset(torch.randn(48, 12, generator=seeded(1)))
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=2)
     loader = DataLoader(data, batch_size=6, sampler=sampler)
     model = DDP(mlp(), find_unused_parameters=True)
@@ -457,7 +458,7 @@ def keeps_what_it_has_seen(rank: int, world: int, watch: Watch) -> list[float]:
     target = copy.deepcopy(online.module).requires_grad_(False)
     optimizer = torch.optim.Adam(online.parameters(), 5e-3)
     watch(online, optimizer)
-    drawn = torch.Generator().manual_seed(rank)
+    drawn = seeded(rank)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     losses = []
     for step in range(3 * STEPS):

@@ -22,9 +22,11 @@ from tests.plain.kit import (
     assert_replicas_equal,
     average_gradients,
     batch,
+    here,
     mlp,
     mse,
     program,
+    seeded,
 )
 
 
@@ -86,7 +88,7 @@ def cross_validation(rank: int, world: int, watch: Watch) -> list[float]:
     fold = torch.arange(64) % world == rank
     losses = []
     for step in range(2 * STEPS):
-        drawn = torch.Generator().manual_seed(step)
+        drawn = seeded(step)
         mine = torch.arange(64)[~fold][torch.randperm(64 - 64 // world, generator=drawn)[:8]]
         loss = mse(model(x[mine]), y[mine])
         loss.backward()
@@ -112,9 +114,7 @@ def evolution(rank: int, world: int, watch: Watch) -> list[float]:
         rewards = torch.zeros(world, 8)
         with torch.no_grad():
             for trial in range(8):
-                change = torch.randn(
-                    weights.shape, generator=torch.Generator().manual_seed(97 * step + 8 * rank + trial)
-                )
+                change = torch.randn(weights.shape, generator=seeded(97 * step + 8 * rank + trial))
                 vector_to_parameters(weights + 0.05 * change, model.parameters())
                 rewards[rank, trial] = -mse(model(x), y)
             dist.all_reduce(rewards)
@@ -122,7 +122,7 @@ def evolution(rank: int, world: int, watch: Watch) -> list[float]:
             gradient = torch.zeros_like(weights)
             for other in range(world):
                 for trial in range(8):
-                    made = torch.Generator().manual_seed(97 * step + 8 * other + trial)
+                    made = seeded(97 * step + 8 * other + trial)
                     gradient -= ranked[other, trial] * torch.randn(weights.shape, generator=made)
             vector_to_parameters(weights, model.parameters())
             at = 0
@@ -145,7 +145,7 @@ def two_forwards_and_no_gradient(rank: int, world: int, watch: Watch) -> list[fl
     losses = []
 
     def moved(seed: int, size: float) -> None:
-        made = torch.Generator().manual_seed(seed)
+        made = seeded(seed)
         for parameter in model.parameters():
             parameter.data.add_(torch.randn(parameter.shape, generator=made), alpha=size)
 
@@ -266,7 +266,7 @@ def preferences(rank: int, world: int, watch: Watch) -> list[float]:
             self.base = mlp(12, 24, 6)
             for parameter in self.base.parameters():
                 parameter.requires_grad_(False)
-            made = torch.Generator().manual_seed(8)
+            made = seeded(8)
             self.down = nn.Parameter(0.1 * torch.randn(12, 2, generator=made))
             self.up = nn.Parameter(torch.zeros(2, 6))
             self.on = True
@@ -349,7 +349,7 @@ def dead_units_begin_anew(rank: int, world: int, watch: Watch) -> list[float]:
             if step % 12 == 11:
                 dist.all_reduce(fired)
                 dead = fired == 0
-                made = torch.Generator().manual_seed(step)
+                made = seeded(step)
                 fresh = 0.1 * torch.randn(40, 12, generator=made)
                 for tensor, value in ((model[0].weight, fresh), (model[0].bias, torch.zeros(40))):
                     tensor[dead] = value[dead]
@@ -374,7 +374,7 @@ def half_supervised(rank: int, world: int, watch: Watch) -> list[float]:
     for step in range(2 * STEPS):
         x, y = batch(rank, step)
         unknown = batch(rank, 5_000 + step, rows=16)[0]
-        made = torch.Generator().manual_seed(31 * step + rank)
+        made = seeded(31 * step + rank)
         labelled, weak, strong = model(
             torch.cat([x, unknown, unknown + 0.3 * torch.randn(unknown.shape, generator=made)])
         ).split([8, 16, 16])
@@ -397,7 +397,7 @@ def half_supervised(rank: int, world: int, watch: Watch) -> list[float]:
 @program(4)
 def hsdp_reduces_across_replicas_at_the_end(rank: int, world: int, watch: Watch) -> list[float]:
     """Micro-batches are reduced within the shards; only the last is reduced between the replicas as well."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
     model = mlp()
     for layer in (model[0], model[2], model[4]):
         fully_shard(layer, mesh=mesh)

@@ -21,12 +21,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plain.kit import STEPS, Watch, assert_learned, average_gradients, batch, mlp, mse, program
+from tests.plain.kit import STEPS, Watch, assert_learned, average_gradients, batch, here, mlp, mse, program, seeded
 
 
 @program()
 def tensor_parallel(rank: int, world: int, watch: Watch) -> list[float]:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",))
+    mesh = init_device_mesh(here(), (world,), mesh_dim_names=("tensor",))
     model = parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer, mesh=mesh)
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 @program()
 def sequence_parallel(rank: int, world: int, watch: Watch) -> list[float]:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",))
+    mesh = init_device_mesh(here(), (world,), mesh_dim_names=("tensor",))
     plan = {
         "norm": SequenceParallel(),
         "up": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -78,7 +78,7 @@ def sequence_parallel(rank: int, world: int, watch: Watch) -> list[float]:
     watch(model, optimizer, mesh=mesh)
     losses = []
     for step in range(STEPS):
-        x = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(2, 4, 12, generator=seeded(step))
         optimizer.zero_grad()
         loss = mse(model(x.chunk(world, 1)[rank]), torch.tanh(x))  # each rank has its part of the time
         loss.backward()
@@ -93,7 +93,7 @@ def sequence_parallel(rank: int, world: int, watch: Watch) -> list[float]:
 
 @program(ranks=4)
 def data_and_tensor_parallel(rank: int, world: int, watch: Watch) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("data", "tensor"))
     model: Any = parallelize_module(mlp(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch(model, optimizer, mesh=mesh)
@@ -168,7 +168,7 @@ def context_by_hand(rank: int, world: int, watch: Watch) -> list[float]:
     watch(model, optimizer)
     losses = []
     for step in range(STEPS):
-        whole = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(step))
+        whole = torch.randn(2, 8, 12, generator=seeded(step))
         x = whole.chunk(world, 1)[rank].contiguous()
         optimizer.zero_grad()
         query, key, value = model["qkv"](x).chunk(3, -1)
@@ -190,7 +190,7 @@ def context_by_hand(rank: int, world: int, watch: Watch) -> list[float]:
 @program(ranks=4)
 def context_by_torch(rank: int, world: int, watch: Watch) -> list[float]:
     """Two replicas of two ranks, each of which splits the samples of its replica; torch's balance gives two pieces."""
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(here(), (world // 2, 2), mesh_dim_names=("dp", "cp"))
     replica = mesh["dp"].get_local_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 20))
@@ -198,7 +198,7 @@ def context_by_torch(rank: int, world: int, watch: Watch) -> list[float]:
     watch(model, optimizer, mesh=mesh)
     losses = []
     for step in range(STEPS):
-        tokens = torch.randint(20, (4, 17), generator=torch.Generator().manual_seed(100 * step + replica))
+        tokens = torch.randint(20, (4, 17), generator=seeded(100 * step + replica))
         tokens[:, 1:] = (tokens[:, :1] + torch.arange(1, 17)) % 20
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         optimizer.zero_grad()
@@ -223,7 +223,7 @@ def embedding_shared_out(rank: int, world: int, watch: Watch) -> list[float]:
     watch(nn.ModuleList([table, dense]), optimizer)
     losses = []
     for step in range(STEPS):
-        words = torch.randint(20 * world, (world * 8,), generator=torch.Generator().manual_seed(step))
+        words = torch.randint(20 * world, (world * 8,), generator=seeded(step))
         optimizer.zero_grad()
         mine = (words // 20) == rank
         rows = torch.zeros(len(words), 12).index_copy(0, mine.nonzero()[:, 0], table(words[mine] % 20))

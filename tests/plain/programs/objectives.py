@@ -20,6 +20,7 @@ from tests.plain.kit import (
     mlp,
     mse,
     program,
+    seeded,
 )
 
 
@@ -29,7 +30,7 @@ def gan(rank: int, world: int, watch: Watch) -> list[float]:
     generator, critic = DDP(mlp(inputs=4, outputs=6)), DDP(mlp(inputs=6, outputs=1, seed=1))
     optimizers = [torch.optim.Adam(generator.parameters(), 1e-3), torch.optim.Adam(critic.parameters(), 1e-3)]
     watch(generator, optimizers)
-    noise = torch.Generator().manual_seed(rank)
+    noise = seeded(rank)
     losses = []
     for step in range(2 * STEPS):
         _, real = batch(rank, step)
@@ -108,7 +109,7 @@ def contrastive(rank: int, world: int, watch: Watch) -> list[float]:
     losses = []
     for step in range(STEPS):
         x, _ = batch(rank, step)
-        near = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(rank + 10 * step))
+        near = x + 0.1 * torch.randn(x.shape, generator=seeded(rank + 10 * step))
         optimizer.zero_grad()
         out = nn.functional.normalize(model(torch.cat([x, near])), dim=1)
         left, right = (torch.cat(all_gather_with_gradient(half.contiguous())) for half in out.chunk(2))
@@ -172,7 +173,7 @@ def rollouts_of_equal_prompts(rank: int, world: int, watch: Watch) -> list[float
     policy = DDP(mlp(outputs=4))
     optimizer = torch.optim.Adam(policy.parameters(), 3e-2)
     watch(policy, optimizer)
-    sampler = torch.Generator().manual_seed(rank)
+    sampler = seeded(rank)
     prompts, _ = batch(0, 0, rows=32)
     best = prompts[:, :4].argmax(1)
     losses = []

@@ -21,6 +21,7 @@ from tests.plain.kit import (
     mlp,
     mse,
     program,
+    seeded,
     train,
 )
 
@@ -210,7 +211,7 @@ def sparse_embeddings(rank: int, world: int, watch: Watch) -> list[float]:
     watch(model, optimizers)
     losses = []
     for step in range(STEPS):
-        words = torch.randint(50, (8, 3), generator=torch.Generator().manual_seed(100 * step + rank))
+        words = torch.randint(50, (8, 3), generator=seeded(100 * step + rank))
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = mse(model(words), torch.ones(8, 6))

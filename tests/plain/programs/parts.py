@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program, train
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program, seeded, train
 
 
 class Lora(nn.Module):
@@ -80,7 +80,7 @@ def tied_weights(rank: int, world: int, watch: Watch) -> list[float]:
     watch(model, optimizer)
     losses = []
     for step in range(STEPS):
-        words = torch.randint(40, (8, 6), generator=torch.Generator().manual_seed(100 * step + rank))
+        words = torch.randint(40, (8, 6), generator=seeded(100 * step + rank))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(words).flatten(0, 1), ((words + 1) % 40).flatten())
         loss.backward()

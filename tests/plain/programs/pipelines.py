@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program, seeded
 
 
 def halves() -> list[nn.Sequential]:
@@ -34,7 +34,7 @@ def reference(steps: int = STEPS) -> list[float]:
 
 def scheduled(rank: int, world: int, watch: Watch, schedule_class: Any) -> list[float]:
     module = halves()[rank]
-    stage = PipelineStage(module, rank, world, torch.device("cpu"))
+    stage = PipelineStage(module, rank, world, torch.get_default_device())
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     schedule = schedule_class(stage, n_microbatches=4, loss_fn=mse)
     watch(module, optimizer)
@@ -70,7 +70,9 @@ def interleaved_stages(rank: int, world: int, watch: Watch) -> list[float]:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4)]
     own = [layers[rank], layers[rank + world]]
-    stages = [PipelineStage(part, rank + world * n, 2 * world, torch.device("cpu")) for n, part in enumerate(own)]
+    stages = [
+        PipelineStage(part, rank + world * n, 2 * world, torch.get_default_device()) for n, part in enumerate(own)
+    ]
     model = nn.ModuleList(own)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4, loss_fn=mse)
@@ -140,7 +142,7 @@ def ends_of_a_pipeline_share_an_embedding(rank: int, world: int, watch: Watch) -
     watch(stage, optimizer)
     losses = []
     for step in range(2 * STEPS):
-        made = torch.Generator().manual_seed(step)
+        made = seeded(step)
         tokens = torch.randint(0, 16, (32,), generator=made)
         optimizer.zero_grad()
         matrix = stage[name].weight
@@ -172,7 +174,7 @@ def ends_of_a_pipeline_share_an_embedding(rank: int, world: int, watch: Watch) -
 def one_forward_one_backward_of_classes(rank: int, world: int, watch: Watch) -> list[float]:
     """The loss of a micro-batch is a mean, and the schedule divides their sum."""
     module = halves()[rank]
-    stage = PipelineStage(module, rank, world, torch.device("cpu"))
+    stage = PipelineStage(module, rank, world, torch.get_default_device())
     optimizer = torch.optim.SGD(module.parameters(), 0.3)
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.cross_entropy)
     watch(module, optimizer)

@@ -9,19 +9,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, here, mlp, mse, program, seeded
 
 
 def scaled(rank: int, watch: Watch, *, start: float, seconds: float = 0.0, clip: bool = False) -> list[float]:
     model = DDP(mlp())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=10)
+    scaler = torch.amp.GradScaler(here(), init_scale=start, growth_interval=10)
     watch(model, optimizer)
     losses = []
     for step in range(STEPS):
         x, y = batch(rank, step)
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(here(), torch.float16):
             loss = mse(model(x).float(), y)
         scaler.scale(loss).backward()
         if clip:
@@ -66,7 +66,7 @@ def bf16_autocast(rank: int, world: int, watch: Watch) -> list[float]:
     for step in range(STEPS):
         x, y = batch(rank, step)
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(here(), torch.bfloat16):
             loss = mse(model(x).float(), y)
         loss.backward()
         optimizer.step()
@@ -195,7 +195,7 @@ def gradient_noise(rank: int, world: int, watch: Watch) -> list[float]:
     """The same noise on every rank, added after the gradients have been averaged."""
     model = DDP(mlp())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    noise = torch.Generator().manual_seed(5)
+    noise = seeded(5)
     watch(model, optimizer)
     losses = []
     for step in range(STEPS):
@@ -218,7 +218,7 @@ def private_sgd(rank: int, world: int, watch: Watch) -> list[float]:
     """Differential privacy: gradients of single samples clipped, noise of each rank's own, then averaged by hand."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    noise = torch.Generator().manual_seed(rank)
+    noise = seeded(rank)
     watch(model, optimizer)
     losses = []
     for step in range(STEPS):

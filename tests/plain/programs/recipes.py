@@ -21,9 +21,11 @@ from tests.plain.kit import (
     assert_replicas_equal,
     average_gradients,
     batch,
+    here,
     mlp,
     mse,
     program,
+    seeded,
 )
 
 
@@ -162,7 +164,7 @@ class Language(nn.Module):
 def small_gpt(rank: int, world: int, watch: Watch) -> list[float]:
     """Random windows of one text with replacement on each rank, a scaler switched off, sync in the last micro-batch."""
     torch.manual_seed(1337 + rank)
-    text = torch.randint(0, 32, (200,), generator=torch.Generator().manual_seed(3)).sort().values
+    text = torch.randint(0, 32, (200,), generator=seeded(3)).sort().values
 
     def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
         at = torch.randint(len(text) - 9, (4,))
@@ -173,7 +175,7 @@ def small_gpt(rank: int, world: int, watch: Watch) -> list[float]:
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = torch.amp.GradScaler(here(), enabled=False)
     wrapped = DDP(model)
     watch(wrapped, optimizer)
     losses, x, y = [], *get_batch()
@@ -482,8 +484,8 @@ def trains_some_rows_only(rank: int, world: int, watch: Watch) -> list[float]:
     words.weight.register_hook(lambda gradient: gradient * new[:, None])
     optimizer = torch.optim.AdamW(model.parameters(), 2e-2, weight_decay=0.0)
     watch(model, optimizer)
-    chosen = torch.Generator().manual_seed(rank)
-    wanted = torch.randn(20, 6, generator=torch.Generator().manual_seed(8)).abs()
+    chosen = seeded(rank)
+    wanted = torch.randn(20, 6, generator=seeded(8)).abs()
     losses = []
     for _ in range(2 * STEPS):
         ids = torch.randint(20, (16,), generator=chosen)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, mlp, mse, program, seeded
 
 
 def step_of(model: Any, optimizer: Any, rank: int, step: int) -> float:
@@ -138,7 +138,7 @@ def prunes(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(mlp())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     weight = model.module[0].weight
-    mask = (torch.rand(weight.shape, generator=torch.Generator().manual_seed(2)) > 0.5).float()
+    mask = (torch.rand(weight.shape, generator=seeded(2)) > 0.5).float()
     watch(model, optimizer)
     losses = []
     for step in range(STEPS):

@@ -19,6 +19,7 @@ from tests.plain.kit import (
     mlp,
     mse,
     program,
+    seeded,
 )
 
 Differ = Callable[[torch.optim.Optimizer, torch.Tensor], torch.Tensor]
@@ -31,7 +32,7 @@ def gan_with_inner_steps(rank: int, world: int, watch: Watch) -> list[float]:
     mine = torch.optim.RMSprop(generator.parameters(), 1e-3)
     other = torch.optim.RMSprop(critic.parameters(), 1e-3)
     watch(generator, mine)
-    noise = torch.Generator().manual_seed(rank)
+    noise = seeded(rank)
     losses = []
     for turn in range(8):
         for inner in range(5):
@@ -65,7 +66,7 @@ def ppo(rank: int, world: int, watch: Watch) -> list[float]:
     actor, critic = mlp(outputs=3), mlp(outputs=1, seed=1)
     optimizers = [torch.optim.Adam(actor.parameters(), 1e-2), torch.optim.Adam(critic.parameters(), 1e-2)]
     watch(actor, optimizers)
-    sampler = torch.Generator().manual_seed(10 + rank)
+    sampler = seeded(10 + rank)
     rewards = []
     for iteration in range(8):
         states, _ = batch(rank, iteration, rows=32)
@@ -369,5 +370,5 @@ def sweep_of_schedules(rank: int, world: int, watch: Watch) -> list[float]:
 
 @program()
 def ensemble_whose_augmentation_begins_late(rank: int, world: int, watch: Watch) -> list[float]:
-    noise = torch.Generator().manual_seed(rank)
+    noise = seeded(rank)
     return members_part(rank, world, watch, lambda _, x: x + 0.1 * torch.randn(x.shape, generator=noise))

@@ -20,6 +20,7 @@ from tests.plain.kit import (
     assert_replicas_equal,
     average_gradients,
     batch,
+    here,
     mlp,
     mse,
     program,
@@ -130,7 +131,7 @@ def fsdp2_accumulates(rank: int, world: int, watch: Watch) -> list[float]:
 
 @program(ranks=4)
 def hsdp(rank: int, world: int, watch: Watch) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard(mlp(), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer, mesh=mesh)
@@ -142,7 +143,7 @@ def hsdp(rank: int, world: int, watch: Watch) -> list[float]:
 @program()
 def fsdp1(rank: int, world: int, watch: Watch) -> list[float]:
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=300)
-    model = FullyShardedDataParallel(mlp(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(mlp(), auto_wrap_policy=policy, device_id=torch.get_default_device())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
     return train(model, optimizer, rank)
@@ -151,7 +152,10 @@ def fsdp1(rank: int, world: int, watch: Watch) -> list[float]:
 @program()
 def fsdp1_with_original_parameters(rank: int, world: int, watch: Watch) -> list[float]:
     model = FullyShardedDataParallel(
-        mlp(), use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, device_id=torch.device("cpu")
+        mlp(),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        device_id=torch.get_default_device(),
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch(model, optimizer)

@@ -24,6 +24,7 @@ from tests.plain.kit import (
     mlp,
     mse,
     program,
+    seeded,
 )
 from tests.plain.programs.sharded import shard
 
@@ -228,7 +229,7 @@ class RoundsAtRandom(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
-        self.chance = torch.Generator().manual_seed(7)
+        self.chance = seeded(7)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -270,7 +271,7 @@ def equal_prompts_over_shards(rank: int, world: int, watch: Watch) -> list[float
     model = shard(mlp())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
-    own = torch.Generator().manual_seed(100 + rank)
+    own = seeded(100 + rank)
     losses = []
     for step in range(3 * STEPS):
         x, _ = batch(0, step % 4, rows=16)
@@ -352,7 +353,7 @@ def clips_each_unit_and_adds_noise(rank: int, world: int, watch: Watch) -> list[
     model = shard(mlp())
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
     watch(model, optimizer)
-    own = torch.Generator().manual_seed(rank)
+    own = seeded(rank)
     losses = []
     for step in range(STEPS):
         x, y = batch(rank, step)

@@ -19,16 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.checkpoint import checkpoint
 
-from tests.plain.kit import (
-    STEPS,
-    Watch,
-    assert_learned,
-    assert_replicas_equal,
-    batch,
-    mlp,
-    mse,
-    program,
-)
+from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, here, mlp, mse, program, seeded
 from tests.plain.programs.recipes import Language
 
 
@@ -39,17 +30,17 @@ def gpt_compiled_in_half_precision(rank: int, world: int, watch: Watch) -> list[
     model = Language()
     wrapped = DDP(torch.compile(model, backend="aot_eager"))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, betas=(0.9, 0.95))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=8)
+    scaler = torch.amp.GradScaler(here(), init_scale=2.0**24, growth_interval=8)
     watch(wrapped, optimizer)
-    text = torch.randint(0, 32, (400,), generator=torch.Generator().manual_seed(3)).sort().values
-    draw = torch.Generator().manual_seed(50 + rank)
+    text = torch.randint(0, 32, (400,), generator=seeded(3)).sort().values
+    draw = seeded(50 + rank)
     losses, best, kept = [], float("inf"), {}
     for step in range(2 * STEPS):
         for micro in range(2):
             at = torch.randint(len(text) - 9, (4,), generator=draw)
             x, y = torch.stack([text[i : i + 8] for i in at]), torch.stack([text[i + 1 : i + 9] for i in at])
             wrapped.require_backward_grad_sync = micro == 1
-            with torch.autocast("cpu", torch.float16):
+            with torch.autocast(here(), torch.float16):
                 _, loss = wrapped(x, y)
             scaler.scale(loss / 2).backward()
         scaler.unscale_(optimizer)
@@ -78,7 +69,7 @@ def denoiser_and_its_encoder(rank: int, world: int, watch: Watch) -> list[float]
     one, two = DDP(encoder), DDP(denoiser)
     slow, fast = torch.optim.SGD(encoder.parameters(), 0.01), torch.optim.AdamW(denoiser.parameters(), 3e-3)
     watch([one, two], [slow, fast])
-    noise, losses = torch.Generator().manual_seed(9 + rank), []
+    noise, losses = seeded(9 + rank), []
     for step in range(2 * STEPS):
         x, y = batch(rank, step)
         with torch.set_grad_enabled(step < STEPS):
@@ -120,7 +111,7 @@ def sequences_in_windows(rank: int, world: int, watch: Watch) -> list[float]:
     watch(wrapped, optimizer)
     losses = []
     for number in range(STEPS // 2):
-        made = torch.Generator().manual_seed(100 * number + rank)
+        made = seeded(100 * number + rank)
         start = torch.rand(4, 1, 4, generator=made) * 6
         sequence = torch.sin(start + 0.3 * torch.arange(13).view(1, 13, 1))
         state = None
@@ -151,7 +142,7 @@ def contrast_with_a_queue(rank: int, world: int, watch: Watch) -> list[float]:
                 parameter.requires_grad_(False)
             self.queue: torch.Tensor
             self.place: torch.Tensor
-            made = torch.Generator().manual_seed(4)
+            made = seeded(4)
             self.register_buffer("queue", functional.normalize(torch.randn(64, 8, generator=made)))
             self.register_buffer("place", torch.zeros(1, dtype=torch.long))
 
@@ -176,7 +167,7 @@ def contrast_with_a_queue(rank: int, world: int, watch: Watch) -> list[float]:
     losses = []
     for step in range(2 * STEPS):
         x, _ = batch(rank, step)
-        shaken = torch.Generator().manual_seed(77 * step + rank)
+        shaken = seeded(77 * step + rank)
         loss = model(x + 0.1 * torch.randn(x.shape, generator=shaken), x)
         loss.backward()
         optimizer.step()
@@ -276,7 +267,7 @@ def branches_of_each_rank(rank: int, world: int, watch: Watch) -> list[float]:
     model = DDP(Branches(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     watch(model, optimizer)
-    draw, losses = torch.Generator().manual_seed(60 + rank), []
+    draw, losses = seeded(60 + rank), []
     for step in range(3 * STEPS):
         x, y = batch(rank, step)
         loss = mse(model(x, int(torch.randint(3, (1,), generator=draw))), y)

@@ -222,6 +222,29 @@ def test_sparse_and_unused_and_frozen_parameters(tmp_path: Path):
     assert (window.field("local_norm") > 0).all()
 
 
+def test_parameters_that_are_frozen_for_half_of_each_step(tmp_path: Path):
+    """As a critic's while the generator trains; too large to be read whole in every step."""
+    critic = nn.Sequential(nn.Linear(1200, 1200), nn.Linear(1200, 1))
+    generator = nn.Linear(4, 1200)
+    both = nn.ModuleList([critic, generator])
+    optimizers = [torch.optim.SGD(critic.parameters(), 1e-4), torch.optim.SGD(generator.parameters(), 1e-4)]
+    with dtobs.attach(both, optimizers, run_dir=tmp_path, monitor=False):
+        for _ in range(12):
+            fake = generator(torch.randn(2, 4))
+            optimizers[0].zero_grad()
+            critic(fake.detach()).mean().backward()
+            optimizers[0].step()
+            critic.requires_grad_(False)
+            optimizers[1].zero_grad()
+            critic(fake).mean().backward()
+            optimizers[1].step()  # the step ends here
+            critic.requires_grad_(True)
+    view = load_run(tmp_path)
+    assert view.page(0)["probe_failures"] == 0
+    norms = view.rank_steps(0)["local_norm"]
+    assert np.isfinite(norms).any()
+
+
 def test_parameters_that_lie_elsewhere_between_their_uses_are_not_taken_for_resting(tmp_path: Path):
     """As ZeRO-3 of DeepSpeed: the optimizer has the values, and the model's tensors are empty but in a pass."""
     model = nn.Linear(3, 2)

@@ -53,6 +53,41 @@ def test_calls_of_a_new_world_are_not_taken_for_those_of_the_old_one_of_the_same
     assert after.seq == 0
 
 
+def test_the_hosts_tensors_have_an_order_of_their_own_where_another_backend_carries_them(world):
+    """As in a world of "cpu:gloo,cuda:nccl", on which a thread saves a checkpoint while the training goes on."""
+    group = world()
+    defined = {}
+    meta: Any = SimpleNamespace(define=lambda _, number, **fields: defined.update({number: fields}))
+    names = {"cpu": "gloo", "cuda": "nccl"}
+
+    class Mixed:
+        """This torch has no backend of a device."""
+
+        _device_types = (torch.device("cuda"), torch.device("cpu"))
+        group_name, group_desc = group.group_name, group.group_desc
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(group, name)
+
+        def name(self) -> str:
+            return "nccl"
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(name=lambda: names[device.type])
+
+    table, mixed = GroupTable(meta), Mixed()
+    state = table.state(mixed)  # type: ignore[arg-type]
+    assert state.on_host is not None
+    assert state.on_host.number != state.number
+    assert [(fields["description"], fields["backend"]) for fields in defined.values()] == [
+        ("default_pg", "nccl"),
+        ("default_pg (gloo)", "gloo"),
+    ]
+    names["cuda"] = "gloo"
+    assert table.state(Mixed()).on_host is None  # type: ignore[arg-type]
+    assert table.state(group).on_host is None
+
+
 def test_a_wrapper_of_a_destroyed_world_is_passed_over(world):
     world()
     net = nn.Linear(2, 2)

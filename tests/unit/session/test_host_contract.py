@@ -377,6 +377,17 @@ def test_a_killed_script_is_readable(tmp_path: Path):
 
 FORK = """
 from torch.utils.data import DataLoader, TensorDataset
+class OfADevice:
+    owner, step, memory, work, issuer, thread = os.getpid(), 1 << 40, (), None, "", 0
+    def query(self):
+        return False
+    def __del__(self):
+        if os.getpid() != self.owner:
+            os.write(2, b"freed in a fork")
+for probe in session._context.probes:
+    probe.late.after(OfADevice(), print)
+    if probe.name == "conservation":
+        probe.waiting[0], probe.under_way[0] = OfADevice(), OfADevice()
 pid = os.fork()
 if pid == 0:
     model(torch.ones(2, 4)).sum().backward(); optimizer.step()
