@@ -140,7 +140,7 @@ def _went_on(view: RunView, entry: Entry) -> bool:
     named = set(entry.finding.ranks) & set(view.ranks)
     if named and last_movement_ns(view.without(set(view.ranks) - named)) <= entry.t_ns:
         return False
-    return passing and (moved_on(view, entry.t_ns) or finished(view, entry.finding.ranks, entry.t_ns))
+    return passing and (moved_on(view, entry.t_ns) or finished(view, entry.finding, entry.t_ns))
 
 
 def without_consequences(

@@ -255,7 +255,7 @@ class Monitor:
                 time.monotonic_ns(),
                 may_clear=moving,
                 over=lambda finding, found_ns: is_over(view, finding, found_ns, found),
-                done=lambda old, found_ns: bool(old.traits & Trait.HANG) and finished(view, old.ranks, found_ns),
+                done=lambda old, found_ns: bool(old.traits & Trait.HANG) and finished(view, old, found_ns),
             )
             for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)

@@ -27,6 +27,8 @@ CALL_DTYPE = np.dtype(
     ]
 )
 
+ON_DEVICES = ("nccl", "xccl", "hccl", "mccl")
+"""Backends, and how names of calls in their recorders begin, of which devices do what hosts issue."""
 _SITES_LOOKED_AT = 256
 _OTHER_HALF = {"send": "recv", "recv": "send"}
 
@@ -189,6 +191,10 @@ class Calls:
     def groups(self) -> dict[int, Group]:
         """Process groups by number, as any rank described them."""
         return self._view.groups()
+
+    def on_device(self, group: int) -> bool:
+        """Whether devices do what hosts issue in `group`."""
+        return group in self.groups and self.groups[group].backend.startswith(ON_DEVICES)
 
     def members(self, group: int) -> tuple[int, ...]:
         """Global ranks of `group`; of a group nobody described, the ranks that used it."""

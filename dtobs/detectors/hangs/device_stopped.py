@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
-from dtobs.detectors.hangs.situation import ON_DEVICES, Situation, Told
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.errors import DumpError
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder import analyse_dumps, dumps_from_objects
@@ -38,7 +38,7 @@ def _captured(situation: Situation) -> dict[int, RankCapture]:
 
 
 def _behind(situation: Situation, captured: dict[int, RankCapture]) -> list[Finding]:
-    if not any(group.backend.startswith(ON_DEVICES) for group in situation.calls.groups.values()):
+    if not any(map(situation.calls.on_device, situation.calls.groups)):
         return []  # other backends complete calls on the host, and their recorders do not tell when
     dumps = {r: seen.flight_recorder for r, seen in captured.items() if seen.flight_recorder is not None}
     if len(dumps) < 2:

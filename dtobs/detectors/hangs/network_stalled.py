@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dtobs.detectors.hangs.describe import blocked_in, collective, group_name, stack_evidence
 from dtobs.detectors.hangs.endings import End
-from dtobs.detectors.hangs.situation import ON_DEVICES, Situation, Told
+from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import duration_text, ranks_text, verb
 
@@ -44,8 +44,7 @@ def _finding(situation: Situation, group: int, seq: int, ranks: tuple[int, ...],
     call = collective(situation, ranks[0], group, seq)
     if every:
         said = f"{ranks_text(ranks)} all issued {call} and none has completed it for {duration_text(silent)}"
-        backend = situation.calls.groups[group].backend if group in situation.calls.groups else ""
-        if backend.startswith(ON_DEVICES):
+        if situation.calls.on_device(group):
             said += "; or a device has not come to it yet, which only TORCH_NCCL_ENABLE_TIMING=1 would tell"
     else:
         others = tuple(r for r in members if r not in ranks)

@@ -10,7 +10,7 @@ from typing import Any
 from dtobs.calls.absent import HeldUp, missing_in
 from dtobs.calls.lost_step import LostStep, believed, lost_steps
 from dtobs.calls.waits import circle_in
-from dtobs.detectors.hangs.calls import Blocked, Calls
+from dtobs.detectors.hangs.calls import ON_DEVICES, Blocked, Calls
 from dtobs.detectors.hangs.endings import End, Ending, all_told, causes, endings
 from dtobs.detectors.hangs.messages import settle
 from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
@@ -27,8 +27,6 @@ _GAVE_UP = (End.TIMED_OUT, End.PEER_LOST, End.ABORTED)
 TOO_LONG_SECONDS = 600.0
 """NCCL's own timeout: the longest that jobs are built to wait."""
 _COMMUNICATION = ("/torch/distributed/",)
-ON_DEVICES = ("nccl", "xccl", "hccl", "mccl")
-"""Backends, and how names of calls in their recorders begin, of which devices do what hosts issue."""
 _HANDING_OVER = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")
 _CONSTRUCTION = ("init_process_group", "_new_group_with_tag")
 _NOT_COMMUNICATION = (
@@ -267,18 +265,22 @@ def constructing(view: RunView, rank: int) -> str:
 
 def _blocked_on_device(view: RunView, calls: Calls, stalled: Stall) -> dict[int, Blocked]:
     """In a stall in which no host waits: ranks whose last collective has not been issued by all its members, or has
-    not been done by their device as the recorder of NCCL says.
+    not been done by their device as the recorder of NCCL says, and ranks whose message has not been answered, where
+    that leads to a rank that nothing holds up.
 
     On a GPU the stream waits, and the host runs on until it needs a result; where it then stands says nothing.
     """
-    found = {}
+    found: dict[int, Blocked] = {}
+    asking: dict[int, Blocked] = {}
     for rank in stalled.ranks:
         page, process = view.page(rank), view.process(rank)
         group, seq = int(page["collective_group"]), int(page["collective_seq"])
         elsewhere = int(page["phase"]) in (Phase.DATA, Phase.CHECKPOINT) or (process and process.stopped)
         if seq and not elsewhere and (undone_by_device(view, rank) or calls.behind(group, seq)):
             found[rank] = Blocked(group, seq)
-    return found
+        elif not elsewhere and (asked := [m for m in calls.unanswered(rank) if calls.on_device(m.group)]):
+            asking[rank] = asked[0]
+    return found | asking if any(message.peer not in asking for message in asking.values()) else found
 
 
 def undone_by_device(view: RunView, rank: int) -> list[str]:

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import Phase, RankState
+from dtobs.findings import Finding
 from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.stepless import FIRST_STEPS, stepless
 from dtobs.recording.uncounted_time import excused_ns
@@ -159,13 +160,15 @@ def moved_on(view: RunView, since_ns: int) -> bool:
     return bool((did > since_ns).all())
 
 
-def finished(view: RunView, awaited: tuple[int, ...], since_ns: int) -> bool:
-    """Whether the ranks that were awaited at `since_ns` came, and all went on to the end of the program.
+def finished(view: RunView, hang: Finding, since_ns: int) -> bool:
+    """Whether the ranks that `hang` named at `since_ns` came, and all went on to the end of the program.
 
-    Nobody does another step where it was the last barrier, or the last checkpoint, that took long.
+    Nobody does another step where it was the last barrier, or the last checkpoint, that took long. Who is through with
+    its loader or its checkpoint need not call anybody after that: a loader's workers are joined as a program ends.
     """
     closed = len(view.pages) > 0 and bool((view.pages["state"] == RankState.CLOSED).all())
-    return closed and bool(awaited) and view.came(awaited, since_ns)
+    calls = () if hang.code in ("stuck-in-dataloader", "stuck-in-checkpoint") else hang.ranks
+    return closed and bool(hang.ranks) and view.came(calls, since_ns)
 
 
 def _early(view: RunView, pages: npt.NDArray[np.void], threshold: float) -> float:

@@ -34,6 +34,8 @@ SETTLED_SECONDS = 10.0
 """Another process that takes a core for some seconds slows one rank down by about a half: that is no straggler."""
 JUDGED_SECONDS, JUDGED_STEPS = 60.0, 64
 """Judged are the newest steps of that time, or that many, whichever are more."""
+MOST_TIMES = 20.0
+"""More than that says no more: peers that do next to nothing, or wait for a core whenever they would."""
 LEAST_ROUNDS = 12
 """Where a loader has several workers, a step for each of them is judged as one: the first of them waits for all."""
 LEAST_SECONDS = 0.01
@@ -91,11 +93,12 @@ def _finding(slow: list[_Slow]) -> Finding:
     longer = f"({slowest.part} +{duration_text(slowest.seconds)} per step)"
     why = f" because {slowest.cause.words}" if slowest.cause else ""
     at = f", most of that at {slowest.line.short}" if slowest.line is not None else ""
+    much = f"{slowest.ratio:.2f}" if slowest.ratio < 0.9 * MOST_TIMES else "many"
     if len(slow) == 1:
-        text = f"{who} works {slowest.ratio:.2f} times as long as its peers {longer}{why}{at}; they wait for it"
+        text = f"{who} works {much} times as long as its peers {longer}{why}{at}; they wait for it"
     else:
         each = f", each{why}" if why else ""
-        text = f"{who} work up to {slowest.ratio:.2f} times as long as their peers {longer}{each}{at}; the others wait"
+        text = f"{who} work up to {much} times as long as their peers {longer}{each}{at}; the others wait"
     return Finding(
         "straggler",
         text,
@@ -143,7 +146,7 @@ def _judge(view: RunView, times: Times, rounds: Times, member: int, group: Seque
         busy = busy - rounds.delayed
     own, others = busy[member], _median_of_others(busy, member)
     excess = own - others
-    ratio = own / np.maximum(others, 1e-9)
+    ratio = own / np.maximum(others, rounds.wall[member] / MOST_TIMES)
     waited = _median_of_others(rounds.parts["exposed"], member) - rounds.parts["exposed"][member]
     typical = float(np.median(excess))
     if (

@@ -17,7 +17,7 @@ from dtobs.testing.layout import JobLayout
 from dtobs.testing.simulate import SimulatedFault
 from dtobs.testing.synthetic_dumps import SimulatedJob, dumps_of
 from tests.unit.detectors_hangs.test_crashes import GLOO_CLOSED, fails, gone
-from tests.unit.detectors_hangs.trouble import captured, found
+from tests.unit.detectors_hangs.trouble import captured, found, stack
 
 
 def message(rank: FakeRank, op: str, peer: int, seq: int, *, wait: bool = False) -> None:
@@ -103,6 +103,27 @@ def test_a_host_that_ran_on_until_its_device_took_no_more(training):
     assert (finding.code, finding.ranks) == ("rank-not-joined", (0,))
     assert finding.summary.endswith("; its device has not done nccl:recv 0<-1 and 1 later call")
     assert "sends and receives" in finding.next_step
+
+
+@pytest.mark.parametrize(("backend", "codes"), [("nccl", ["rank-not-joined"]), ("gloo", [])])
+def test_hosts_that_ran_on_behind_messages_that_one_rank_has_not_answered(training, backend, codes):
+    """As seen on an H200, of a pipeline: no host waits, the culprit sleeps, and nobody issued a collective."""
+    run = training(3)
+    for rank in run.ranks:
+        rank.meta("group", id=run.group(), name="default", ranks=[0, 1, 2], backend=backend)
+    message(run.rank(1), "recv", 0, 1)
+    for seq in (1, 2):
+        message(run.rank(0), "send", 1, seq)
+        message(run.rank(2), "recv", 1, seq)
+    message(run.rank(1), "send", 2, 1)
+    launching = stack("/me/torch/optim/adam.py:9 _multi_tensor_adam", "/me/train.py:12 <module>")
+    sleeping = stack("/me/train.py:7 <module>")
+    view = captured(run.view(later=61), rank_0=launching, rank_1=sleeping, rank_2=launching)
+    findings = found(view)
+    assert list(findings) == codes
+    if codes:
+        assert findings["rank-not-joined"].ranks == (1,)
+        assert "rank 1 is at /me/train.py:7" in findings["rank-not-joined"].summary
 
 
 @pytest.mark.parametrize(("state", "codes"), [("scheduled", ["network-stalled"]), ("completed", [])])

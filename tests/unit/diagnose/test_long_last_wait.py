@@ -61,6 +61,26 @@ def test_what_came_at_last_and_finished_is_history(tmp_path: Path, comes: bool, 
     assert any(note.startswith("over") for note in diagnosis.notes) == over
 
 
+@pytest.mark.parametrize("signal", [0, 15])
+def test_a_loaders_workers_that_take_long_to_end_as_the_program_does(tmp_path: Path, signal: int):
+    """As torch joins those of a loader that keeps its workers and pins memory; nobody waits for anybody."""
+    run = FakeRun(tmp_path / "run", 2, start_ns=time.monotonic_ns() - 100_000_000_000).steps(20)
+    for rank in run.ranks:
+        rank.phase("data")
+    later = 300.0
+    monitor = Monitor(run.directory, 0, detect=lambda view: run_detectors(run.view(later=later), ["hangs"]))
+    monitor.detect()
+    assert [f.code for f in monitor.journal.findings] == ["stuck-in-dataloader"]
+    run.directory.signals(0, 0).write_bytes(bytes([signal]))
+    for rank in run.ranks:
+        rank.advance(1000).close()
+    later = 0.0
+    monitor.ranks.read()
+    monitor.finish()
+    found = [f.code for f in diagnose(gather(run.directory.root)).findings]
+    assert found == ([] if signal == 0 else ["stuck-in-dataloader"])
+
+
 SHUTDOWN = """\
 Thread 0x00007f01 (most recent call first):
   File "/me/train.py", line 7 in upload
