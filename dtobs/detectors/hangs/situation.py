@@ -174,10 +174,18 @@ class Situation:
         waited = max(map(self.waited_seconds, self.blocked), default=0.0)
         return waited >= TOO_LONG_SECONDS or any(e.kind is End.TIMED_OUT for e in self.endings.values())
 
+    def wait_begin_ns(self, rank: int) -> int:
+        """When `rank` began to wait: its host in a call, else its device in the last one, or for a message some time
+        before the host was heard of for the last time.
+        """
+        page, at = self.view.page(rank), self.blocked.get(rank)
+        called = 0 if at is not None and at.peer >= 0 else int(page["collective_ns"])
+        return int(page["wait_since_ns"]) or called or int(page["heartbeat_ns"])
+
     def waited_seconds(self, rank: int) -> float:
-        """How long `rank` has been blocked, or had been when it ended; 0 when unknown."""
+        """How long `rank` has been blocked, or had been when it ended."""
         page = self.view.page(rank)
-        since = int(page["wait_since_ns"]) or int(page["collective_ns"])
+        since = self.wait_begin_ns(rank)
         ending = self.endings[rank]
         until = ending.t_ns - int(page["clock_offset_ns"]) if ending.over else self.view.now_ns
         return max(0.0, (until - since) / 1e9) if since else 0.0
@@ -330,7 +338,7 @@ def _absences(situation: Situation) -> list[Absence]:
 
 def _absence(situation: Situation, rank: int, at: HeldUp) -> Absence:
     """The absence of `rank` from what its peers wait in."""
-    since = min(_wait_begin_ns(situation.view, peer) for peer in at.waiting)
+    since = min(map(situation.wait_begin_ns, at.waiting))
     return Absence(rank, at.group, at.seq, at.waiting, since)
 
 
@@ -354,11 +362,6 @@ def _halt(view: RunView, rank: int) -> str:
         return "rank-stopped"
     held = capture is not None and rank in capture.ranks and capture.ranks[rank].gil == "held"
     return "gil-held" if held and capture and int(view.page(rank)["heartbeat_ns"]) <= capture.taken_ns else ""
-
-
-def _wait_begin_ns(view: RunView, rank: int) -> int:
-    page = view.page(rank)
-    return int(page["wait_since_ns"]) or int(page["collective_ns"]) or int(page["heartbeat_ns"])
 
 
 def communicating_thread(view: RunView, rank: int) -> ThreadStack | None:

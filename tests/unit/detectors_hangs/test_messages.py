@@ -124,6 +124,7 @@ def test_hosts_that_ran_on_behind_messages_that_one_rank_has_not_answered(traini
     if codes:
         assert findings["rank-not-joined"].ranks == (1,)
         assert "rank 1 is at /me/train.py:7" in findings["rank-not-joined"].summary
+        assert "ranks 0 and 2 have waited 63 s" in findings["rank-not-joined"].summary
 
 
 @pytest.mark.parametrize(("state", "codes"), [("scheduled", ["network-stalled"]), ("completed", [])])
