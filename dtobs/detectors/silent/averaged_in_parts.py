@@ -101,26 +101,30 @@ def _beside_shards(view: RunView) -> Iterator[Finding]:
         meta, steps = view.meta(rank), view.rank_steps(rank)[1:FIRST_PERIOD]  # the first input may not be known
         if not meta.params or len(steps) < FIRST_PERIOD - 1 or meta.pipeline:
             continue
-        table = tuple((p.name, tuple(p.shape), p.replica) for p in meta.params), int(steps["step"][0])
+        # Tensor-parallel ranks have other copies of the same tensors: those of their own data-parallel group.
+        of = tuple((p.name, tuple(p.shape), p.replica.split(":")[0], p.replica.partition("/")[2]) for p in meta.params)
+        table = of, int(steps["step"][0])
         if steps["input_digest"].all():
             every[table].append(rank)
             same[table, steps["input_digest"].tobytes()].append(rank)
         elif not steps["input_digest"].any():
             unknown[table].append(rank)
-    for ranks in same.values():
-        if (parted := _whole_tensors(view, ranks, (Phase.FORWARD,))) is not None:
-            yield _whole(parted, _CUT)
-    for ranks in every.values():
-        parted = _whole_tensors(view, ranks, (Phase.FORWARD, Phase.BACKWARD))
-        if parted is not None and _own_inputs(view, parted):
-            yield _whole(parted, _SPREAD)
-    for ranks in unknown.values():
-        if (parted := _whole_tensors(view, ranks, (Phase.FORWARD, Phase.BACKWARD))) is not None:
-            yield _whole(parted, _EITHER)
+    both = (Phase.FORWARD, Phase.BACKWARD)
+    cut = [one for ranks in same.values() if (one := _whole_tensors(view, ranks, (Phase.FORWARD,))) is not None]
+    spread = [one for ranks in every.values() if (one := _whole_tensors(view, ranks, both)) is not None]
+    either = [one for ranks in unknown.values() if (one := _whole_tensors(view, ranks, both)) is not None]
+    for sets, words in ((cut, _CUT), ([one for one in spread if _own_inputs(view, one)], _SPREAD), (either, _EITHER)):
+        matters: dict[tuple[object, ...], list[_Parted]] = defaultdict(list)
+        for one in sets:
+            matters[one.names, tuple(one.apart), tuple(one.alike)].append(one)
+        for alike in matters.values():
+            yield _whole(alike, words)
 
 
 def _whole_tensors(view: RunView, ranks: list[int], phases: tuple[Phase, ...]) -> _Parted | None:
-    """What began alike on all of `ranks` and went apart, beside what began otherwise; None where that is not so."""
+    """What began alike on all of `ranks` and went apart at once, beside what began otherwise and what stays alike; None
+    where that is not so.
+    """
     looks = _looks(view, ranks) if len(ranks) > 1 else None
     if looks is None or not all(_exchanges(view, rank, set(ranks) - {rank}, phases) for rank in ranks):
         return None
@@ -131,13 +135,20 @@ def _whole_tensors(view: RunView, ranks: list[int], phases: tuple[Phase, ...]) -
     moves: npt.NDArray[np.bool_] = (digests[:, 1:] != digests[:, :-1]).any(axis=(0, 1))
     whole: npt.NDArray[np.bool_] = moves & (digests[:, 0] == digests[0, 0]).all(axis=0)
     began_apart = moves & _all_differ(digests[:, :1])[0]
-    went_apart: npt.NDArray[np.bool_] = np.all(_all_differ(digests[:, _SOON:]), axis=0)
+    went_apart: npt.NDArray[np.bool_] = whole & np.all(_all_differ(digests[:, _SOON:]), axis=0)
+    alike: npt.NDArray[np.bool_] = whole & (digests == digests[:1]).all(axis=(0, 1))
     # What begins with a constant is alike on whatever ranks; a matrix is drawn.
-    drawn = whole & np.array([len(p.shape) > 1 for p in params])
-    if not (drawn.any() and began_apart.any() and went_apart[whole].all()):
+    drawn = went_apart & np.array([len(p.shape) > 1 for p in params])
+    if not (drawn.any() and began_apart.any() and (went_apart | alike)[whole].all()):
         return None
-    apart = np.flatnonzero(whole).tolist()
-    return _Parted([[rank] for rank in ranks], tuple(p.name for p in params), apart, [], (), int(common[0]) + 1)
+    return _Parted(
+        [[rank] for rank in ranks],
+        tuple(p.name for p in params),
+        np.flatnonzero(went_apart).tolist(),
+        np.flatnonzero(alike).tolist(),
+        (),
+        int(common[0]) + 1,
+    )
 
 
 _CUT = (
@@ -149,24 +160,28 @@ _CUT = (
 _SPREAD = (
     "read samples of their own, exchange activations and gradients of them in each step",
     "as expert-parallel ranks do",
-    "their gradients have to be averaged over the ranks",
+    "the gradients of that have to be averaged over the ranks",
 )
 _EITHER = (
     "exchange activations and gradients of them in each step",
     "as tensor-parallel and expert-parallel ranks do",
-    "their gradients have to be the same on all of the ranks: summed or averaged over them where each makes its own",
+    "the gradients of that have to be the same on all of the ranks: summed or averaged over them where each makes its"
+    " own",
 )
 """What such ranks do, who does so, and what the rest of the model then needs."""
 
 
-def _whole(parted: _Parted, words: tuple[str, str, str]) -> Finding:
-    names = [parted.names[row] for row in parted.apart]
+def _whole(sets: list[_Parted], words: tuple[str, str, str]) -> Finding:
+    first = sets[0]
+    names = [first.names[row] for row in first.apart]
     more = f" and {count(len(names) - 1, 'other tensor')}" if len(names) > 1 else ""
+    goes = f"began alike there and {'have' if more else 'has'} gone apart"
+    rest = f", while {first.names[first.alike[0]]} and all else that began alike stays so" if first.alike else ""
     does, who, needs = words
     return _finding(
-        [parted],
-        f"{ranks_text(parted.ranks)} {does} and began with other values for a part of the model, {who};"
-        f" {names[0]}{more} began alike there and have gone apart. If each rank has the whole of these, {needs}",
+        sets,
+        f"{', and '.join(ranks_text(one.ranks) for one in sets[:4])} {does} and began with other values for a part of the model, {who};"
+        f" {names[0]}{more} {goes}{rest}. If each rank has the whole of {'these' if more else 'it'}, {needs}",
     )
 
 

@@ -199,6 +199,33 @@ def test_tensors_that_tensor_parallel_ranks_have_whole_and_that_part(tmp_path: P
     assert "embedding and 1 other tensor began alike there and have gone apart" in found.summary
 
 
+def test_one_tensor_that_parts_while_the_rest_stays_alike(tmp_path: Path):
+    """A projection left out of averaging by hand, beside experts; the norm is averaged."""
+    apart = {"inputs": lambda rank: rank, "phases": (Phase.FORWARD, Phase.BACKWARD), "part": ("embedding",)}
+    (found,) = told(cut(tmp_path, **apart))
+    assert "; embedding began alike there and has gone apart, while norm and all else that began" in found.summary
+
+
+def test_tensor_parallel_ranks_beside_copies_of_each(tmp_path: Path):
+    """Two by two: each rank has a copy in the other pair, and what is whole on a pair goes apart in both pairs alike."""
+    run = FakeRun(tmp_path, 4, layout=None)
+    pairs = [run.group(f"tensor {n}", (2 * n, 2 * n + 1)) for n in range(2)]
+    for number, rank in enumerate(run.ranks):
+        place, pair = number % 2, number // 2
+        names = {"embedding": (64, 8), "up": (8, 8), "norm": (8,)}
+        rank.parameters(*(Parameter(n, shape, "float32", f"copies:2:{place}") for n, shape in names.items()))
+        rank.digests(7, 8 + place, 9, step=-1)
+        for step in range(24):
+            rank.collective(group=pairs[pair])
+            rank.event(Kind.COLLECTIVE, phase=Phase.FORWARD, group=pairs[pair], value=4096.0)
+            rank.step(input_digest=1 + 100 * step + pair)
+            rank.digests(*(1000 * step + 10**6 * row + place * (row < 2) for row in range(3)))
+    (found,) = told(run)
+    assert found.ranks == (0, 1, 2, 3)
+    assert found.summary.startswith("ranks 0 and 1, and ranks 2 and 3 read the same samples")
+    assert "embedding began alike there and has gone apart, while norm and all else" in found.summary
+
+
 def test_tensors_that_expert_parallel_ranks_have_whole_and_that_part(tmp_path: Path):
     spread = {"inputs": lambda rank: rank, "phases": (Phase.FORWARD, Phase.BACKWARD)}
     (found,) = told(cut(tmp_path / "apart", **spread))
