@@ -70,6 +70,12 @@ def sequence_mesh(view: RunView, rank: int) -> tuple[int, ...]:
     return tuple(mesh) if isinstance(mesh, list) and rank in mesh else ()
 
 
+def tokens_shared_with(view: RunView, rank: int) -> tuple[int, ...]:
+    """The ranks on which the model of `rank` takes its tokens to be the same; () where it says nothing of that."""
+    ranks = view.meta(rank).process.get("token_ranks")
+    return tuple(ranks) if isinstance(ranks, list) and rank in ranks else ()
+
+
 def of_own_sequences(view: RunView, ranks: Sequence[int]) -> list[int]:
     """`ranks` without those that split the sequences of an earlier one among them: they are given the same."""
     first: dict[tuple[int, ...], int] = {}

@@ -22,7 +22,7 @@ from dtobs.events import Phase
 from dtobs.probes.base import Probe
 from dtobs.probes.deferred import MAX_PENDING, Arrived, Deferred
 from dtobs.probes.digests import device_digest, host_digest, words
-from dtobs.probes.layout import local_tensor
+from dtobs.probes.layout import local_tensor, tokens_shared_by
 from dtobs.probes.modules import around_call, roots, trains
 
 MAX_BYTES = 1 << 20
@@ -58,6 +58,8 @@ class InputProbe(Probe):
         if context.model is None:
             return
         root = roots(context.model)[0]
+        if len(ranks := tokens_shared_by(root)) > 1:
+            context.recorder.meta.add("process", token_ranks=ranks)
 
         def take(root: nn.Module, *args: Any, **kwargs: Any) -> None:
             whole, self._whole = self._whole, []

@@ -178,9 +178,10 @@ def _whole(sets: list[_Parted], words: tuple[str, str, str]) -> Finding:
     goes = f"began alike there and {'have' if more else 'has'} gone apart"
     rest = f", while {first.names[first.alike[0]]} and all else that began alike stays so" if first.alike else ""
     does, who, needs = words
+    ranks = ", and ".join(ranks_text(one.ranks) for one in sets[:4])
     return _finding(
         sets,
-        f"{', and '.join(ranks_text(one.ranks) for one in sets[:4])} {does} and began with other values for a part of the model, {who};"
+        f"{ranks} {does} and began with other values for a part of the model, {who};"
         f" {names[0]}{more} {goes}{rest}. If each rank has the whole of {'these' if more else 'it'}, {needs}",
     )
 

@@ -3,8 +3,9 @@
 What it does: compares the digests of the inputs of each step between ranks that differ in their place along tensor
 dimensions of the mesh only, or whose copies of a model were alike (`learned_copies`) until they went apart. Their
 layers are parts of one model, so they must be given one batch, unless they split each sequence between them before the
-model sees it. So there must be a reason to know better: the inputs were equal before, or the ranks read each other's
-samples in other steps, or a DistributedSampler deals to more ranks than there are replicas of the model. Ranks among
+model sees it. So there must be a reason to know better: the plan of tensor parallelism takes tokens to be the same, the
+inputs were equal before, the ranks read each other's samples in other steps, or a DistributedSampler deals to more
+ranks than there are replicas of the model. Ranks among
 which sequences are split have different inputs: of them the sampler is asked, unless they hand each other samples first
 (Ulysses' loaders do), and the whole sequences that torch's ``context_parallel`` was given are compared.
 
@@ -27,6 +28,7 @@ from dtobs.detectors.peers import (
     sequence_groups,
     sequence_mesh,
     tensor_groups,
+    tokens_shared_with,
 )
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.detectors.silent.sample_ledger import streams
@@ -108,6 +110,8 @@ def _of_one_model(view: RunView, window: StepWindow) -> Iterator[tuple[list[int]
 
 def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> str:
     """Why different inputs of these ranks cannot be parts of one batch; "" where they can."""
+    if shared := [rank for rank in ranks if set(ranks) <= set(tokens_shared_with(view, rank))]:
+        return f"the embedding of rank {shared[0]} takes the tokens of all of them to be the same (Replicate)"
     if equal.sum() >= LEAST_STEPS:
         return f"in {int(equal.sum())} others it was the same"
     if dealt := _dealt(view, ranks):

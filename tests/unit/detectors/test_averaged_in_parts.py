@@ -207,7 +207,7 @@ def test_one_tensor_that_parts_while_the_rest_stays_alike(tmp_path: Path):
 
 
 def test_tensor_parallel_ranks_beside_copies_of_each(tmp_path: Path):
-    """Two by two: each rank has a copy in the other pair, and what is whole on a pair goes apart in both pairs alike."""
+    """Two by two: each rank has a copy in the other pair, and what is whole on a pair goes apart in both alike."""
     run = FakeRun(tmp_path, 4, layout=None)
     pairs = [run.group(f"tensor {n}", (2 * n, 2 * n + 1)) for n in range(2)]
     for number, rank in enumerate(run.ranks):

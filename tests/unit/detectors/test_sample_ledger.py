@@ -212,11 +212,12 @@ def replicas(
     dealt: int = 2,
     apart: int | None = None,
     trade: bool = False,
+    tokens: bool = False,
 ) -> list[Finding]:
     """Two by two ranks: rank = 2 * data + tensor; a sampler deals to `dealt` ranks.
 
     The copies of a norm on tensor ranks part in step `apart`; None: there is no such parameter. With `trade`, the
-    tensor ranks hand each other something before each forward.
+    tensor ranks hand each other something before each forward; with `tokens`, the model takes theirs to be the same.
     """
     run = FakeRun(root, 4, layout=None)
     pairs = [run.group(f"pair {n}", (2 * n, 2 * n + 1)) for n in range(2)]
@@ -224,6 +225,8 @@ def replicas(
         place = {name: at for name, at in zip(names, (rank.number // 2, rank.number % 2), strict=True) if name}
         rank.meta("layout", kind="dtensor", coordinates=place, data_ranks=[rank.number % 2, rank.number % 2 + 2])
         rank.meta("pass", step=0, sampler=0, shuffles=True, seed=0, epoch=0, replicas=dealt, samples=80)
+        if tokens:
+            rank.meta("process", token_ranks=[2 * (rank.number // 2), 2 * (rank.number // 2) + 1])
         if apart is not None:
             rank.parameters(Parameter("norm", (8,), "float32", f"mesh:2:{rank.number // 2}")).digests(7, step=-1)
         for step in range(12):
@@ -256,6 +259,10 @@ def test_tensor_parallel_ranks_that_read_apart_are_found(tmp_path: Path):
     (one,) = replicas(tmp_path / "a", no_longer_alike)
     assert (one.code, one.ranks, one.step) == ("data-mismatch", (0, 1), 6)
     assert one.summary.endswith("in 6 of 12 steps: in 6 others it was the same")
+    both = replicas(tmp_path / "tokens", own, tokens=True)
+    assert [f.ranks for f in both] == [(0, 1), (2, 3)]
+    assert "the embedding of rank 0 takes the tokens of all of them to be the same" in both[0].summary
+    assert replicas(tmp_path / "alike", alike, tokens=True) == []
     two = replicas(tmp_path / "b", own, dealt=4)
     assert [f.ranks for f in two] == [(0, 1), (2, 3)]
     assert two[0].summary.endswith("the sampler deals to 4 ranks, and there are 2 replicas of the model")

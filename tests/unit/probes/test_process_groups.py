@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtobs.probes.layout import find_layout, model_tensors, wrappers
+from dtobs.probes.layout import find_layout, model_tensors, tokens_shared_by, wrappers
 from dtobs.probes.process_groups import GroupTable
 from dtobs.probes.rendezvous import wrap_init_process_group
 from dtobs.recording.arrivals import Arrival
@@ -119,6 +120,16 @@ def test_a_tensor_on_a_part_of_a_mesh_knows_who_reads_other_samples(world):
     layout = find_layout(model)
     assert (layout.data_ranks, layout.coordinates) == ((1, 3), {"data": 0, "tensor": 1})
     assert find_layout(model, mesh["tensor"]).data_ranks == (1,), "what is given is believed"
+
+
+@pytest.mark.parametrize(("given", "ranks"), [(Replicate(), [0, 1]), (Shard(1), [])])
+def test_a_plan_says_on_which_ranks_tokens_are_the_same(world, given: Any, ranks: list[int]):
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.ModuleDict({"tokens": nn.Embedding(8, 4), "out": nn.Linear(4, 8)})
+    assert tokens_shared_by(model) == []
+    plan = {"tokens": RowwiseParallel(input_layouts=given), "out": ColwiseParallel()}
+    assert tokens_shared_by(parallelize_module(model, mesh["tensor"], plan)) == ranks
 
 
 def test_meshes_that_are_made_of_one_world_mesh_tell_what_its_name_does_not(world):
