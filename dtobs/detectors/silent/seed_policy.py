@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from dtobs.detectors.peers import data_groups, outliers, rows_of
 from dtobs.detectors.silent.replica_divergence import going_their_own_ways
-from dtobs.detectors.silent.replicas import from_the_beginning, replica_sets
+from dtobs.detectors.silent.replicas import ReplicaSet, from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.step_window import StepWindow
 from dtobs.recording.view import RunView
@@ -60,15 +60,16 @@ def _initial(view: RunView) -> list[Finding]:
         odd, majority = outliers(values)
         than = "than the others " if majority else ""
         apart = going_their_own_ways(view, copies)
+        why, next_step = _why(view, copies)
         found.append(
             Finding(
                 "seed-policy",
-                f"{ranks_text(odd)} began with other parameters {than}(first {copies.names[which]}): the model was"
-                " initialised with different seeds and nothing copied it to the others",
+                f"{ranks_text(odd)} began with other parameters {than}(first {copies.names[which]}){why}",
                 tuple(odd),
                 Confidence.CERTAIN,
                 step=int(copies.steps[0]) + 1,
                 aspect="initial parameters",
+                next_step=next_step,
                 expect="own-models",
                 fault=not apart,
                 evidence=(
@@ -83,6 +84,22 @@ def _initial(view: RunView) -> list[Finding]:
             )
         )
     return found
+
+
+def _why(view: RunView, copies: ReplicaSet) -> tuple[str, str]:
+    """How copies came to begin otherwise, and what to do; "" for what the code says. Where others that were drawn are
+    equal, they may be meant to.
+    """
+    shapes = {p.name: p.shape for p in view.meta(copies.ranks[0]).params}
+    equal = [name for name, differs in zip(copies.names, copies.differs[0], strict=True) if not differs]
+    drawn = next((name for name in equal if len(shapes.get(name, ())) > 1), "")
+    if not drawn:
+        return ": the model was initialised with different seeds and nothing copied it to the others", ""
+    return (
+        f", while {drawn} began alike: either nothing copied them to the others, or each rank has experts or shards of"
+        " its own there, whose gradients are averaged over ranks that hold others",
+        "Average gradients over the ranks that hold the same tensor only, or seed its initialisation alike on them.",
+    )
 
 
 def _shards(view: RunView) -> list[Finding]:
