@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dtobs.probes.base import Probe
-from dtobs.probes.layout import is_fsdp, wrappers
+from dtobs.probes.layout import Bare, is_fsdp, wrappers
 from dtobs.probes.modules import compiler_is_there, contained, untraced
 
 SEARCH_STEPS = 64
@@ -27,6 +27,7 @@ SEARCH_STEPS = 64
 PATIENCE = 8
 """Steps of an optimizer over unknown parameters before it is told of, or followed."""
 MOST_TOLD = 8
+MOST_BARE = 64
 
 
 class Following(Probe):
@@ -52,7 +53,7 @@ class Following(Probe):
         """Watch every optimizer's step; look for the models of those that are followed."""
         self._known, self._places = {}, []
         self._listen()
-        self._look_for_models()
+        self.look_for_models()
 
     def _listen(self) -> None:
         self._compiler = compiler_is_there()
@@ -84,13 +85,14 @@ class Following(Probe):
         if contained(optimizer):
             self._known[id(optimizer)] = weakref.ref(optimizer)
             return  # those that it calls are followed
+        self._watch_bare(optimizer)
         if not any(each() is optimizer for each in context.optimizers):
             parameters = context.trained_by(optimizer)
             if not (parameters & self._held() or self._goes_on_alone(optimizer, parameters)):
                 return
             self._take(optimizer, parameters)
         self._known[id(optimizer)] = weakref.ref(optimizer)
-        self._look_for_models()
+        self.look_for_models()
 
     def _take(self, optimizer: Any, parameters: set[int]) -> None:
         """Follow it, in the place of one that it replaces."""
@@ -142,7 +144,20 @@ class Following(Probe):
                 why="its parameters are in no model that is watched: name both to session.watch(model, optimizer)",
             )
 
-    def _look_for_models(self) -> None:
+    def _watch_bare(self, optimizer: Any) -> None:
+        """Watch what has a gradient for the first step of this one and lies in no module that was called."""
+        trained, held = [p for group in optimizer.param_groups for p in group["params"]], self._held()
+        if not any(id(p) in held for p in trained):
+            return  # it trains copies of parameters, as of those in half precision
+        sought = {f"parameter {n}": p for n, p in enumerate(trained) if id(p) in self._sought and p.grad is not None}
+        if 0 < len(sought) <= MOST_BARE and all(p.requires_grad and p.is_leaf for p in sought.values()):
+            mine = {id(p) for p in sought.values()}
+            self._sought = {key: ref for key, ref in self._sought.items() if key not in mine}
+            if not self._sought:
+                self._end_search()
+            self.follow(-1, None, Bare(sought))
+
+    def look_for_models(self) -> None:
         """Which parameters of followed optimizers are in no watched model."""
         self._note_places()
         context, held = self.context, self._held()

@@ -30,7 +30,7 @@ from dtobs.events import Kind
 from dtobs.probes.backward import compiled_autograd
 from dtobs.probes.base import Probe
 from dtobs.probes.fsdp import fsdp_parameters
-from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
+from dtobs.probes.layout import Bare, Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.modules import around_call, roots
 from dtobs.probes.norms import device_norm, host_square, squares, together
 from dtobs.probes.sampling import period
@@ -99,9 +99,12 @@ class GradientProbe(Probe):
             tensor = self._tensors[index].tensor
             if isinstance(tensor, nn.Parameter) and id(tensor) not in gathered:
                 self._hook(index, tensor, fresh=False)
-        if self._ddp and self._ddp[0] is model and not _finds_unused(self._ddp[0]):
-            ignored = set(getattr(model, "parameters_to_ignore", ()))
-            self._rows = [i for i in wanted if self._tensors[i].name not in ignored]
+        called = [part for part in roots(model) if not isinstance(part, Bare)]
+        if self._ddp and called == self._ddp[:1] and not _finds_unused(self._ddp[0]):
+            ignored = set(getattr(called[0], "parameters_to_ignore", ()))
+            of = {id(p) for p in called[0].parameters()}
+            rows = [i for i in wanted if id(self._tensors[i].tensor) in of]
+            self._rows = [i for i in rows if self._tensors[i].name not in ignored]
         if gathered:
             # What autograd works on are the gathered parameters, and they do not exist before the first forward.
             for root in roots(model):

@@ -75,6 +75,17 @@ class Together(nn.ModuleList):
     """Several models that one session watches; the first keeps its names."""
 
 
+class Bare(nn.Module):
+    """Parameters that an optimizer trains and no module that is called has: a temperature, a tied weight, prompts.
+
+    `parameters` by their names in tables.
+    """
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        super().__init__()
+        self._parameters.update(parameters)  # a leaf that is no nn.Parameter can be trained as well
+
+
 def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
     """Parameters, then the integer buffers of batch norms, each once, with the key of what they must be equal to.
 
@@ -291,7 +302,8 @@ def _walk(module: nn.Module, prefix: str, *, buffers: bool) -> Iterator[tuple[st
             name == "module" and isinstance(module, (DistributedDataParallel, nn.DataParallel))
         )
         if isinstance(module, Together):
-            below = prefix if name == "0" else f"{prefix}model {int(name) + 1}."
+            own = name != "0" and not isinstance(child, Bare)
+            below = f"{prefix}model {int(name) + 1}." if own else prefix
         else:
             below = prefix if wrapped else f"{prefix}{name}."
         yield from _walk(child, below, buffers=buffers)

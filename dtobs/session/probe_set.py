@@ -17,7 +17,7 @@ from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
 from dtobs.probes.deferred import capture_test
 from dtobs.probes.following import Following
-from dtobs.probes.layout import Together, wrapper_around
+from dtobs.probes.layout import Bare, Together, wrapper_around
 from dtobs.probes.modules import Forward, OptimizerSteps, contained
 from dtobs.probes.progress import Progress, phase_number
 from dtobs.probes.table import DISTRIBUTED, OFF, make_probes
@@ -101,6 +101,9 @@ class ProbeSet:
         for probe in mine:
             if probe.active:
                 self._install(probe)
+        for probe in self.context.probes:
+            if isinstance(probe, Following) and probe.active:
+                probe.guard(probe.look_for_models)()
 
     def _follow(self, place: int, optimizer: Any, model: Any) -> None:
         """Observe one more optimizer, at that place among the others, or one more model."""
@@ -193,7 +196,8 @@ def together(model: Any) -> Any:
     """One model, or several as one."""
     if not isinstance(model, Sequence):
         return model if model is None or isinstance(model, Together) else wrapper_around(model)
-    return Together(map(wrapper_around, model)) if len(model) > 1 else together(model[0]) if model else None
+    parts = [part if isinstance(part, Bare) else wrapper_around(part) for part in model]
+    return Together(parts) if len(parts) > 1 else together(model[0]) if model else None
 
 
 def _parts(model: Any) -> list[Any]:

@@ -30,6 +30,8 @@ from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
 
 MOST_RANKS = 256
+PARTED = 3
+"""The look from which on what is not averaged differs: Adam moves a single number by the learning rate at first."""
 MOST_LEFT_OUT = 0.25
 """The share of a model's elements that is likely to have been forgotten."""
 
@@ -90,10 +92,10 @@ def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:
     looks = np.stack(
         [h["digest"][np.isin(h["step"], list(common))][:, left.rows] for h in histories]
     )  # [ranks, looks, rows]
-    if looks.shape[1] < 2 or max(common) - min(common) < FIRST_PERIOD:
+    if looks.shape[1] <= PARTED or max(common) - min(common) < FIRST_PERIOD:
         return None
     moves = (looks[:, 1:] != looks[:, :-1]).any(axis=(0, 1))
-    some = np.sort(looks[:, 1:, moves], axis=0)
+    some = np.sort(looks[:, PARTED:, moves], axis=0)
     settings = [settings_of(view, rank, 1 << 62) for rank in ranks]
     apart = moves.any() and ((some[1:] != some[:-1]).all() if left.everything else (some[0] != some[-1]).all())
     if not apart or settings != settings[:1] * len(ranks):
