@@ -324,7 +324,8 @@ def _exchanges(
 ) -> bool:
     """Whether `rank` calls collectives with some of `others` in these phases of the steps, and sends nothing.
 
-    Where no forward was seen, as of a model whose layers are called one by one, it is what lies outside all phases.
+    What lies outside all phases and before the backward is of the forward of a model whose layers are called one by
+    one; where no forward was seen, all that lies outside.
     """
     events, groups = view.events(rank), view.meta(rank).groups
     if (events["kind"] == Kind.P2P).any():
@@ -333,11 +334,16 @@ def _exchanges(
     with_them = [number for number, group in groups.items() if others & set(group.ranks)]
     calls = calls[np.isin(calls["group"], with_them)]
     steps = np.unique(events["step"][events["kind"] == Kind.STEP_BEGIN])
-    outside = Phase.FORWARD if (events["phase"] == Phase.FORWARD).any() else Phase.NONE
+    backward = events[(events["kind"] == Kind.PHASE_BEGIN) & (events["phase"] == Phase.BACKWARD)]
+    of, first = np.unique(backward["step"], return_index=True)
+    ends = dict(zip(of.tolist(), backward["t_ns"][first].tolist(), strict=True))
+    forward = (events["phase"] == Phase.FORWARD).any()
+    before = np.array([not forward or t < ends.get(s, 0) for s, t in calls[["step", "t_ns"]].tolist()], bool)
+    by_phase = {phase: calls["phase"] == phase for phase in phases}
+    if Phase.FORWARD in by_phase:
+        by_phase[Phase.FORWARD] |= (calls["phase"] == Phase.NONE) & before
     return bool(len(steps)) and all(
-        np.isin(steps, calls["step"][calls["phase"] == (outside if phase == Phase.FORWARD else phase)]).mean()
-        >= MOST_STEPS
-        for phase in phases
+        np.isin(steps, calls["step"][chosen]).mean() >= MOST_STEPS for chosen in by_phase.values()
     )
 
 
