@@ -76,3 +76,20 @@ def know_gradients(
             optimizer.step()
             optimizer.zero_grad()
     return truth
+
+
+def train_a_temperature_outside(rank: int, world_size: int, run_dir: Path, averaged: bool) -> None:
+    """DDP averages what is in the model; the temperature lies beside it, and is averaged by hand or not at all."""
+    torch.manual_seed(0)
+    model, temperature = nn.parallel.DistributedDataParallel(nn.Linear(8, 4)), nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.AdamW([*model.parameters(), temperature], 1e-2)
+    made = torch.Generator().manual_seed(rank)
+    with dtobs.attach(model, optimizer, run_dir=run_dir, monitor=False):
+        for _ in range(40):
+            x = torch.randn(16, 8, generator=made)
+            optimizer.zero_grad()
+            (temperature.exp() * model(x) - x[:, :4]).square().mean().backward()
+            if averaged:
+                dist.all_reduce(temperature.grad, dist.ReduceOp.SUM)
+                temperature.grad /= world_size  # type: ignore[operator]
+            optimizer.step()

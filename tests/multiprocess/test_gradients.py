@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtobs.diagnose import diagnose, gather
 from dtobs.probes.sampling import LEAST_REDUCED_PERIOD
 from dtobs.recording.view import load_run
 from tests.harness import run_ranks
-from tests.multiprocess.gradient_programs import know_gradients
+from tests.multiprocess.gradient_programs import know_gradients, train_a_temperature_outside
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,13 @@ def test_norms(tmp_path: Path, wrapper: str, accumulate: int, sync_all: bool):
         np.testing.assert_allclose(window.field("reduced_norm")[0, -1], truth[0].reduced[-1], rtol=1e-5)
     else:
         assert np.isnan(window.field("reduced_norm")).all()  # no rank holds all of it
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_temperature_outside_of_ddp(tmp_path: Path, averaged: bool):
+    run_ranks(train_a_temperature_outside, 2, tmp_path, averaged)
+    found = diagnose(gather(tmp_path)).findings
+    assert [(f.code, f.ranks, f.severity) for f in found] == (
+        [] if averaged else [("gradients-not-synchronized", (0, 1), "note")]
+    )
+    assert averaged or found[0].summary.startswith("the copies of parameter 2 on ranks 0 and 1 began alike")

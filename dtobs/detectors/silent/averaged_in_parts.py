@@ -334,17 +334,25 @@ def _exchanges(
     with_them = [number for number, group in groups.items() if others & set(group.ranks)]
     calls = calls[np.isin(calls["group"], with_them)]
     steps = np.unique(events["step"][events["kind"] == Kind.STEP_BEGIN])
-    backward = events[(events["kind"] == Kind.PHASE_BEGIN) & (events["phase"] == Phase.BACKWARD)]
-    of, first = np.unique(backward["step"], return_index=True)
-    ends = dict(zip(of.tolist(), backward["t_ns"][first].tolist(), strict=True))
-    forward = (events["phase"] == Phase.FORWARD).any()
-    before = np.array([not forward or t < ends.get(s, 0) for s, t in calls[["step", "t_ns"]].tolist()], bool)
     by_phase = {phase: calls["phase"] == phase for phase in phases}
     if Phase.FORWARD in by_phase:
-        by_phase[Phase.FORWARD] |= (calls["phase"] == Phase.NONE) & before
+        by_phase[Phase.FORWARD] |= (calls["phase"] == Phase.NONE) & _before_backward(events, calls)
     return bool(len(steps)) and all(
         np.isin(steps, calls["step"][chosen]).mean() >= MOST_STEPS for chosen in by_phase.values()
     )
+
+
+def _before_backward(events: npt.NDArray[np.void], calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which of `calls` come before the first backward of their step; all where `events` have no forward."""
+    if not (events["phase"] == Phase.FORWARD).any():
+        return np.ones(len(calls), bool)
+    begins = events[(events["kind"] == Kind.PHASE_BEGIN) & (events["phase"] == Phase.BACKWARD)]
+    steps, first = np.unique(begins["step"], return_index=True)
+    place = np.searchsorted(steps, calls["step"])
+    known = np.isin(calls["step"], steps)
+    before: npt.NDArray[np.bool_] = np.zeros(len(calls), bool)
+    before[known] = calls["t_ns"][known] < begins["t_ns"][first[place[known]]]
+    return before
 
 
 def works_together(view: RunView, rank: int, ranks: set[int], everything: bool) -> bool:

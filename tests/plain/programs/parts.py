@@ -151,3 +151,25 @@ def dropout_of_each_rank(rank: int, world: int, watch: Watch) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     watch(model, optimizer)
     return train(model, optimizer, rank)
+
+
+@program()
+def a_temperature_beside_ddp(rank: int, world: int, watch: Watch) -> list[float]:
+    """DDP knows nothing of it, so its gradient is averaged by hand; prompts of its own has each rank."""
+    model, temperature = DDP(mlp(inputs=16)), nn.Parameter(torch.zeros(()))
+    prompts = nn.Parameter(torch.randn(1, 4, generator=seeded(rank)))
+    optimizer = torch.optim.AdamW([*model.parameters(), temperature, prompts], 1e-2)
+    watch(model, optimizer)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = mse(temperature.exp() * model(torch.cat([x, prompts.expand(len(x), 4)], 1)), y)
+        loss.backward()
+        torch.distributed.all_reduce(temperature.grad)
+        temperature.grad /= world  # type: ignore[operator]
+        optimizer.step()
+        losses.append(loss.item())
+    assert_learned(losses)
+    assert_replicas_equal([*model.parameters(), temperature])
+    return losses

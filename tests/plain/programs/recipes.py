@@ -21,7 +21,6 @@ from tests.plain.kit import (
     assert_replicas_equal,
     average_gradients,
     batch,
-    here,
     mlp,
     mse,
     program,
@@ -175,7 +174,7 @@ def small_gpt(rank: int, world: int, watch: Watch) -> list[float]:
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    scaler = torch.amp.GradScaler(here(), enabled=False)
+    scaler = torch.amp.GradScaler(enabled=False)
     wrapped = DDP(model)
     watch(wrapped, optimizer)
     losses, x, y = [], *get_batch()
