@@ -6,7 +6,8 @@ a DistributedSampler; and since the first step all that moves differs between al
 travelled between them as a gradient has. It is only possible that this is a mistake: models may be kept apart on
 purpose, and averaged later than after `FIRST_PERIOD` steps. Ranks that have nothing in common, send each other messages
 (a pipeline), read the same samples or began differently (an ensemble) are left alone. The same is asked of single
-tensors of a model whose others are sharded or averaged, where nothing is exchanged as experts do.
+tensors of a model whose others are sharded or averaged, where nothing is exchanged as experts do; those may lie in no
+module, as a temperature outside of DDP.
 
 Why it hurts: nobody averages the gradients, so each model learns from its own rank's samples only.
 """
