@@ -50,6 +50,7 @@ def replica_sets(view: RunView, *, always: bool = False) -> Iterator[ReplicaSet]
         for row, (name, key) in enumerate(table):
             if key:  # copies that were learned may have another name on each rank
                 holders.setdefault(("" if key.startswith(LEARNED) else name, key), []).append((number, row))
+    _join_other_names(view, classes, holders)
     together: dict[tuple[tuple[int, ...], bool], list[tuple[str, tuple[int, ...]]]] = {}
     for (name, _), places in holders.items():
         members = tuple(number for number, _ in places)
@@ -61,6 +62,39 @@ def replica_sets(view: RunView, *, always: bool = False) -> Iterator[ReplicaSet]
         found = _bring_together(view, ranks, named, by_likeness)
         if found is not None:
             yield found
+
+
+def _join_other_names(
+    view: RunView,
+    classes: list[tuple[tuple[tuple[str, str], ...], list[int]]],
+    holders: dict[tuple[str, str], list[tuple[int, int]]],
+) -> None:
+    """Bring rows together whose gradients are reduced over one group and that have another name on each of its ranks.
+
+    As of an embedding on the first stage of a pipeline that is tied to the head of the last. Only where no other row
+    of that shape is alone in the same way.
+    """
+    alone: dict[tuple[str, tuple[int, ...]], list[tuple[str, str]]] = {}
+    for (name, key), places in holders.items():
+        held = sum(len(classes[number][1]) for number, _ in places)
+        if name and held < _copies(key):
+            number, row = places[0]
+            shape = tuple(view.meta(classes[number][1][0]).params[row].shape)
+            alone.setdefault((key, shape), []).append((name, key))
+    for (key, _), entries in alone.items():
+        places = [place for entry in entries for place in holders[entry]]
+        ranks = [rank for number, _ in places for rank in classes[number][1]]
+        if len(entries) > 1 and len(set(ranks)) == len(ranks) == _copies(key):
+            for entry in entries:
+                del holders[entry]
+            holders[" / ".join(name for name, _ in entries), key] = sorted(places)
+
+
+def _copies(key: str) -> int:
+    """How many ranks hold copies by a key of `probes.layout.replica_key`; 0 for shards and where it does not say."""
+    kind, _, rest = key.partition(":")
+    number = rest.partition(":")[0]
+    return int(number) if kind == "copies" and number.isdecimal() else 0
 
 
 def from_the_beginning(view: RunView, copies: ReplicaSet) -> bool:

@@ -183,3 +183,30 @@ def test_what_only_weight_decay_moved_is_no_copy(tmp_path: Path, since: dict[int
     for rank in run.ranks:
         rank.meta("process", moved_since=since)
     assert len(findings(run)) == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ({0: ("embedding",), 1: ("parameter 0",)}, True),
+        ({0: ("embedding", "other"), 1: ("parameter 0", "more")}, False),  # which of them is which?
+        ({0: ("embedding",), 1: ()}, False),
+    ],
+)
+def test_a_tied_weight_has_another_name_on_the_last_stage(
+    tmp_path: Path, rows: dict[int, tuple[str, ...]], found: bool
+):
+    """Its gradient was seen to be reduced over both; copies part in the third step."""
+    run = FakeRun(tmp_path, 2, layout=None)
+    for number, rank in enumerate(run.ranks):
+        tied = [Parameter(name, (8, 4), "float32", "copies:2:aa") for name in rows[number]]
+        rank.parameters(*tied, Parameter(f"layer {number}", (4, 4), "float32", ""))
+        rank.digests(*range(5, 5 + len(tied)), 100 + number, step=-1)
+        for step in range(8):
+            drift = number if step > 1 else 0
+            rank.step().digests(
+                *(1000 * step + 10 * row + drift for row in range(len(tied))), 10**6 + 7 * step + number
+            )
+    told = [f for f in findings(run) if f.code == "replica-divergence"]
+    assert [(f.ranks, f.step) for f in told] == [((0, 1), 2)] * found
+    assert all("embedding / parameter 0" in f.summary for f in told)
