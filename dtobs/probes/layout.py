@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from types import CellType
 from typing import Any
 
 import torch
@@ -164,13 +165,22 @@ def tokens_shared_by(model: nn.Module) -> list[int]:
     """
     for module in model.modules():
         for hook in module._forward_pre_hooks.values() if isinstance(module, nn.Embedding) else ():
-            held = inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}
+            held = _closure(hook)
             prepares, mesh = held.get("input_fn"), held.get("device_mesh")
-            layouts = prepares.args[0] if isinstance(prepares, partial) and prepares.args else ()
-            if isinstance(mesh, DeviceMesh) and layouts and all(isinstance(each, Replicate) for each in layouts):
+            layouts = prepares.args[0] if isinstance(prepares, partial) and prepares.args else None
+            copies = isinstance(layouts, tuple) and layouts and all(isinstance(each, Replicate) for each in layouts)
+            if isinstance(mesh, DeviceMesh) and copies:
                 ranks: list[int] = mesh.mesh.flatten().tolist()
                 return ranks
     return []
+
+
+def _closure(hook: Any) -> dict[str, Any]:
+    """What a function written in Python holds of the function around it, by name."""
+    if not inspect.isfunction(hook):
+        return {}
+    cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
 
 
 def wrappers(model: nn.Module) -> list[DistributedDataParallel]:

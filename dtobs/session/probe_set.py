@@ -196,8 +196,9 @@ def together(model: Any) -> Any:
     """One model, or several as one."""
     if not isinstance(model, Sequence):
         return model if model is None or isinstance(model, Together) else wrapper_around(model)
-    parts = [part if isinstance(part, Bare) else wrapper_around(part) for part in model]
-    return Together(parts) if len(parts) > 1 else together(model[0]) if model else None
+    if len(model) < 2:
+        return together(model[0]) if model else None
+    return Together(part if isinstance(part, Bare) else wrapper_around(part) for part in model)
 
 
 def _parts(model: Any) -> list[Any]:

@@ -154,8 +154,8 @@ def _whole_tensors(view: RunView, ranks: list[int], phases: tuple[Phase, ...]) -
 _CUT = (
     "read the same samples, exchange activations in the forward",
     "as tensor-parallel ranks do",
-    "the backward has to sum the gradient of what enters each layer that is cut by columns over the ranks, gradients have"
-    " to be clipped by the norm over all shards, and dropout has to draw alike on what is whole",
+    "the backward has to sum the gradient of what enters each layer that is cut by columns over the ranks, clipping"
+    " needs the norm over all shards, and dropout has to draw alike on what is whole",
 )
 _SPREAD = (
     "read samples of their own, exchange activations and gradients of them in each step",
