@@ -289,7 +289,8 @@ def test_a_rank_that_does_not_come_out_of_its_download_is_named(tmp_path: Path):
     with observed(*words, "--nproc-per-node", "2", program, cwd=tmp_path):
         deadline = time.monotonic() + 60
         verdict = None
-        while verdict is None and time.monotonic() < deadline:
+        # On a loaded machine one of them may come to its process group seconds after the other, which is told as well.
+        while (verdict is None or verdict.code == "rendezvous-incomplete") and time.monotonic() < deadline:
             with suppress(TargetError):  # no rank is there yet
                 verdict = diagnose(gather(tmp_path / "run")).verdict
             time.sleep(1)
