@@ -28,6 +28,7 @@ PATIENCE = 8
 """Steps of an optimizer over unknown parameters before it is told of, or followed."""
 MOST_TOLD = 8
 MOST_BARE = 64
+"""Parameters in no module that are watched: of more, nobody has forgotten a few."""
 
 
 class Following(Probe):

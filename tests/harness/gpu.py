@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 _ALONE = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -17,5 +15,7 @@ _ALONE = {
 
 def share_the_gpu(rank: int) -> None:
     """In each rank, before its first process group."""
+    import torch  # what only launches programs needs none
+
     os.environ.update(_ALONE, NCCL_HOSTID=f"host{rank}")
     torch.cuda.set_device(0)

@@ -110,13 +110,12 @@ def _beside_shards(view: RunView) -> Iterator[Finding]:
         elif not steps["input_digest"].any():
             unknown[table].append(rank)
     both = (Phase.FORWARD, Phase.BACKWARD)
-    cut = [one for ranks in same.values() if (one := _whole_tensors(view, ranks, (Phase.FORWARD,))) is not None]
-    spread = [one for ranks in every.values() if (one := _whole_tensors(view, ranks, both)) is not None]
-    either = [one for ranks in unknown.values() if (one := _whole_tensors(view, ranks, both)) is not None]
-    for sets, words in ((cut, _CUT), ([one for one in spread if _own_inputs(view, one)], _SPREAD), (either, _EITHER)):
+    for tables, phases, words in ((same, (Phase.FORWARD,), _CUT), (every, both, _SPREAD), (unknown, both, _EITHER)):
         matters: dict[tuple[object, ...], list[_Parted]] = defaultdict(list)
-        for one in sets:
-            matters[one.names, tuple(one.apart), tuple(one.alike)].append(one)
+        for ranks in tables.values():
+            one = _whole_tensors(view, ranks, phases)
+            if one is not None and (tables is not every or _own_inputs(view, one)):
+                matters[one.names, tuple(one.apart), tuple(one.alike)].append(one)
         for alike in matters.values():
             yield _whole(alike, words)
 
