@@ -4,7 +4,8 @@ Every Python process below CMD that trains (torchrun's workers, or the script it
 group, or builds its first optimizer: steps, phases, collectives, gradients and parameters are recorded as with
 dtobs.attach(model, optimizer). What CMD prints and its exit code are its own. Standard error names the run directory at
 the start, and at the end what was found. With --tui the terminal shows the run live, and the output of CMD goes to
-output.log in the run directory.
+output.log in the run directory. With --json standard output is one JSON object at the end (dtobs.run/1: run_dir,
+exit_code, and the diagnosis as `dtobs diagnose --json` gives it), and the output of CMD goes to standard error.
 
 examples:
   dtobs run -- torchrun --nproc-per-node 2 train.py --epochs 3
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -23,8 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
+from dtobs.codec import finite
 from dtobs.detectors.hangs import rendezvous_incomplete
 from dtobs.diagnose import diagnose, gather
+from dtobs.diagnose.model import Diagnosis
 from dtobs.errors import DependencyMissing, DtobsError, RecordingDisabled, TargetError, UsageError
 from dtobs.expectations import EXPECTATIONS
 from dtobs.findings import Severity, Trait
@@ -59,7 +63,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="declare what is done on purpose; may be given more than once. "
         + "; ".join(f"{word}: {each.says}" for word, each in EXPECTATIONS.items()),
     )
-    parser.add_argument("--tui", action="store_true", help="show the run live in this terminal")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--tui", action="store_true", help="show the run live in this terminal")
+    shown.add_argument("--json", action="store_true", help="print what was found as JSON at the end")
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -88,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
     recorded = _recordings(root)
     new = [folder for folder in (root, *root.parents) if not folder.exists()]
     if not _make(root):
-        return Command(words, {**os.environ, "DTOBS_DISABLE": "1"}).run()
+        code = Command(words, {**os.environ, "DTOBS_DISABLE": "1"}).run(_stdout(args))
+        if args.json:
+            _print_json(root, code, None)
+        return code
     try:
         with tempfile.TemporaryDirectory(prefix="dtobs-", ignore_cleanup_errors=True) as folder:
             unseen = Path(folder, "unseen")
@@ -98,7 +107,9 @@ def run(args: argparse.Namespace) -> int:
         records = not recorded or _recordings(root) != recorded
         if records:
             _note_exit(RunDirectory(root), code)
-        _conclude(root if records else None, words, code, spawned)
+        diagnosis = _conclude(root if records else None, words, code, spawned)
+        if args.json:
+            _print_json(root, code, diagnosis)
     finally:
         with contextlib.suppress(OSError):  # where nothing was recorded they are empty
             for made in new:
@@ -119,7 +130,22 @@ def _train(command: Command, root: Path, args: argparse.Namespace) -> int:
         return _with_screen(command, RunDirectory(root), args.name)
     _say(f"recording to {root}; 'dtobs top {root}' shows it live")
     Thread(target=_watch_rendezvous, args=(root,), daemon=True).start()
-    return command.run()
+    return command.run(_stdout(args))
+
+
+def _stdout(args: argparse.Namespace) -> int | None:
+    """Where the command's output goes, if not to our own standard output."""
+    return sys.stderr.fileno() if args.json else None
+
+
+def _print_json(root: Path, code: int, diagnosis: Diagnosis | None) -> None:
+    said = {
+        "schema": "dtobs.run/1",
+        "run_dir": str(root) if diagnosis is not None else None,
+        "exit_code": code,
+        "diagnosis": finite(diagnosis.to_json()) if diagnosis is not None else None,
+    }
+    print(json.dumps(said, indent=1, default=str, allow_nan=False))
 
 
 def _refuse_a_live_run(root: Path) -> None:
@@ -176,7 +202,7 @@ def _watch_rendezvous(root: Path) -> None:
             said = True
 
 
-def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> None:
+def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> Diagnosis | None:
     """Say what was found, if anything, and where to read on; `root` is None where the command recorded nothing."""
     diagnosis = None
     try:
@@ -200,7 +226,7 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> N
         _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else why) + failed)
         if code and met and Path(words[0]).name.startswith("python") and "RANK" not in os.environ:
             _say("a distributed script needs a launcher: dtobs run -- torchrun --nproc-per-node 2 train.py")
-        return
+        return None
     spent = summarise(evidence.view)
     for line in spent.lines() if spent is not None and spent.settled else ():
         _say(line)
@@ -218,6 +244,7 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> N
             _say(note)
     if diagnosis.verdict is not None or stood:
         _say(f"read more with: dtobs diagnose {root}")
+    return diagnosis
 
 
 def _wait_for_last_words(root: Path) -> None:

@@ -41,9 +41,12 @@ class Command:
     def __init__(self, words: Sequence[str], values: Mapping[str, str]) -> None:
         self._words, self._values = list(words), dict(values)
 
-    def run(self) -> int:
-        """Run it on our own standard streams; returns its exit code. Raises UsageError when it cannot be started."""
-        process = self._start(None)
+    def run(self, stdout: int | None = None) -> int:
+        """Run it on our own standard streams, or its output into `stdout`; returns its exit code.
+
+        Raises UsageError when it cannot be started.
+        """
+        process = self._start(None, stdout, None)
         with _passing_signals(process):
             return _code(process.wait())
 
@@ -53,7 +56,7 @@ class Command:
         Raises UsageError when it cannot be started, OSError when `log` cannot be made.
         """
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
-            process = self._start(output)
+            process = self._start(subprocess.DEVNULL, output, output)
         with _passing_signals(process):
             screen = subprocess.Popen(viewer)
             Thread(target=_end_with, args=(process, screen), daemon=True).start()
@@ -62,10 +65,11 @@ class Command:
                 sys.stderr.write(f"dtobs: the command goes on; its output is in {log}; Ctrl-C ends it\n")
             return _code(process.wait())
 
-    def _start(self, output: IO[bytes] | None) -> subprocess.Popen[bytes]:
-        quiet = subprocess.DEVNULL if output is not None else None
+    def _start(
+        self, stdin: int | None, stdout: int | IO[bytes] | None, stderr: IO[bytes] | None
+    ) -> subprocess.Popen[bytes]:
         try:
-            return subprocess.Popen(self._words, stdin=quiet, stdout=output, stderr=output, env=self._values)
+            return subprocess.Popen(self._words, stdin=stdin, stdout=stdout, stderr=stderr, env=self._values)
         except OSError as error:
             raise UsageError(f"cannot run {self._words[0]!r}: {error.strerror}") from error
 

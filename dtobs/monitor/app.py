@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -55,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="report (default); abort: end this node's ranks, and torchrun restarts them; command:PROGRAM ARGUMENTS",
     )
+    parser.add_argument("--json", action="store_true", help="print as JSON (dtobs.monitor/1) where it serves, once")
 
 
 def start(args: argparse.Namespace) -> int:
@@ -89,10 +91,15 @@ def _watch(monitor: Monitor, run: RunDirectory, args: argparse.Namespace) -> Non
         log.warning("%s", error)
     server = _serve(monitor, args.listen, args.socket)
     pushed = _push(monitor)
+    address = server.address if server is not None else None
     try:
-        announce(run, args.node, server.address if server is not None else None)
+        announce(run, args.node, address)
     except (RecordingDisabled, OSError) as error:
         log.warning("%s", error)
+    if args.json:
+        where = {"schema": "dtobs.monitor/1", "run_dir": str(run.root), "node": args.node, "address": address}
+        sys.stdout.write(json.dumps(where) + "\n")
+        sys.stdout.flush()
     try:
         if monitor.cluster is not None:
             monitor.cluster.start()

@@ -86,6 +86,19 @@ def test_a_script_that_fails(tmp_path: Path):
     assert said.endswith(f"dtobs: read more with: dtobs diagnose {tmp_path / 'here'}\n")
 
 
+def test_standard_output_is_json_alone_where_it_is_asked_for(tmp_path: Path):
+    train = script(tmp_path, strike="print('step', step); assert step < 2, 'bad sample'")
+    with observed("--json", "--run-dir", "here", "--", sys.executable, train, cwd=tmp_path) as job:
+        assert job.wait() == 1
+    said = json.loads(job.stdout)
+    assert (said["schema"], said["run_dir"], said["exit_code"]) == ("dtobs.run/1", str(tmp_path / "here"), 1)
+    assert said["diagnosis"]["schema"] == "dtobs.diagnosis/1"
+    assert said["diagnosis"]["verdict"]["code"] == "uncaught-exception"
+    assert "step 1\n" in job.stderr
+    with observed("--json", "--", "true", cwd=tmp_path) as job:
+        assert json.loads(job.check()) == {"schema": "dtobs.run/1", "run_dir": None, "exit_code": 0, "diagnosis": None}
+
+
 def test_the_exit_code_is_the_commands(tmp_path: Path):
     train = script(tmp_path, strike="sys.exit(7)")
     with observed("--", sys.executable, train, cwd=tmp_path) as job:

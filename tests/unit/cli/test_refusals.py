@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -15,13 +18,14 @@ from typing import Any
 
 import pytest
 
-from dtobs.cli import main
+from dtobs.cli import commands, main
 from dtobs.diagnose import gather, holds_logs
 from dtobs.errors import TargetError
 from dtobs.recording.rundir import RunDirectory
 from dtobs.testing.fake_run import FakeRun
 from dtobs.testing.layout import JobLayout
 from dtobs.testing.synthetic_dumps import SimulatedJob, write_dumps
+from tests.harness import launch
 
 LONG = "x" * 5000
 LOOKS = (["diagnose"], ["top", "--once"], ["timeline"])
@@ -188,6 +192,28 @@ def test_a_folder_that_is_no_run_is_not_watched(tmp_path: Path, refused: Any):
     (tmp_path / "picture.png").touch()
     assert "is no run directory" in refused(2, "monitor", tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["picture.png"]
+
+
+def test_a_monitor_says_as_json_where_it_serves(tmp_path: Path):
+    FakeRun(tmp_path / "run", 1).steps(2)
+    with launch([sys.executable, "-m", "dtobs", "monitor", tmp_path / "run", "--json"], cwd=tmp_path) as monitor:
+        deadline = time.monotonic() + 30
+        while not monitor.stdout.endswith("\n") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        said = json.loads(monitor.stdout)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", said.pop("address"))
+    assert said == {"schema": "dtobs.monitor/1", "run_dir": str(tmp_path / "run"), "node": 0}
+
+
+def test_every_command_has_json():
+    for command in commands():
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        import_module(f"dtobs.cli.{command}").configure(parser)
+        parsers = [parser]
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers = list(action.choices.values())
+        assert all("--json" in each.format_help() for each in parsers), command
 
 
 def test_two_live_jobs_are_refused_one_directory(tmp_path: Path, refused: Any):

@@ -39,6 +39,13 @@ async def test_over_stdio(logs: Path):
     assert {path: path.stat().st_mtime_ns for path in logs.rglob("*")} == before
 
 
+def test_the_configuration_that_a_client_needs(logs: Path, monkeypatch, capsys):
+    monkeypatch.chdir(logs.parent)
+    assert main(["mcp", "--json", logs.name, "http://127.0.0.1:9400"]) == 0
+    entry = json.loads(capsys.readouterr().out)["mcpServers"]["dtobs"]
+    assert entry == {"command": sys.executable, "args": ["-m", "dtobs", "mcp", str(logs), "http://127.0.0.1:9400"]}
+
+
 def test_run_directory(tmp_path: Path):
     run = FakeRun(tmp_path / "runs" / "20261120T120000Z-x", 2)
     run.steps(5)
