@@ -115,6 +115,7 @@ class Collectives(Probe):
         reduce_at = operator.reduce_op if self._level == "full" else -1
         peer_to_peer, scale, barrier = operator.peer_to_peer, operator.scale_by_group, name == "barrier"
         reduces = name in ("all_reduce", "all_reduce_coalesced")
+        scatters = name in ("reduce_scatter", "reduce_scatter_coalesced")
         context, events, page = self.context, self._recorder.events, self._recorder.page
         ints, floats, commit, write = page.ints, page.floats, page.commit, events.write
         unbox, state_of, numbers = ProcessGroup.unbox, self.groups.state, self._numbers
@@ -141,6 +142,8 @@ class Collectives(Probe):
                     context.reductions.reduced(tensors, group.ranks, stepping=context.stepping is not None)
                 else:
                     context.reductions.otherwise(tensors, group.ranks, operation)
+            elif scatters and context.reductions is not None:
+                context.reductions.scattered(tensors, group.ranks)
             if len(tensors) == 1:
                 tensor = tensors[0]
                 size = 0 if barrier else _bytes(tensor)

@@ -65,7 +65,7 @@ class ParameterProbe(Probe):
         alike = self._layout.kind == "plain" and not self._layout.data_ranks and context.world_size > 1
         self._wanted = trained if alike else trained & self._unknown
         if self._wanted and context.replicas is not None:
-            context.reductions = Reductions(self._tensors, self._wanted)
+            context.reductions = Reductions(self._tensors, self._wanted, self._masters)
 
     def remove(self) -> None:
         """Let go of the model."""
@@ -98,6 +98,25 @@ class ParameterProbe(Probe):
     def after_optimizer(self) -> None:
         """On every K-th step."""
         self._due = self.context.step if self.context.step % self._every == 0 else None
+
+    def _masters(self) -> dict[int, torch.Tensor]:
+        """By row the tensor that an optimizer trains in the place of the model's, as one in FP32 for one in BF16.
+
+        Known where the optimizer has as many of each shape as the model trains, in the same order.
+        """
+        rows: dict[torch.Size, list[int]] = {}
+        for row, named in enumerate(self._tensors):
+            if named.tensor.requires_grad:
+                rows.setdefault(named.tensor.shape, []).append(row)
+        mine = {id(named.tensor) for named in self._tensors}
+        for optimizer in self.context.watched_optimizers().values():
+            trained: dict[torch.Size, list[torch.Tensor]] = {}
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                trained.setdefault(parameter.shape, []).append(parameter)
+            as_many = {shape: len(each) for shape, each in trained.items()} == {s: len(r) for s, r in rows.items()}
+            if as_many and not any(id(p) in mine for each in trained.values() for p in each):
+                return {row: p for shape, r in rows.items() for row, p in zip(r, trained[shape], strict=True)}
+        return {}
 
     def _learn(self, copies: dict[int, tuple[int, ...]], within: set[int]) -> None:
         """Write the table again, with the ranks that were seen to hold copies, and the layout where that tells it.

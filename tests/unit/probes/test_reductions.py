@@ -16,17 +16,17 @@ def tensors(count: int) -> list[Named]:
     return [Named(str(n), t, Parameter(str(n), tuple(t.shape), "float32")) for n, t in enumerate(made)]
 
 
-def learned(named: list[Named], reduce, steps: int = STEPS, wanted: tuple[int, ...] | None = None):
-    """What is learned where `reduce(reductions, gradients, step)` tells of the calls of each step."""
+def learned(named: list[Named], reduce, steps: int = STEPS, wanted: tuple[int, ...] | None = None, masters=dict):
+    """What has learned where `reduce(reductions, gradients, step)` tells of the calls of each step."""
     rows = tuple(range(len(named))) if wanted is None else wanted
-    reductions = Reductions(named, rows)
+    reductions = Reductions(named, rows, masters)
     for step in range(steps):
         for each in named:
             each.tensor.grad = torch.ones_like(each.tensor)
         reduce(reductions, [each.tensor.grad for each in named], step)
         if reductions.stepped(set()):
             break
-    return reductions.found()
+    return reductions
 
 
 def test_a_gradient_reduced_over_one_group_before_every_step():
@@ -34,7 +34,7 @@ def test_a_gradient_reduced_over_one_group_before_every_step():
         reductions.reduced([gradients[0]], PAIR)
         reductions.reduced([gradients[1].data], ALL)
 
-    assert learned(tensors(3), reduce) == {0: PAIR, 1: ALL}
+    assert learned(tensors(3), reduce).found() == {0: PAIR, 1: ALL}
 
 
 def test_a_gradient_reduced_over_several_groups_now_and_then_or_by_one_rank_tells_nothing():
@@ -46,7 +46,7 @@ def test_a_gradient_reduced_over_several_groups_now_and_then_or_by_one_rank_tell
             reductions.reduced([gradients[2]], PAIR)
         reductions.reduced([gradients[3]], (2,))
 
-    assert learned(tensors(4), reduce) == {}
+    assert learned(tensors(4), reduce).found() == {}
 
 
 def test_gradients_that_are_reduced_by_their_maximum():
@@ -84,23 +84,23 @@ def test_what_is_no_gradient_tells_nothing():
             reductions.reduced([gradient.clone()], ALL)
         reductions.reduced([torch.zeros(3, 2)], ALL)
 
-    assert learned(tensors(3), reduce) == {}
+    assert learned(tensors(3), reduce).found() == {}
 
 
 def test_one_buffer_of_all_gradients_is_known_by_its_size():
     def reduce(reductions, gradients, step):
         reductions.reduced([torch.cat([g.flatten() for g in gradients])], PAIR)
 
-    assert learned(tensors(3), reduce) == {0: PAIR, 1: PAIR, 2: PAIR}
-    assert learned(tensors(3), reduce, wanted=(1,)) == {1: PAIR}
+    assert learned(tensors(3), reduce).found() == {0: PAIR, 1: PAIR, 2: PAIR}
+    assert learned(tensors(3), reduce, wanted=(1,)).found() == {1: PAIR}
 
     def early(reductions, gradients, step):
         """What DDP reduces in the backward, when the gradients of what it does not wrap are not there."""
         reductions._tensors[2].tensor.grad = None
         reductions.reduced([torch.cat([g.flatten() for g in gradients[:2]])], PAIR)
 
-    assert learned(tensors(3), early) == {}
-    assert learned(tensors(1), reduce) == {}, "a clone of one gradient may be for anything"
+    assert learned(tensors(3), early).found() == {}
+    assert learned(tensors(1), reduce).found() == {}, "a clone of one gradient may be for anything"
 
 
 def test_few_steps_tell_nothing_and_what_is_learned_is_learned_once():
@@ -108,8 +108,8 @@ def test_few_steps_tell_nothing_and_what_is_learned_is_learned_once():
         for gradient in gradients:
             reductions.reduced([gradient], PAIR)
 
-    assert learned(tensors(2), reduce, steps=2) == {}
-    assert learned(tensors(2), reduce, steps=3) == {0: PAIR, 1: PAIR}
+    assert learned(tensors(2), reduce, steps=2).found() == {}
+    assert learned(tensors(2), reduce, steps=3).found() == {0: PAIR, 1: PAIR}
 
 
 def test_of_two_optimizers_each_tells_of_its_own_parameters():
@@ -135,4 +135,36 @@ def test_a_buffer_where_an_earlier_gradient_was_is_a_buffer():
         reductions.reduced([gradients[0].flatten()], PAIR)  # the memory of one of them, and as much
         reductions.reduced([torch.ones(named[1].tensor.numel())], PAIR)
 
-    assert learned(named, reduce) == {0: PAIR, 1: PAIR}
+    assert learned(named, reduce).found() == {0: PAIR, 1: PAIR}
+
+
+def test_gradients_of_master_copies_stand_for_those_of_the_model():
+    named = tensors(3)
+    masters = [named[row].tensor.detach().double().requires_grad_() for row in range(3)]
+
+    def reduce(reductions, gradients, step):
+        for row, master in enumerate(masters):
+            master.grad = gradients[row].double()
+        reductions.reduced([masters[0].grad], PAIR)
+        reductions.reduced([masters[1].grad], ALL)
+        reductions.reduced([gradients[2]], ALL)  # before it is copied to its master
+
+    found = learned(named, reduce, masters=lambda: dict(enumerate(masters)))
+    assert found.found() == {0: PAIR, 1: ALL, 2: ALL}
+    assert found.within == {0, 1}
+
+
+def test_shares_of_a_buffer_with_all_gradients():
+    named = tensors(3)  # of 6, 9 and 12 elements
+
+    def reduce(share, calls=1):
+        return lambda reductions, gradients, step: [
+            reductions.scattered([torch.ones(share)], PAIR) for _ in range(calls)
+        ]
+
+    found = learned(named, reduce(14))
+    assert found.found() == {0: PAIR, 1: PAIR, 2: PAIR}  # 27, padded to two shares
+    assert found.within == {0, 1, 2}
+    assert learned(named, reduce(7, calls=2)).found() == found.found()  # in two buckets
+    assert learned(named, reduce(10)).found() == {}  # of something else
+    assert learned(named, reduce(40)).found() == {}
