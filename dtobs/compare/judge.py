@@ -29,6 +29,7 @@ _MUST_AGREE = ("tokens a step", "weight of the losses", "learning rate")
 _EFFECTS = ("gradient norm", "loss")
 _PRECISION = ("parameter dtypes", "default dtype", "float32 matmul precision", "autocast", "NVIDIA_TF32_OVERRIDE")
 _MODES = ("dropout and batch-norm layers in training mode", "dropout", "batch norm", "trained parameters")
+CLIPPING = "gradient clipping"
 _LEAST_SCALED = 1.5
 """Effective batches this many times apart want another learning rate."""
 _WHOLE = 0.02
@@ -362,8 +363,11 @@ def _gradients(a: ComparedJob, b: ComparedJob, steps: list[int], tolerance: floa
             what, times = f"gradient of {odd[0]}", _times(left, right, list(apart))
             said = f"the gradient of {odd[0]} is another one ({len(odd)} of {len(apart)} that both looked at)"
             if times is not None:
-                factor = _factor(times, a, b)
-                said = f"gradients are {figure(times)} times as large in B{factor}, first seen in {odd[0]}"
+                clipped, clipped_b = (job.settings_at(step).get(CLIPPING, "") for job in (a, b))
+                by_clipping = clipped != clipped_b and clipped and clipped_b
+                why = f"; {CLIPPING}: {clipped_b} in B and {clipped} in A" if by_clipping else ""
+                factor = "" if by_clipping else _factor(times, a, b)
+                said = f"gradients are {figure(times)} times as large in B{factor}, first seen in {odd[0]}{why}"
             return [Difference(what, step, "", "", said, effect=times is None)]
         worst = max([worst, *apart.values()])
     return []

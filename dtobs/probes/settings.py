@@ -6,6 +6,7 @@ is touched, and a step in which nothing changed writes nothing. What a field mea
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import weakref
@@ -64,7 +65,7 @@ class Settings(Probe):
         self._counted: dict[int, _Counted] = {}  # by its number
         self._ungraded: dict[int, set[int]] = {}  # by its number, ids of what has had no gradient at any look
         self._modules: list[weakref.ref[nn.Module]] = []
-        self._autocast = ""
+        self._autocast, self._clipped = "", ""
 
     def install(self) -> None:
         """Remember the modules whose behaviour depends on their mode."""
@@ -73,7 +74,10 @@ class Settings(Probe):
         self._modules = (
             [weakref.ref(m) for m in model.modules() if isinstance(m, _BY_MODE)] if model is not None else []
         )
-        self._autocast = ""
+        self._autocast, self._clipped = "", ""
+        clipping = self.guard(self._clipping)
+        self.context.on_clipping.append(clipping)
+        self.undo.callback(self.context.on_clipping.remove, clipping)
         if model is not None:
             around_call(self, roots(model)[0], self._begin_forward, _ignore)
 
@@ -85,6 +89,12 @@ class Settings(Probe):
             device = next((p.device.type for p in root.parameters()), "cpu")
             on = torch.is_autocast_enabled(device)
             self._autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else "off"
+
+    def _clipping(self, _parameters: Any, max_norm: Any) -> None:
+        """Gradients are about to be clipped, or only measured where the norm has no bound."""
+        if isinstance(max_norm, (int, float)) and math.isfinite(max_norm):
+            now = f"to a norm of {max_norm:g}"
+            self._clipped = now if self._clipped in ("", now) else "to several norms"
 
     def _note_validation(self) -> None:
         """A pass without gradients in training mode, after some steps; several in a row are likely a validation."""
@@ -119,6 +129,7 @@ class Settings(Probe):
             fields |= self._steps_before(number, stepping)
             fields |= (_model(named, self._modules) if named else {}) | _arithmetic()
             fields |= {"autocast": self._autocast} if self._autocast else {}
+            fields["gradient clipping"] = self._clipped or "none by clip_grad_norm_"
         if not self._looked:
             fields |= _process()
         self._groups[number] = groups

@@ -1,5 +1,5 @@
 """One training of a small classifier, on any number of ranks, that reads the same samples in each step however many
-ranks share them; and the six mistakes that make one rank and many disagree.
+ranks share them; and the seven mistakes that make one rank and many disagree.
 """
 
 from __future__ import annotations
@@ -51,5 +51,7 @@ def train(run_dir: str, fault: str = "") -> float:
                 loss = cross_entropy(model(inputs), labels)
             optimizer.zero_grad()
             loss.backward()
+            if fault == "clipping":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
     return loss.item()

@@ -49,6 +49,7 @@ def test_two_ranks_do_what_one_does(one_rank: Path, tmp_path: Path, capsys: pyte
         pytest.param("seed", "initial parameters", 1, "another seed", marks=pytest.mark.exhaustive),
         pytest.param("batch norm", "batch norm", 1, "into 1 and B into 2", marks=pytest.mark.exhaustive),
         pytest.param("precision", "autocast", 1, "autocast: bfloat16 in B and off in A", marks=pytest.mark.exhaustive),
+        ("clipping", "gradient", 1, "; gradient clipping: to a norm of 0.01 in B and none by clip_grad_norm_ in A"),
     ],
 )
 def test_the_reason_is_named(
