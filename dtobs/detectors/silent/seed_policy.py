@@ -1,9 +1,11 @@
 """seed-policy: random numbers that must be equal between ranks differ, or the other way round.
 
-What it does: four comparisons.
+What it does: five comparisons.
  * Copies of the model that began with different parameters, seen in the digests from before the first optimizer step.
  * Shards of a matrix that began with equal values on all ranks, unlike those of other matrices of that shape: each rank
    drew its shard from the same random numbers (a sharded model that is initialised on the host does).
+ * Shards of vectors, such as norm weights and biases, that began on the first rank with values that each layer has for
+   itself, and on all others with a constant that is the same in every layer: the first alone loaded a checkpoint.
  * What the job declared by ``session.policy(equal={"seed": 1}, differ={"dropout seed": 7})``: values that must be
    equal on all ranks, and values that must differ between ranks that read different data.
  * ``session.policy(generators="differ")`` or ``"equal"``: the states of torch's generators between ranks that read
@@ -20,6 +22,7 @@ data-parallel gradient noisier than it need be; equal shards make a matrix repea
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
@@ -39,6 +42,8 @@ LEAST_STEPS = 3
 REST = 8
 MOST_SHARDS = 64
 """Ranks whose shards are compared."""
+LEAST_VECTORS = 4
+"""Vectors, of two or more kinds, whose shards some ranks must have loaded."""
 _DROPPING = "drop alike"
 """In the memo of a view: the step of the last look at random numbers that nothing was declared of, and what it gave."""
 _MATRICES = (2, 4, 5)
@@ -47,7 +52,7 @@ _MATRICES = (2, 4, 5)
 
 def seed_policy(view: RunView) -> list[Finding]:
     """One finding for each rule that is broken (for each group of ranks)."""
-    return [*_initial(view), *_shards(view), *_declared(view), *_generators(view)]
+    return [*_initial(view), *_shards(view), *_not_loaded(view), *_declared(view), *_generators(view)]
 
 
 def _initial(view: RunView) -> list[Finding]:
@@ -148,6 +153,61 @@ def _shards(view: RunView) -> list[Finding]:
                 )
             )
     return found
+
+
+def _not_loaded(view: RunView) -> list[Finding]:
+    """A finding for each mesh of which all ranks but the first began with constants where that began with a checkpoint.
+
+    Vectors are of one kind where their names are equal but for numbers: those of a model's layers. Of any other rank a
+    shard may be constant while the rest is not: the one that holds the forget gates of an LSTM's biases.
+    """
+    began: dict[str, dict[str, dict[int, list[int]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    names: dict[str, str] = {}  # by kind the first of its vectors
+    looked_at = view.ranks[:MOST_SHARDS]
+    for rank in looked_at:
+        history, steps = view.digests(rank), view.rank_steps(rank)
+        if not len(history) or not len(steps) or int(history["step"][0]) != int(steps["step"].min()) - 1:
+            continue
+        for parameter, digest in zip(view.meta(rank).params, history["digest"][0].tolist(), strict=False):
+            mesh, _, part = parameter.replica.partition("/")
+            if part and len(parameter.shape) == 1 and parameter.shape[0] >= len(looked_at) ** 2:  # no shard is empty
+                kind = f"{re.sub(r'[0-9]+', '#', parameter.name)} of {parameter.shape[0]}"
+                began[mesh][kind][rank].append(digest)
+                names.setdefault(kind, parameter.name)
+    found = []
+    for kinds in began.values():
+        members = sorted({rank for by_rank in kinds.values() for rank in by_rank})
+        parted = [kind for kind, by_rank in kinds.items() if _only_the_first_varies(members, by_rank)]
+        vectors = sum(len(kinds[kind][members[0]]) for kind in parted)
+        if len(parted) < 2 or vectors < LEAST_VECTORS:
+            continue
+        ranks = tuple(members[1:])
+        found.append(
+            Finding(
+                "seed-policy",
+                f"{ranks_text(ranks)} began with constants in the shards of {count(vectors, 'vector')}"
+                f" ({names[parted[0]]}, …), where rank {members[0]} began with other values in each"
+                " layer: a checkpoint was loaded on that rank only, before the model was sharded, and sharding sends"
+                " nothing",
+                ranks,
+                Confidence.LIKELY,
+                step=int(view.digests(ranks[0])["step"][0]) + 1,
+                aspect="shards not loaded",
+                expect="own-models",
+                evidence=({"what": "digests of shards before the first optimizer step", "kinds": sorted(parted)[:16]},),
+                next_step="Load the checkpoint on every rank before fully_shard, or after it with"
+                " set_model_state_dict and StateDictOptions(full_state_dict=True, broadcast_from_rank0=True).",
+            )
+        )
+    return found
+
+
+def _only_the_first_varies(members: list[int], by_rank: Mapping[int, list[int]]) -> bool:
+    """Whether the digests of all layers are different on the first of `members`, and the same on each of the others."""
+    if len(members) < 2 or by_rank.keys() != set(members) or len(by_rank[members[0]]) < 2:
+        return False
+    different = [len(set(by_rank[rank])) for rank in members]
+    return different[0] == len(by_rank[members[0]]) and set(different[1:]) == {1}
 
 
 def _declared(view: RunView) -> list[Finding]:
