@@ -32,6 +32,8 @@ ADVICE = {
     "communication": "see where with `dtobs timeline`; reduce less often, in larger buckets or in BF16",
     "waiting for slower ranks": "`dtobs top` shows who works longest; balance the inputs by cost",
     "waiting in the pipeline": "more micro-batches, or stages of equal length: `dtobs timeline` draws them",
+    "waiting for messages": "`dtobs timeline` shows who is waited for; where ranks are stages of a pipeline, more"
+    " micro-batches, or stages of equal length",
     "checkpoints": "write them asynchronously, less often, or to faster storage",
     "validation": "validate less often, or on fewer batches",
     "compiling": "keep compiled code between runs (TORCHINDUCTOR_CACHE_DIR), or give the compiler fewer shapes",
@@ -162,6 +164,8 @@ def summarise(view: RunView) -> Summary | None:
     for of_ranks in waited.values():
         for reason, seconds in _beyond_least(of_ranks).items():
             reasons[reason] += seconds
+    if not any(view.meta(rank).pipeline for rank in found):  # stages by hand, or ranks of which one serves the others
+        losses["waiting for messages"] = losses.pop("waiting in the pipeline")
     longer = sum(reasons.values())
     losses["waiting for slower ranks"] = longer
     losses["communication"] -= longer

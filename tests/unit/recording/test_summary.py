@@ -25,7 +25,7 @@ def of(run: FakeRun) -> Summary:
     [
         ({"data": 0.3}, "data"),
         ({"exposed": 0.3}, "communication"),
-        ({"exposed": 0.3, "exposed_data_ns": 0.0, "exposed_pipeline_ns": 0.3e9}, "waiting in the pipeline"),
+        ({"exposed": 0.3, "exposed_data_ns": 0.0, "exposed_pipeline_ns": 0.3e9}, "waiting for messages"),
         ({"checkpoint": 0.3}, "checkpoints"),
         ({"validation": 0.3}, "validation"),
         ({"other": 0.3}, "other work in the steps"),
@@ -47,6 +47,14 @@ def test_the_largest_loss_is_named_with_what_to_try(tmp_path: Path, fields: dict
     assert second == (
         f"the largest loss is {worst} (30 s, {0.3 / (found.elapsed / 100):.0%} of the time): {ADVICE[worst]}"
     )
+
+
+def test_waiting_for_messages_is_the_pipelines_where_there_is_a_schedule(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    run.steps(100, exposed=0.3, exposed_data_ns=0.0, exposed_pipeline_ns=0.3e9)
+    run.ranks[1].meta("pipeline", schedule="1F1B")
+    losses = of(run).losses
+    assert max(losses, key=lambda name: losses[name]) == "waiting in the pipeline"
 
 
 def test_ranks_that_take_turns_in_being_late_are_waited_for(tmp_path: Path):
