@@ -79,10 +79,17 @@ class Situation:
         if self.broken and any(d.group in groups for d in self.lost_steps):
             return True  # the rank with a call too many waits in the end for one that never comes
         return self.broken and any(
-            m.group in groups if m.code == "collective-mismatch" else m.stopped
+            (m.group in groups if m.code == "collective-mismatch" else m.stopped) or self._ended_in(m.step)
             for m in self.mismatches
             if Trait.GOES_ON not in CATALOGUE[m.code].traits
         )
+
+    def _ended_in(self, step: int) -> bool:
+        """Whether the run ended in `step` by what backends do to ranks. Small messages get a few calls past the first
+        that does not fit.
+        """
+        gave_up = any(e.kind in (End.PEER_LOST, End.ABORTED) for e in self.endings.values())
+        return gave_up and not self.causes and step >= max(int(self.view.page(r)["step"]) for r in self.view.ranks)
 
     @property
     def stuck(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dtobs.host.process import ProcessState
 from dtobs.recording.meta import Op, Site
 from tests.unit.detectors_hangs.trouble import found
 
@@ -52,6 +53,20 @@ def test_lines_tell_since_when_a_rank_has_gone_another_way(training, aside: int,
     since = "; rank 1 had gone another way since #24, which came from eval.py:5 in evaluate there and from train.py:11"
     assert (f"{since} in step on ranks 0 and 2" in finding.summary) is told
     assert ("another way" in finding.summary) is told
+
+
+@pytest.mark.parametrize("steps_later", [0, 1])
+def test_an_abort_a_few_calls_later_is_the_mismatchs_only_in_its_step(training, steps_later: int):
+    """Gloo lets small broadcasts of other sizes pass before it aborts a rank."""
+    run = training(2)
+    for rank in run.ranks:
+        rank.collective(op("broadcast", "", shape=(4, 8 + rank.number)))
+        for _ in range(steps_later):
+            rank.step()
+        for _ in range(3):
+            rank.collective(op("broadcast", ""))
+    view = run.view(later=1, processes={1: ProcessState(77, alive=False, exit_code=-6)})
+    assert sorted(found(view)) == (["rank-dead", "shape-mismatch"] if steps_later else ["shape-mismatch"])
 
 
 def test_those_who_came_first_are_no_majority(training):
