@@ -10,6 +10,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
+from dtobs.events import Kind
 from dtobs.recording.attempts import Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
 from dtobs.recording.journal import hung_since, read_journal, standing_share
 from dtobs.recording.rundir import RunDirectory
@@ -23,6 +24,7 @@ LEAST_STEPS, LEAST_SECONDS = 12, 20.0
 LEAST_SHARE = 0.03
 UNEVEN = 1.5
 """From how many times the median step on the mean one is said as well."""
+MESSAGES = "waiting for messages"
 ADVICE = {
     "starting": "keep compiled code and tokenised data between runs",
     "restarts": "checkpoint more often, and look at what ended the attempts",
@@ -32,7 +34,7 @@ ADVICE = {
     "communication": "see where with `dtobs timeline`; reduce less often, in larger buckets or in BF16",
     "waiting for slower ranks": "`dtobs top` shows who works longest; balance the inputs by cost",
     "waiting in the pipeline": "more micro-batches, or stages of equal length: `dtobs timeline` draws them",
-    "waiting for messages": "`dtobs timeline` shows who is waited for; where ranks are stages of a pipeline, more"
+    MESSAGES: "`dtobs timeline` shows who is waited for; where ranks are stages of a pipeline, more"
     " micro-batches, or stages of equal length",
     "checkpoints": "write them asynchronously, less often, or to faster storage",
     "validation": "validate less often, or on fewer batches",
@@ -53,6 +55,10 @@ LATE = {
 MOSTLY = 0.6
 """The share of the waits that have to be for one reason, or one rank, before it is said of them all."""
 NO_CORE_SHARE = 0.1
+KEEPS_WAITING, RARELY = 0.3, 0.25
+"""The share of the time that ranks wait at least while one of them keeps them waiting, and how rarely, measured by the
+one that waits least beside it, that one waits itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Summary:
     whole: bool
     late: tuple[str, int | None] = ("", None)
     """Of `LATE` what most waits for slower ranks were for, "" where it is no one thing; the rank, where it is one."""
+    awaited: int | None = None  #: the rank that keeps the others waiting for messages
     no_core: float = 0.0  #: seconds that a rank could run and had no core, in whatever it did then
     crowded: tuple[int, int] = (0, 0)  #: the ranks of one host that have fewer cores than they are, and those cores
 
@@ -103,6 +110,9 @@ class Summary:
             if worst == "waiting for slower ranks" and part:
                 does, advice = LATE[part]
                 what = f", mostly while {'one of them' if rank is None else f'rank {rank}'} {does}"
+            elif worst == MESSAGES and self.awaited is not None:
+                what = f", mostly for rank {self.awaited}, which hardly waits itself"
+                advice = "look at what it does between its messages"
             said.append(f"the largest loss is {worst} ({lost}){what}: {advice}")
         if self.no_core >= NO_CORE_SHARE * self.elapsed:
             said.append(
@@ -165,7 +175,7 @@ def summarise(view: RunView) -> Summary | None:
         for reason, seconds in _beyond_least(of_ranks).items():
             reasons[reason] += seconds
     if not any(view.meta(rank).pipeline for rank in found):  # stages by hand, or ranks of which one serves the others
-        losses["waiting for messages"] = losses.pop("waiting in the pipeline")
+        losses[MESSAGES] = losses.pop("waiting in the pipeline")
     longer = sum(reasons.values())
     losses["waiting for slower ranks"] = longer
     losses["communication"] -= longer
@@ -180,6 +190,7 @@ def summarise(view: RunView) -> Summary | None:
         losses=losses,
         whole=all(int(records["stamp"][0]) == 1 for records in found.values()),
         late=_most_of(reasons),
+        awaited=_awaited(view, ranks) if max(losses, key=lambda name: losses[name]) == MESSAGES else None,
         crowded=_crowded(view),
         no_core=float(np.mean([records["run_delay_ns"].sum() for records in found.values()])) / 1e9,
     )
@@ -253,6 +264,21 @@ def _most_of(reasons: Mapping[tuple[str, int], float]) -> tuple[str, int | None]
         return "", None
     rank = max((rank for one, rank in reasons if one == part), key=lambda rank: reasons[part, rank])
     return part, rank if reasons[part, rank] >= MOSTLY * parts[part] else None
+
+
+def _awaited(view: RunView, ranks: Sequence[int]) -> int | None:
+    """Of ranks that send each other messages, the one for which the others wait, in the events on record."""
+    share = {}
+    for rank in ranks:
+        events = view.events(rank)
+        if (events["kind"] == Kind.P2P).any():
+            waited = float(events["value"][events["kind"] == Kind.WAIT_END].sum())
+            share[rank] = waited * 1e9 / max(1, int(events["t_ns"].max()) - int(events["t_ns"].min()))
+    if len(share) < 2:
+        return None
+    least, next_to_it = sorted(share, key=lambda rank: share[rank])[:2]
+    rarely = share[next_to_it] >= KEEPS_WAITING and share[least] <= RARELY * share[next_to_it]
+    return least if rarely else None
 
 
 def _losses(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_], hung: Sequence[int]) -> dict[str, float]:

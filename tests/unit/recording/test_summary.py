@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.events import Kind
 from dtobs.findings import Finding
 from dtobs.monitor.journal import Journal
 from dtobs.recording.summary import ADVICE, LEAST_SECONDS, Summary, summarise
@@ -55,6 +56,23 @@ def test_waiting_for_messages_is_the_pipelines_where_there_is_a_schedule(tmp_pat
     run.ranks[1].meta("pipeline", schedule="1F1B")
     losses = of(run).losses
     assert max(losses, key=lambda name: losses[name]) == "waiting in the pipeline"
+
+
+@pytest.mark.parametrize(("waits", "named"), [((0.25, 0.01, 0.2), True), ((0.25, 0.2, 0.2), False)])
+def test_who_keeps_the_others_waiting_for_messages_is_named(tmp_path: Path, waits: tuple[float, ...], named: bool):
+    run = FakeRun(tmp_path, 3)
+    for rank, waited in zip(run.ranks, waits, strict=True):
+        for _ in range(100):
+            rank.event(Kind.P2P, value=1.0).event(Kind.WAIT_END, value=waited)
+            rank.step(exposed=0.3, exposed_data_ns=0.0, exposed_pipeline_ns=0.3e9)
+    said = of(run).lines()[1]
+    assert said.startswith("the largest loss is waiting for messages (30 s, ")
+    assert (
+        said.endswith(
+            "of the time), mostly for rank 1, which hardly waits itself: look at what it does between its messages"
+        )
+        is named
+    )
 
 
 def test_ranks_that_take_turns_in_being_late_are_waited_for(tmp_path: Path):
