@@ -156,6 +156,44 @@ def train_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> 
     return {row.name: row.replica for row in load_run(folder).meta(rank).params}
 
 
+def train_others_by_hand(rank: int, world: int, folder: Path, how: str, wrong: str) -> dict[str, str]:
+    """A model of which rank r holds half r % 2, and an optimizer of other tensors; the copies of the model's.
+
+    `how`: "masters", in FP64, or "shares" of one buffer with all parameters. `wrong`: "data", "flip" or "".
+    """
+    group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    torch.manual_seed(rank % 2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    params = list(model.parameters())
+    flat = torch.nn.utils.parameters_to_vector(params).detach()
+    masters = [p.detach().double() for p in params] if how == "masters" else [flat.chunk(2)[rank // 2].clone()]
+    optimizer = torch.optim.Adam(masters, lr=1e-3)
+    inputs = torch.Generator().manual_seed(rank % 2 if wrong == "data" else rank)
+    with dtobs.attach(model, optimizer, run_dir=folder, monitor=False) as session:
+        for step in range(1, 31):
+            session.step(step)
+            model.zero_grad()
+            model(torch.randn(4, 6, generator=inputs)).square().mean().backward()
+            if how == "masters":
+                for master, parameter in zip(masters, params, strict=True):
+                    master.grad = parameter.grad.double()
+                    dist.all_reduce(master.grad, group=group)
+            else:
+                masters[0].grad = torch.empty_like(masters[0])
+                gradients = torch.cat([p.grad.flatten() for p in params])
+                dist.reduce_scatter_tensor(masters[0].grad, gradients, group=group)
+            optimizer.step()
+            if how == "shares":
+                dist.all_gather_into_tensor(flat, masters[0], group=group)
+                torch.nn.utils.vector_to_parameters(flat, params)
+            else:
+                for master, parameter in zip(masters, params, strict=True):
+                    parameter.data.copy_(master)
+            if wrong == "flip" and step == 20 and rank == 2:
+                params[2].data[1, 2] += 0.5
+    return {row.name: row.replica for row in load_run(folder).meta(rank).params}
+
+
 def wrap(rank: int, world_size: int) -> list[bool]:
     """Whether the DDP around a model is found, and none around another."""
     inner, other = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -15,6 +15,7 @@ from tests.multiprocess.layout_programs import (
     given_before_it_is_wrapped,
     split_sequences,
     train_by_hand,
+    train_others_by_hand,
     train_tensor_parallel,
     wrap,
 )
@@ -105,6 +106,30 @@ def test_copies_are_learned_from_where_gradients_are_reduced(tmp_path: Path, how
         "data": [("data-overlap", (0, 2), 0), ("data-overlap", (1, 3), 0)],
     }
     assert [(code, ranks, step if code == "replica-divergence" else 0) for code, ranks, step in found] == wanted[wrong]
+
+
+@pytest.mark.parametrize(
+    ("how", "wrong"),
+    [
+        ("masters", "data"),
+        ("shares", "flip"),
+        *(
+            pytest.param(how, wrong, marks=pytest.mark.exhaustive)
+            for how, wrong in (("masters", ""), ("masters", "flip"), ("shares", ""), ("shares", "data"))
+        ),
+    ],
+)
+def test_copies_are_learned_where_the_optimizer_trains_other_tensors(tmp_path: Path, how: str, wrong: str):
+    tables = [r.value for r in run_ranks(train_others_by_hand, 4, tmp_path, how, wrong)]
+    assert tables[0] == tables[2] != tables[1] == tables[3]
+    assert all(key.startswith("copies:2:") for table in tables for key in table.values())
+    found = [(f.code, f.ranks) for f in run_detectors(load_run(tmp_path), ("silent",))]
+    wanted = {
+        "": [],
+        "flip": [("replica-divergence", (0, 2))],
+        "data": [("data-overlap", (0, 2)), ("data-overlap", (1, 3))],
+    }
+    assert found == wanted[wrong]
 
 
 def test_gradients_that_are_reduced_by_their_maximum(tmp_path: Path):
