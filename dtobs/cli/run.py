@@ -43,6 +43,7 @@ from dtobs.words import count, duration_text
 _LOOK_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 3.0
 _MAX_PAST = 3
+_STDERR = 2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +136,7 @@ def _train(command: Command, root: Path, args: argparse.Namespace) -> int:
 
 def _stdout(args: argparse.Namespace) -> int | None:
     """Where the command's output goes, if not to our own standard output."""
-    return sys.stderr.fileno() if args.json else None
+    return _STDERR if args.json else None
 
 
 def _print_json(root: Path, code: int, diagnosis: Diagnosis | None) -> None:

@@ -9,7 +9,7 @@ first such period (local SGD, DiLoCo): nothing is wrong with that, and `detector
 `FIRST_PERIOD` steps. One tensor of one copy that differed in a single look, and never before or after, is no
 averaging: something overwrote what was then sent anew. Where ranks that called collectives equally often did not do so
 any more just before the copies parted, that is told with it: they took different ways through the model. So are
-different learning rates in the step in which the copies parted.
+different learning rates in the step in which the copies parted, and a rank that has the others' next update already.
 
 Why it hurts: from then on the ranks average gradients of different models. Nothing raises, the loss still falls.
 """
@@ -38,6 +38,7 @@ OTHER_WAY = (
     "Look for a branch that not all ranks take: layers left out by a generator with a seed of its own, a skipped"
     " batch, a condition on the rank's own data."
 )
+AHEAD = "Gather or send the parameters after the optimizer's step on every rank, so that what is sent has been updated."
 LAST_CALLS, LEAST_SAME_CALLS = 64, 3
 """So many steps before the copies parted are looked at; of these so many have as many collectives on all ranks."""
 LEAST_EQUAL = 8
@@ -259,11 +260,18 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         since += f" and again after step {int(copies.steps[when + 1])}"
     left_out = steps_at_rest(view, copies.ranks) | steps_left_out(view, copies.ranks)
     left_out = {r: at for r, at in left_out.items() if _between(copies, when, at)}
+    ahead = [] if left_out else copies.ahead()
     if left_out:
         odd, at = sorted(left_out), min(left_out.values())
         summary = (
             f"{ranks_text(odd)} left out an optimizer step in step {at}: since then the copies of the model differ"
             f" ({name}{more}, first seen {since})"
+        )
+    elif ahead:
+        odd, others = ahead, sorted(set(copies.ranks) - set(ahead))
+        summary = (
+            f"{ranks_text(odd)} had before each optimizer step what {ranks_text(others)} had before the next, in"
+            f" {name}{more}, first seen {since}: the copies are gathered before the step there, and after it elsewhere"
         )
     elif majority:
         others = sorted(set(copies.ranks) - set(odd))
@@ -276,6 +284,7 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         said = ", ".join(f"{made} of {ranks_text(ranks)}" for made, ranks in list(sides.items())[:MOST_SIDES])
         summary += f"; step {calls[0]} is the first with unequal numbers of collective calls ({said})"
     summary += "" if left_out else _rates_apart(view, copies, when)
+    next_step = NEXT_STEP if left_out else AHEAD if ahead else OTHER_WAY if calls is not None else ""
     return Finding(
         "replica-divergence",
         summary,
@@ -293,6 +302,6 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
                 "last_equal_step": int(copies.steps[when - 1]) if when else None,
             },
         ),
-        next_step=NEXT_STEP if left_out else OTHER_WAY if calls is not None else "",
+        next_step=next_step,
         since_ns=int(copies.times_ns[:, when].max()),
     )

@@ -11,6 +11,9 @@ import numpy.typing as npt
 from dtobs.detectors.silent.learned_copies import LEARNED, learned_keys
 from dtobs.recording.view import RunView
 
+LEAST_AHEAD = 4
+"""Looks in which a copy has to be ahead of the others."""
+
 
 @dataclass(frozen=True)
 class ReplicaSet:
@@ -28,6 +31,20 @@ class ReplicaSet:
         """bool[steps, names]: whether any two ranks disagree."""
         unequal: npt.NDArray[np.bool_] = (self.digests != self.digests[:1]).any(axis=0)
         return unequal
+
+    def ahead(self) -> list[int]:
+        """The ranks that have at each look, in all that differs, what the others have at the next one; mostly none."""
+        values = self.digests[:, :, self.differs.any(axis=0)]
+        sides: dict[bytes, list[int]] = {}
+        for place in range(len(self.ranks)):
+            sides.setdefault(values[place].tobytes(), []).append(place)
+        if len(sides) != 2 or values.shape[1] < LEAST_AHEAD:
+            return []
+        one, other = sides.values()
+        for first, last in ((one, other), (other, one)):
+            if (values[first[0], :-1] == values[last[0], 1:]).all():
+                return [self.ranks[place] for place in first]
+        return []
 
 
 def replica_sets(view: RunView, *, always: bool = False) -> Iterator[ReplicaSet]:

@@ -58,7 +58,7 @@ def seed_policy(view: RunView) -> list[Finding]:
 def _initial(view: RunView) -> list[Finding]:
     found = []
     for copies in replica_sets(view):
-        if copies.learned or not from_the_beginning(view, copies) or not copies.differs[0].any():
+        if copies.learned or not from_the_beginning(view, copies) or not copies.differs[0].any() or copies.ahead():
             continue
         which = int(copies.differs[0].argmax())
         values = {r: int(d) for r, d in zip(copies.ranks, copies.digests[:, 0, which], strict=True)}

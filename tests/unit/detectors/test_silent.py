@@ -53,6 +53,20 @@ def test_the_odd_copy_is_named_with_its_first_step_and_parameter(tmp_path: Path)
     assert found.evidence[0]["parameter"] == "block.weight"
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_copy_that_has_the_others_next_update_already(tmp_path: Path, early: bool):
+    run = FakeRun(tmp_path, 3)
+    for number, rank in enumerate(run.ranks):
+        at = number == 1 and early
+        rank.parameters(*PARAMETERS).digests(10 + at, 20 + at, 30 + at, step=-1)
+        for step in range(10):
+            rank.step(params_digest=step + 1 + at)
+            rank.digests(11 + step + at, 21 + step + at, 31 + step + at)
+    found = findings(run)
+    assert [(f.code, f.ranks) for f in found] == ([("replica-divergence", (1,))] if early else [])
+    assert not early or found[0].summary.startswith("rank 1 had before each optimizer step what ranks 0 and 2 had")
+
+
 def test_of_two_copies_none_is_accused_alone(tmp_path: Path):
     found = only(diverging(tmp_path, 2, odd=1))
     assert (found.ranks, found.confidence) == ((0, 1), Confidence.CERTAIN)
