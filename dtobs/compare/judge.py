@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.compare.job import ComparedJob, Floats, Sketch
+from dtobs.detectors.silent.config_mismatch import CLIPPING
 from dtobs.errors import TargetError
 from dtobs.findings import Confidence
 from dtobs.words import count
@@ -29,7 +30,6 @@ _MUST_AGREE = ("tokens a step", "weight of the losses", "learning rate")
 _EFFECTS = ("gradient norm", "loss")
 _PRECISION = ("parameter dtypes", "default dtype", "float32 matmul precision", "autocast", "NVIDIA_TF32_OVERRIDE")
 _MODES = ("dropout and batch-norm layers in training mode", "dropout", "batch norm", "trained parameters")
-CLIPPING = "gradient clipping"
 _LEAST_SCALED = 1.5
 """Effective batches this many times apart want another learning rate."""
 _WHOLE = 0.02

@@ -27,7 +27,9 @@ COUNTED = "'s steps ahead of this run"
 """How settings end that say how far an optimizer's state counts ahead of this run (`silent.resume_mismatch`)."""
 UNHELD, UNGRADED = "parameters without an optimizer", "parameters without a gradient"
 """The settings that name parameters which nothing trains (`comparisons`)."""
-_MAY_DIFFER = ("optimizer shares", "gradient clipping", REPLACED, UNHELD, UNGRADED)
+CLIPPING = "gradient clipping"
+"""The setting that says to what norm gradients are clipped (`compare`)."""
+_MAY_DIFFER = ("optimizer shares", CLIPPING, REPLACED, UNHELD, UNGRADED)
 _WEAK = ("program", "Python", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 """Fields that can differ without harm: said as possible."""
 _EACH = 8
