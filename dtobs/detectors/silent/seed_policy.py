@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from dtobs.detectors.peers import data_groups, outliers, rows_of
 from dtobs.detectors.silent.replica_divergence import going_their_own_ways
 from dtobs.detectors.silent.replicas import ReplicaSet, from_the_beginning, replica_sets
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.meta import Parameter
 from dtobs.recording.step_window import StepWindow
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
@@ -107,21 +108,28 @@ def _why(view: RunView, copies: ReplicaSet) -> tuple[str, str]:
     )
 
 
-def _shards(view: RunView) -> list[Finding]:
-    """A finding where the shards of two or more matrices began alike though each matrix has values of its own."""
-    began: dict[str, dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))  # mesh, matrix, rank: digest
-    shapes: dict[str, tuple[int, ...]] = {}
-    parts: dict[tuple[str, str], set[str]] = defaultdict(set)  # mesh and matrix: which shards there are
+def _shards_that_began(view: RunView) -> Iterator[tuple[int, Parameter, str, str, int]]:
+    """The rank, the parameter, its mesh, which shard, and its digest from before the first optimizer step."""
     for rank in view.ranks[:MOST_SHARDS]:
         table, history, steps = view.meta(rank).params, view.digests(rank), view.rank_steps(rank)
         if not len(history) or not len(steps) or int(history["step"][0]) != int(steps["step"].min()) - 1:
             continue
         for parameter, digest in zip(table, history["digest"][0].tolist(), strict=False):
             mesh, _, part = parameter.replica.partition("/")
-            if part and len(parameter.shape) in _MATRICES:
-                shapes[parameter.name] = parameter.shape
-                parts[mesh, parameter.name].add(part)
-                began[mesh][parameter.name][rank] = digest
+            if part:
+                yield rank, parameter, mesh, part, digest
+
+
+def _shards(view: RunView) -> list[Finding]:
+    """A finding where the shards of two or more matrices began alike though each matrix has values of its own."""
+    began: dict[str, dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))  # mesh, matrix, rank: digest
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts: dict[tuple[str, str], set[str]] = defaultdict(set)  # mesh and matrix: which shards there are
+    for rank, parameter, mesh, part, digest in _shards_that_began(view):
+        if len(parameter.shape) in _MATRICES:
+            shapes[parameter.name] = parameter.shape
+            parts[mesh, parameter.name].add(part)
+            began[mesh][parameter.name][rank] = digest
     found = []
     for mesh, matrices in began.items():
         alike = {name: of for name, of in matrices.items() if len(parts[mesh, name]) > 1 and len(set(of.values())) == 1}
@@ -163,17 +171,12 @@ def _not_loaded(view: RunView) -> list[Finding]:
     """
     began: dict[str, dict[str, dict[int, list[int]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     names: dict[str, str] = {}  # by kind the first of its vectors
-    looked_at = view.ranks[:MOST_SHARDS]
-    for rank in looked_at:
-        history, steps = view.digests(rank), view.rank_steps(rank)
-        if not len(history) or not len(steps) or int(history["step"][0]) != int(steps["step"].min()) - 1:
-            continue
-        for parameter, digest in zip(view.meta(rank).params, history["digest"][0].tolist(), strict=False):
-            mesh, _, part = parameter.replica.partition("/")
-            if part and len(parameter.shape) == 1 and parameter.shape[0] >= len(looked_at) ** 2:  # no shard is empty
-                kind = f"{re.sub(r'[0-9]+', '#', parameter.name)} of {parameter.shape[0]}"
-                began[mesh][kind][rank].append(digest)
-                names.setdefault(kind, parameter.name)
+    least = len(view.ranks[:MOST_SHARDS]) ** 2  # elements of which no shard is empty
+    for rank, parameter, mesh, _, digest in _shards_that_began(view):
+        if len(parameter.shape) == 1 and parameter.shape[0] >= least:
+            kind = f"{re.sub(r'[0-9]+', '#', parameter.name)} of {parameter.shape[0]}"
+            began[mesh][kind][rank].append(digest)
+            names.setdefault(kind, parameter.name)
     found = []
     for kinds in began.values():
         members = sorted({rank for by_rank in kinds.values() for rank in by_rank})
