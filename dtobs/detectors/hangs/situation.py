@@ -85,8 +85,9 @@ class Situation:
         )
 
     def _ended_in(self, step: int) -> bool:
-        """Whether the run ended in `step` by what backends do to ranks. Small messages get a few calls past the first
-        that does not fit.
+        """Whether the run ended in `step` by what backends do to ranks.
+
+        Small messages get a few calls past the first that does not fit.
         """
         gave_up = any(e.kind in (End.PEER_LOST, End.ABORTED) for e in self.endings.values())
         return gave_up and not self.causes and step >= max(int(self.view.page(r)["step"]) for r in self.view.ranks)

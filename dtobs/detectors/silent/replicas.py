@@ -34,11 +34,14 @@ class ReplicaSet:
 
     def ahead(self) -> list[int]:
         """The ranks that have at each look, in all that differs, what the others have at the next one; mostly none."""
-        values = self.digests[:, :, self.differs.any(axis=0)]
+        differs = self.differs
+        if len(self.steps) < LEAST_AHEAD or not differs.any(axis=1).all():
+            return []  # what does not move is the same at the next look, too
+        values = self.digests[:, :, differs.any(axis=0)]
         sides: dict[bytes, list[int]] = {}
         for place in range(len(self.ranks)):
             sides.setdefault(values[place].tobytes(), []).append(place)
-        if len(sides) != 2 or values.shape[1] < LEAST_AHEAD:
+        if len(sides) != 2:
             return []
         one, other = sides.values()
         for first, last in ((one, other), (other, one)):

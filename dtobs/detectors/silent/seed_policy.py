@@ -25,6 +25,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -174,7 +175,7 @@ def _not_loaded(view: RunView) -> list[Finding]:
     least = len(view.ranks[:MOST_SHARDS]) ** 2  # elements of which no shard is empty
     for rank, parameter, mesh, _, digest in _shards_that_began(view):
         if len(parameter.shape) == 1 and parameter.shape[0] >= least:
-            kind = f"{re.sub(r'[0-9]+', '#', parameter.name)} of {parameter.shape[0]}"
+            kind = f"{_without_numbers(parameter.name)} of {parameter.shape[0]}"
             began[mesh][kind][rank].append(digest)
             names.setdefault(kind, parameter.name)
     found = []
@@ -203,6 +204,11 @@ def _not_loaded(view: RunView) -> list[Finding]:
             )
         )
     return found
+
+
+@lru_cache(4096)
+def _without_numbers(name: str) -> str:
+    return re.sub(r"[0-9]+", "#", name)
 
 
 def _only_the_first_varies(members: list[int], by_rank: Mapping[int, list[int]]) -> bool:

@@ -67,6 +67,17 @@ def test_a_copy_that_has_the_others_next_update_already(tmp_path: Path, early: b
     assert not early or found[0].summary.startswith("rank 1 had before each optimizer step what ranks 0 and 2 had")
 
 
+def test_a_frozen_copy_that_was_changed_just_now_is_not_ahead(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*PARAMETERS).digests(7, 20, 30, step=-1)
+        for step in range(10):
+            changed = number == 1 and step == 9
+            rank.step(params_digest=99 if changed else step + 1)
+            rank.digests(8 if changed else 7, 21 + step, 31 + step)
+    assert only(run).summary.startswith("ranks 0 and 1 differ in embed.weight, first seen after step 9")
+
+
 def test_of_two_copies_none_is_accused_alone(tmp_path: Path):
     found = only(diverging(tmp_path, 2, odd=1))
     assert (found.ranks, found.confidence) == ((0, 1), Confidence.CERTAIN)
