@@ -97,6 +97,11 @@ def test_a_rank_at_work_is_asked_for_its_main_thread(tmp_path: Path):
         for _ in range(1000):
             os.kill(rank.pid, MAIN_SIGNAL)
             time.sleep(0.0005)
+        size = -1
+        while size != (
+            size := file.stat().st_size
+        ):  # a signal that finds the main thread in its handler goes to the other
+            time.sleep(0.5)
         said = by_signal(rank.pid, 0, MAIN_SIGNAL, file, 10)
         assert rank.poll() is None
     assert [frame.function for frame in parse_stacks(said)[-1].frames] == ["<module>"]
