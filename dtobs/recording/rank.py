@@ -38,10 +38,6 @@ TERMINATION = frozenset(-number for number in END_SIGNALS)
 """Exit codes of a process that a launcher, a scheduler or a person ended."""
 
 
-OpenWait = tuple[np.void | None, np.void | None]
-"""An event that begins a wait, and the event of the send or receive that it is for; None for what there is not."""
-
-
 class State(StrEnum):
     """The state of a rank, with the word that every surface uses for it."""
 
@@ -241,15 +237,15 @@ class Rank:
         """The collective or the message it is blocked in; None when it is not blocked."""
         if not self.waited_seconds:
             return None
-        wait, message = self.view.open_wait(self.rank)
-        if message is not None:
-            op, site = int(message["op"]), int(message["site"])
-            return self._call(op, int(message["seq"]), int(message["group"]), site, int(message["value"]))
-        last = self.call
-        seq = int(wait["seq"]) if wait is not None else 0
-        if wait is None or not seq or (last is not None and last.seq == seq):
+        wait, last = self.view.open_wait(self.rank), self.call
+        if (
+            wait is None
+            or not wait["seq"]
+            or (last is not None and wait["kind"] != Kind.P2P and last.seq == wait["seq"])
+        ):
             return last
-        return self._call(int(wait["op"]), seq, int(wait["group"]), int(wait["site"]))
+        peer = int(wait["value"]) if wait["kind"] == Kind.P2P else -1
+        return self._call(int(wait["op"]), int(wait["seq"]), int(wait["group"]), int(wait["site"]), peer)
 
     def _call(self, op: int, seq: int, group: int, site: int, peer: int = -1) -> LastCall:
         meta = self.meta
@@ -320,17 +316,20 @@ def _gone(process: ProcessState, told: int) -> State:
     return State.EXITED if process.exit_code == 0 else State.DEAD
 
 
-def open_wait(events: npt.NDArray[np.void]) -> OpenWait:
-    """The wait that `events` of one rank end in, and the send or receive it is for; None for what there is not."""
+def open_wait(events: npt.NDArray[np.void]) -> np.void | None:
+    """The call that a rank waits for whose `events` end in a wait; the begin of the wait where the call is not held.
+
+    None where no wait is open. A thread that makes calls while it waits waits for the last of them: DDP's broadcast of
+    buffers issues its calls and waits for them in one.
+    """
     kinds = events["kind"]
     waits = np.flatnonzero((kinds == Kind.WAIT_BEGIN) | (kinds == Kind.WAIT_END))
-    if not len(waits) or events["kind"][waits[-1]] != Kind.WAIT_BEGIN:
-        return None, None
-    begin, before = events[waits[-1]], events[: waits[-1]]
-    issued = before[
-        np.isin(before["kind"], (Kind.P2P, Kind.COLLECTIVE))
-        & (before["group"] == begin["group"])
-        & (before["seq"] == begin["seq"])
-    ]
-    last = issued[-1] if len(issued) else None
-    return begin, last if last is not None and last["kind"] == Kind.P2P else None
+    if not len(waits) or kinds[waits[-1]] != Kind.WAIT_BEGIN:
+        return None
+    begin, calls = events[waits[-1]], np.isin(kinds, (Kind.P2P, Kind.COLLECTIVE))
+    same = np.flatnonzero(calls & (events["group"] == begin["group"]) & (events["seq"] == begin["seq"]))
+    same = same[same < waits[-1]]
+    if not len(same):
+        return begin  # type: ignore[no-any-return]
+    within = np.flatnonzero(calls & (events["thread"] == events["thread"][same[-1]]))
+    return events[max(same[-1], within[-1] if within[-1] > waits[-1] else 0)]  # type: ignore[no-any-return]

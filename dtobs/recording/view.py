@@ -27,7 +27,7 @@ from dtobs.recording.devices import DeviceSample, by_rank
 from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
-from dtobs.recording.rank import END_SIGNALS, TAIL_EVENTS, OpenWait, Rank, open_wait
+from dtobs.recording.rank import END_SIGNALS, TAIL_EVENTS, Rank, open_wait
 from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, joined, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
@@ -71,7 +71,7 @@ class RunView:
     _steps: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _events: dict[int, npt.NDArray[np.void]] = field(default_factory=dict, repr=False)
     _tails: dict[int, tuple[tuple[int, int], npt.NDArray[np.void]]] = field(default_factory=dict, repr=False)
-    _waits: dict[int, tuple[npt.NDArray[np.void], OpenWait]] = field(default_factory=dict, repr=False)
+    _waits: dict[int, tuple[npt.NDArray[np.void], np.void | None]] = field(default_factory=dict, repr=False)
     damaged: list[str] = field(default_factory=list)  #: files that could not be read, one line each
     paused: bool = False  #: the file ``paused`` lies in the run directory: its owner says that nothing need move
     excused: tuple[Excused, ...] = ()  #: when a monitor saw that nothing could move; such time does not count
@@ -136,8 +136,8 @@ class RunView:
     def _row_of(self) -> dict[int, int]:
         return {rank: row for row, rank in enumerate(self.ranks)}
 
-    def open_wait(self, rank: int) -> OpenWait:
-        """The wait that `rank` is in, and the message it is for; kept while the rank publishes nothing."""
+    def open_wait(self, rank: int) -> np.void | None:
+        """The event of what `rank` waits for, as `open_wait` has it; kept while the rank publishes nothing."""
         events = self.tail_events(rank, TAIL_EVENTS)
         known = self._waits.get(rank)
         if known is None or known[0] is not events:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dtobs
+from dtobs.detectors.hangs.situation import interpret
 from dtobs.events import Phase, RankState
 from dtobs.recording.view import RunView, load_run
 from dtobs.session import identity
@@ -85,13 +86,14 @@ def test_run_json(tmp_path: Path):
     assert (load_run(tmp_path / "run").pages["hang_timeout_ns"] == 12_500_000_000).all()
 
 
-def until(view: Callable[[], RunView], true: Callable[[RunView], bool], seconds: float = 30.0) -> RunView:
+def until(folder: Path, true: Callable[[RunView], bool], seconds: float = 30.0) -> RunView:
+    """The run of two ranks in `folder`, once both record and `true` is."""
     deadline = time.monotonic() + seconds
     while True:
-        seen = view()
-        if true(seen):
+        seen = load_run(folder) if (folder / "run.json").exists() else None
+        if seen is not None and seen.ranks == [0, 1] and true(seen):
             return seen
-        assert time.monotonic() < deadline, seen.pages
+        assert time.monotonic() < deadline, seen
         time.sleep(0.02)
 
 
@@ -108,18 +110,41 @@ def hang_in_backward(rank: int, world: int, folder: Path, gate: Gate) -> None:
             optimizer.step()
 
 
+def hang_in_forward(rank: int, world_size: int, folder: Path, gate: Gate) -> None:
+    """Rank 0 broadcasts the buffers of its model before the forward to a rank that is still before it."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=folder, monitor=False) as session:
+        for step in range(4):
+            if step == 2 and rank == 1:
+                with session.phase("data"):
+                    gate.wait()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+
+def test_a_rank_that_waits_in_ddps_broadcast_of_buffers_is_seen_there(tmp_path: Path):
+    gate = Gate(tmp_path / "gate")
+    with start_ranks(hang_in_forward, 2, tmp_path / "run", gate) as group:
+        view = until(
+            tmp_path / "run",
+            lambda v: (
+                v.page(1)["phase"] == Phase.DATA
+                and bool(v.page(0)["wait_since_ns"])
+                and v.page(0)["collective_seq"] > v.page(1)["collective_seq"]
+            ),
+        )
+        situation = interpret(view)
+        assert str(view.rank(0).waits_in).startswith("broadcast(")
+        assert situation.calls.behind(situation.blocked[0].group, situation.blocked[0].seq) == [1]
+        gate.open()
+        assert group.wait(30)
+
+
 def test_a_rank_that_waits_in_the_reducer_is_seen_waiting(tmp_path: Path):
     gate = Gate(tmp_path / "gate")
     with start_ranks(hang_in_backward, 2, tmp_path / "run", gate) as group:
-        view = until(
-            lambda: load_run(tmp_path / "run") if (tmp_path / "run/run.json").exists() else RunView.__new__(RunView),
-            lambda v: (
-                hasattr(v, "pages")
-                and len(v.pages) == 2
-                and bool(v.page(0)["wait_since_ns"])
-                and v.page(1)["phase"] == Phase.DATA
-            ),
-        )
+        view = until(tmp_path / "run", lambda v: bool(v.page(0)["wait_since_ns"]) and v.page(1)["phase"] == Phase.DATA)
         waiting, absent = view.page(0), view.page(1)
         assert (waiting["phase"], waiting["step"]) == (Phase.BACKWARD, 3)
         assert (absent["phase"], absent["wait_since_ns"]) == (Phase.DATA, 0)
@@ -152,10 +177,7 @@ def test_stacks_and_flight_recorder_of_a_waiting_rank(tmp_path: Path):
 
     gate = Gate(tmp_path / "gate")
     with start_ranks(stuck, 2, tmp_path / "run", gate) as group:
-        until(
-            lambda: load_run(tmp_path / "run") if (tmp_path / "run/run.json").exists() else RunView.__new__(RunView),
-            lambda v: hasattr(v, "pages") and len(v.pages) == 2 and v.page(0)["collective_seq"] == 2,
-        )
+        until(tmp_path / "run", lambda v: v.page(0)["collective_seq"] == 2)
         process = load_run(tmp_path / "run").meta(0).process
         assert answers(Path(process["worker_server"]))
         os.kill(process["pid"], process["stacks_signal"])

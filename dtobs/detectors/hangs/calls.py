@@ -13,6 +13,7 @@ from dtobs.calls.order import History
 from dtobs.calls.table import CallTable, begins
 from dtobs.events import Kind
 from dtobs.recording.meta import Group, Op, Site
+from dtobs.recording.rank import open_wait
 from dtobs.recording.view import RunView
 
 CALL_DTYPE = np.dtype(
@@ -281,22 +282,11 @@ class Calls:
             self.batches[rank] = {(int(m["group"]), int(m["value"]), int(m["op"])) for m in batch}
 
     def _note_wait(self, rank: int, events: npt.NDArray[np.void]) -> None:
-        waits = np.flatnonzero(np.isin(events["kind"], (Kind.WAIT_BEGIN, Kind.WAIT_END)))
-        if not len(waits) or events["kind"][waits[-1]] != Kind.WAIT_BEGIN:
+        wait = open_wait(events)
+        if wait is None:
             return
-        begin = events[waits[-1]]
-        before = events[: waits[-1]]
-        sent = before[
-            (before["kind"] == Kind.P2P) & (before["group"] == begin["group"]) & (before["seq"] == begin["seq"])
-        ]
-        made = before[
-            (before["kind"] == Kind.COLLECTIVE) & (before["group"] == begin["group"]) & (before["seq"] == begin["seq"])
-        ]
-        group, seq = int(begin["group"]), int(begin["seq"])
-        self.open_waits[rank] = Blocked(group, seq)
-        if len(sent) and (not len(made) or sent["stamp"][-1] > made["stamp"][-1]):
-            last = sent[-1]
-            self.open_waits[rank] = Blocked(group, seq, int(last["value"]), int(last["op"]), int(last["site"]))
+        message = (int(wait["value"]), int(wait["op"]), int(wait["site"])) if wait["kind"] == Kind.P2P else ()
+        self.open_waits[rank] = Blocked(int(wait["group"]), int(wait["seq"]), *message)
 
 
 def _switched_off(view: RunView, rank: int) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dtobs.detectors.hangs.calls import Calls
 from dtobs.diagnose.status import statuses
 from dtobs.events import Kind, Phase, RankState, identify, phase_name
 from dtobs.exporters.sources import RANK_STATES
@@ -121,6 +122,20 @@ def test_a_wait_is_shown_where_it_is(tmp_path: Path):
     assert str(seen.waits_in) == "recv #502 from rank 1"
     assert str(seen.call).startswith("all_gather")
     assert rank_rows(look(run, 30))[0].doing == "waits in recv from rank 1"
+
+
+def test_a_call_made_within_a_wait_is_what_is_waited_for(tmp_path: Path):
+    """DDP's broadcast of buffers issues its calls after its wait has begun; another thread's are not waited for."""
+    run = run_of(tmp_path)
+    for rank in run.ranks:
+        rank.collective("all_reduce")
+    rank = run.rank(0)
+    rank.event(Kind.WAIT_BEGIN, group=run.group(), seq=1)
+    rank.collective("broadcast").page(wait_since_ns=rank.clock_ns)
+    assert str(look(run, 30).rank(0).waits_in).startswith("broadcast")
+    rank.collective("all_gather", thread=7).page(wait_since_ns=rank.clock_ns)
+    assert str(look(run, 30).rank(0).waits_in).startswith("broadcast")
+    assert Calls(run.view()).open_waits[0].seq == 2
 
 
 def test_who_is_suspended_does_not_wait(tmp_path: Path):
