@@ -1,8 +1,10 @@
-"""Copies that a loop keeps beside its model (EMA, SWA, a teacher, a target network), and the model's own float buffers.
+"""Copies that a loop keeps beside its model (EMA, SWA, a teacher), frozen networks, and the model's own float buffers.
 
 Nobody names such copies, so they are looked for among all objects, in a few steps only: modules, and lists and dicts of
 tensors, whose shapes are those of the model or of a part of it, and which no optimizer trains. What they hold is
-digested now and then (`looks_every`), and written down once it moves. Copies that their owner lets go are let go.
+digested now and then (`looks_every`), and written down once it moves. Of what rests and is called, a copy as well as a
+network of any other shape (a teacher, a reference model, an encoder), the meta entry says what it holds. Copies that
+their owner lets go are let go.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ _LEAST_HELD = 4
 """Tensors of a list or dict."""
 _LEAST_OF_PART = 4
 """Parameters of a part of the model, such as an encoder, of which a copy counts."""
+_LOOKS_AT_REST = 4
+"""Looks in which a copy has not moved, before it is said what it holds."""
+_TENSORS_AT_REST, _ELEMENTS_AT_REST = 32, 1 << 12
+"""Of what rests: tensors that are said, and of each the first elements."""
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -54,8 +60,17 @@ class _Copy:
     label: str
     tensors: Callable[[], Tensors]
     used: bool = False  #: the loop has called it
+    of_model: bool = True  #: it has the shapes of the model or of a part; else it is a network of another kind
+    part: bool = False  #: of a network that is looked at as well
     moves: bool = False  #: what rests is not written down
+    looks: int = 0
     last: npt.NDArray[np.uint64] | None = None
+    rests: list[tuple[str, str]] | None = None  #: of some tensors name and digest; None before they were asked for
+
+    def begins(self) -> Tensors:
+        """What is read of its tensors."""
+        most = MOST_ELEMENTS if self.of_model else _ELEMENTS_AT_REST
+        return [(name, _begin(local_tensor(tensor), most)) for name, tensor in self.tensors()[:_MOST_TENSORS]]
 
 
 class AverageProbe(Probe):
@@ -99,8 +114,8 @@ class AverageProbe(Probe):
         trained = (parameter for group in groups for parameter in group["params"])
         known = _places([*(t for copy in self._copies for _, t in copy.tensors()), *trained])
         for found in copies_of(model, known):
-            if len(self._copies) > _MOST_COPIES:
-                break
+            if sum(copy.of_model is found.of_model for copy in self._copies) > _MOST_COPIES:
+                continue
             same = sum(copy.label.partition(" #")[0] == found.label for copy in self._copies)
             found.label += f" #{same + 1}" if same else ""
             self._copies.append(found)
@@ -108,14 +123,15 @@ class AverageProbe(Probe):
             # Of a class of torch's other modules are called all the time, some of them while they are compiled.
             if module is not None and not type(module).__module__.startswith("torch.nn"):
                 around_call(self, module, functools.partial(_note_call, found), _note_call)
-        self._every = period((_begin(t) for copy in self._copies for _, t in copy.tensors()), BYTES_A_STEP)
+        self._every = period((tensor for copy in self._copies for _, tensor in copy.begins()), BYTES_A_STEP)
 
     def _look(self, step: int) -> None:
         said = []
         for number, copy in enumerate(self._copies):
-            held = copy.tensors()[:_MOST_TENSORS]
-            said.append({"label": copy.label, "used": copy.used, "pieces": _pieces([name for name, _ in held])})
-            tensors = [_begin(local_tensor(tensor)) for _, tensor in held]
+            held = copy.begins()
+            pieces = _pieces([name for name, _ in held])
+            said.append({"label": copy.label, "used": copy.used, "pieces": pieces, "rests": copy.rests or []})
+            tensors = [tensor for _, tensor in held]
             if not tensors or any(t.is_meta for t in tensors):
                 continue
             if all(t.is_cpu for t in tensors):
@@ -131,13 +147,41 @@ class AverageProbe(Probe):
 
     def _write(self, step: int, number: int, copy: _Copy, digests: npt.NDArray[np.uint64]) -> None:
         copy.moves |= copy.last is not None and not np.array_equal(copy.last, digests)
-        copy.last = digests
-        if copy.moves:
+        copy.last, copy.looks = digests, copy.looks + 1
+        if not copy.moves:
+            if copy.rests is None and copy.used and not copy.part and copy.looks >= _LOOKS_AT_REST:
+                self._ask_what_rests(copy)
+            return
+        copy.rests = []
+        if not copy.of_model:
+            copy.tensors = list  # it is trained by other means than by an optimizer
+        else:
             record = self._record
             record["step"], record["copy"], record["digest"] = step, number, 0
             pieces = np.array_split(digests, min(AVERAGES_PIECES, len(digests)))
             record["digest"][: len(pieces)] = [xxhash.xxh3_64_intdigest(piece.tobytes()) for piece in pieces]
             self.context.recorder.law(AVERAGES).append(record)
+
+    def _ask_what_rests(self, copy: _Copy) -> None:
+        """Of some of its tensors what their beginnings hold."""
+        copy.rests = []
+        held = [(name, t) for name, t in copy.tensors() if not isinstance(t, DTensor) and t.is_contiguous()]
+        some = (
+            [held[n] for n in sorted(set(np.linspace(0, len(held) - 1, _TENSORS_AT_REST).astype(int)))] if held else []
+        )
+        some = [(name, t.detach().view(-1)[: min(t.numel() // 2 * 2, _ELEMENTS_AT_REST)]) for name, t in some]
+        names = [name for name, flat in some if len(flat)]
+        halves = [half for _, flat in some if len(flat) for half in flat.chunk(2)]
+        if halves and all(half.is_cpu for half in halves):
+            _say_what_rests(copy, names, np.array([host_digest(half) for half in halves], np.uint64))
+        elif halves and not any(half.is_cpu for half in halves):
+            self.late.put(device_digests(halves), functools.partial(_say_what_rests, copy, names))
+
+
+def _say_what_rests(copy: _Copy, names: list[str], digests: npt.NDArray[Any]) -> None:
+    """`digests` are those of two halves of each tensor: where they are equal it holds one number, and says nothing."""
+    halves = digests.view(np.uint64).reshape(-1, 2).tolist()
+    copy.rests = [(name, "" if a == b else f"{a ^ (b >> 1):016x}") for name, (a, b) in zip(names, halves, strict=True)]
 
 
 def looks_every(step: int, every: int) -> int:
@@ -155,20 +199,28 @@ def _pieces(names: list[str]) -> list[str]:
 
 
 def copies_of(model: nn.Module, known: set[int]) -> Iterator[_Copy]:
-    """Modules, lists and dicts that hold as many tensors of the same shapes as `model` or a part of it.
+    """Modules, lists and dicts that hold as many tensors of the same shapes as `model` or a part of it, then others.
 
-    Those that share memory with the model, have gradients or are `known` (as `_places` has it) are none.
+    The others are whole networks of any shape. What shares memory with the model, has gradients or is `known` (as
+    `_places` has it) is none.
     """
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     wanted, taken = _shapes_of_parts(model), known | _places((*model.parameters(), *model.buffers(), *gradients))
     wholes = {len(some): some for some in (_whole_state(model), list(_parameters(model)))}
     modules, held = _objects({count for count in wholes if count >= _LEAST_HELD})
     inner = {id(child) for module in modules for child in module._modules.values()}
-    for module in (part for root in modules if id(root) not in inner for part in root.modules()):
+    roots = [module for module in modules if id(module) not in inner]
+    networks = {id(network): (network, _places(network.parameters())) for network in _networks(roots, taken)}
+    for module in (part for root in roots for part in root.modules()):
         tensors = list(module.parameters())
         if _is_copy(tensors, wanted, taken):
-            taken |= _places(tensors)
-            yield _Copy(type(module).__name__, _of_module(module, _parameters))
+            places = _places(tensors)
+            taken |= places
+            covered = [number for number, (_, held_there) in networks.items() if held_there <= places]
+            part = not covered and any(places & held_there for _, held_there in networks.values())
+            for number in covered:
+                del networks[number]
+            yield _Copy(type(module).__name__, _of_module(module, _parameters), part=part)
     for thing in held:
         whole = wholes.get(len(thing), [])  # it may have become longer or shorter since
         tensors = list(thing.values() if isinstance(thing, dict) else thing)
@@ -176,6 +228,26 @@ def copies_of(model: nn.Module, known: set[int]) -> Iterator[_Copy]:
             taken |= _places(tensors)
             names = [str(name) for name in (thing if isinstance(thing, dict) else dict(whole))]
             yield _Copy(f"a {type(thing).__name__}", _of_container(thing, names))
+    for network, _ in networks.values():
+        yield _Copy(type(network).__name__, _of_module(network, _parameters), of_model=False)
+
+
+def _networks(roots: list[nn.Module], taken: set[int]) -> Iterator[nn.Module]:
+    """The largest modules of user classes that hold nothing of what is `taken`, and are neither trained nor sharded.
+
+    A loss that holds the model and its teacher holds one, as does what torch's compiler or a wrapper returns.
+    """
+    passed, roots = set[int](), [*roots]  # modules may refer to each other in a circle
+    while roots:
+        module = roots.pop()
+        if id(module) in passed:
+            continue
+        passed.add(id(module))
+        tensors = list(module.parameters())
+        if taken & _places(tensors) or type(module).__module__.startswith("torch."):
+            roots += module.children()
+        elif _rests_whole(tensors):
+            yield module
 
 
 def _objects(counts: set[int]) -> tuple[list[nn.Module], list[Any]]:
@@ -232,9 +304,19 @@ def _shapes_of_parts(model: nn.Module) -> set[tuple[torch.Size, ...]]:
 def _is_copy(tensors: list[Any], wanted: set[tuple[torch.Size, ...]], taken: set[int]) -> bool:
     if not _LEAST_TENSORS <= len(tensors) <= _MOST_TENSORS:
         return False
-    if not all(_holds_numbers(t) and t.is_leaf and t.grad is None for t in tensors):
+    if not all(map(_untrained, tensors)):
         return False
     return tuple(t.shape for t in tensors) in wanted and not taken & _places(tensors)
+
+
+def _rests_whole(tensors: list[Any]) -> bool:
+    """Whether a rank holds all of what nothing has trained yet, and not its shards."""
+    whole = all(_untrained(t) and not isinstance(t, DTensor) and t.numel() for t in tensors)
+    return _LEAST_TENSORS <= len(tensors) <= _MOST_TENSORS and whole
+
+
+def _untrained(tensor: Any) -> bool:
+    return _holds_numbers(tensor) and tensor.is_leaf and tensor.grad is None
 
 
 def _holds_numbers(thing: Any) -> bool:
@@ -243,11 +325,11 @@ def _holds_numbers(thing: Any) -> bool:
     return plain and thing.layout == torch.strided
 
 
-def _begin(tensor: torch.Tensor) -> torch.Tensor:
+def _begin(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """What is read of it: all, or the first elements of a large one."""
-    if isinstance(tensor, DTensor) or tensor.numel() <= MOST_ELEMENTS or not tensor.is_contiguous():
+    if isinstance(tensor, DTensor) or tensor.numel() <= most or not tensor.is_contiguous():
         return tensor
-    return tensor.detach().view(-1)[:MOST_ELEMENTS]
+    return tensor.detach().view(-1)[:most]
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -18,6 +18,7 @@ from dtobs.detectors.silent.data_uneven import data_uneven
 from dtobs.detectors.silent.effective_precision import effective_precision
 from dtobs.detectors.silent.fp8_saturation import fp8_saturation
 from dtobs.detectors.silent.fp16_underflow import fp16_underflow
+from dtobs.detectors.silent.frozen_networks import frozen_networks
 from dtobs.detectors.silent.gradient_ledger import gradient_ledger
 from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.detectors.silent.gradients_kept import gradients_kept
@@ -45,6 +46,7 @@ DETECTORS: tuple[Detector, ...] = (
     own_models,
     replica_divergence,
     averages_apart,
+    frozen_networks,
     corrupted_communication,
     seed_policy,
     data_overlap,

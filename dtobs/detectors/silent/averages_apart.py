@@ -128,7 +128,7 @@ def _parted(view: RunView, kept: _Kept) -> Finding | None:
     if not (whole[:last].all() and stays and states >= VALUES):
         return None
     before, since = int(kept.steps[last]) - 1, int(kept.steps[last + 1]) - 1
-    if not _models_agree(view, kept.ranks, since):
+    if not models_agree(view, kept.ranks, since):
         return None
     apart = int((~alike[last + 1]).sum())
     name = kept.pieces[piece] + (f" and {apart - 1} more" if apart > 1 else "")
@@ -168,7 +168,7 @@ def _rests(label: str, holders: dict[int, tuple[int, bool]], moving: dict[int, n
     )
 
 
-def _models_agree(view: RunView, ranks: list[int], since: int) -> bool:
+def models_agree(view: RunView, ranks: list[int], since: int) -> bool:
     """Whether the copies of the model itself on these ranks are compared, and are alike from step `since` on."""
     mine = [copies for copies in replica_sets(view, always=True) if set(ranks) <= set(copies.ranks)]
     return bool(mine) and not any(copies.differs[copies.steps >= since].any() for copies in mine)

@@ -264,3 +264,30 @@ def test_what_a_step_was_given_is_one_number_however_many_tensors_it_had(elsewhe
     assert 0 not in digests
     assert digests[0] == digests[3]
     assert len(set(digests)) == 4
+
+
+class Teacher(nn.Module):
+    """A network that rests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 6), nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.layer(x))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_what_a_frozen_network_holds_is_said_of_one_on_a_device_too(tmp_path: Path):
+    model, teacher = nn.Sequential(nn.Linear(8, 6)), Teacher()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for _ in range(8):
+            (model(torch.ones(2, 8)) - teacher(torch.ones(2, 8)).detach()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    view = load_run(tmp_path)
+    assert view.pages["probe_failures"].tolist() == [0]
+    rests = dict(view.meta(0).laws["averages"]["copies"][-1]["rests"])
+    assert {name for name, digest in rests.items() if digest} == {"layer.weight", "layer.bias"}
+    assert {name for name, digest in rests.items() if not digest} == {"norm.weight", "norm.bias"}

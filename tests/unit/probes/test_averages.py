@@ -91,7 +91,7 @@ def test_a_copy_is_found(name: str):
 def test_what_is_none_is_not_found(name: str):
     model = with_gradients(Net())
     kept = NOT_FOUND[name](model)
-    assert list(copies_of(model, set())) == []
+    assert [each for each in copies_of(model, set()) if each.of_model] == []
     assert kept is not None
 
 
@@ -186,3 +186,53 @@ def test_of_many_tensors_each_piece_is_several():
     (found,) = copies_of(model, set())
     assert len(found.tensors()) == 100 > AVERAGES_PIECES
     assert kept is not None
+
+
+class Distiller(nn.Module):
+    """A loss that holds the model and its teacher."""
+
+    def __init__(self, student: Net, teacher: Net) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+        self.again = self.teacher
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (self.student(x) - self.teacher(x).detach()).square().sum()
+
+
+def distil(folder: Path, *, moves: bool = False, called: bool = True) -> list[tuple[str, str]]:
+    """What the run says of a teacher of another size, which lies beside the model that is watched."""
+    torch.manual_seed(0)
+    loss = Distiller(Net(8), Net(8))
+    loss.teacher.body[0] = nn.Linear(8, 13)
+    loss.teacher.body[1] = nn.Linear(13, 5)
+    nn.init.ones_(loss.teacher.head.bias)
+    optimizer = torch.optim.SGD(loss.student.parameters(), 0.01)
+    with dtobs.attach(loss.student, optimizer, run_dir=folder, monitor=False):
+        for _ in range(12):
+            x = torch.randn(4, 8)
+            (loss(x) if called else loss.student(x).square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if moves:
+                loss.teacher.head.weight.data += 0.1
+    view = load_run(folder)
+    assert view.pages["probe_failures"].tolist() == [0]
+    copies = view.meta(0).laws["averages"]["copies"]
+    assert [each["rests"] for each in copies[:-1]] == [[]]
+    assert copies[-1]["label"] == "Net"
+    return [tuple(each) for each in copies[-1]["rests"]]
+
+
+def test_of_a_frozen_network_of_another_size_it_is_said_what_it_holds(tmp_path: Path):
+    said = dict(distil(tmp_path / "first"))
+    assert set(said) == {
+        f"{layer}.{kind}" for layer in ("body.0", "body.1", "body.2", "head") for kind in ("weight", "bias")
+    }
+    assert {name for name, digest in said.items() if not digest} == {"body.2.weight", "body.2.bias", "head.bias"}
+    assert dict(distil(tmp_path / "again")) == said
+
+
+@pytest.mark.parametrize("how", [{"moves": True}, {"called": False}])
+def test_of_a_network_that_moves_or_that_nobody_calls_nothing_is_said(tmp_path: Path, how: dict[str, bool]):
+    assert distil(tmp_path, **how) == []
