@@ -89,10 +89,14 @@ class Sign:
 
 @dataclass(slots=True)
 class Track:
-    """How far one writer trains: `seen` are (order, step) of the latest lines, oldest first."""
+    """How far one writer trains: `seen` are (order, step) of the latest lines, oldest first.
+
+    Where lines tell no step they are `counted`, and that number stands for it.
+    """
 
     seen: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=64))
     file: int = 0
+    counted: bool = False
     told_at: str = ""  #: what the latest line calls the time
     losses: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     seconds: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
@@ -100,8 +104,12 @@ class Track:
 
     @property
     def step(self) -> int | None:
-        """The latest step told."""
-        return self.seen[-1][1] if self.seen else None
+        """The latest step told; None where none is."""
+        return self.seen[-1][1] if self.seen and not self.counted else None
+
+    def at(self, step: int) -> str:
+        """What a number of its lines stands for: "step 7", or "report 7" where the lines are counted."""
+        return f"{'report' if self.counted else 'step'} {step}"
 
 
 class LogEvidence:
@@ -373,12 +381,16 @@ class LogEvidence:
         if told is None or (told.step is None and told.loss is None):
             return False
         track = self.tracks.setdefault(writer, Track(file=self._file))
-        if told.step is None:  # a Trainer's dictionary: its lines are counted
-            told = replace(told, step=(track.step or 0) + 1)
+        if told.step is None:  # a Trainer's dictionary
+            track.counted |= not track.seen
+            told = replace(told, step=(track.seen[-1][1] if track.seen else 0) + track.counted)
+        else:
+            track.counted = False  # its bar, of which the dictionaries beside it are
         step = told.step or 0
         if track.seen and track.seen[-1][0] > self._order:
             return True
-        self.attempts[-1] = max(step, self.attempts[-1] or 0)
+        if not track.counted:
+            self.attempts[-1] = max(step, self.attempts[-1] or 0)
         if clock := _UTC.search(raw[:200]):
             track.told_at = clock[0].decode()
         if not track.seen or track.seen[-1][1] != told.step:

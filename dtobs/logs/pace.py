@@ -28,16 +28,15 @@ Told = tuple[int, float, str]
 
 def spikes(tracks: Mapping[int | None, Track]) -> list[Finding]:
     """The largest leap of the loss, of whichever rank prints it."""
-    found = [leap for track in tracks.values() if (leap := _leap(_advancing(track.losses))) is not None]
+    found = [(leap, track) for track in tracks.values() if (leap := _leap(_advancing(track.losses))) is not None]
     if not found:
         return []
-    usual, (step, loss, where) = max(found, key=lambda one: one[1][1] / one[0])
-    record = {
-        "what": f"the loss of step {step} is {significant(loss)}, before it about {significant(usual)}",
-        "where": where,
-    }
-    text = f"the loss leapt to {significant(loss)} in step {step}, from about {significant(usual)}, and came back"
-    return [Finding("loss-spike", text, (), Confidence.LIKELY, step=step, evidence=(record,))]
+    (usual, (step, loss, where)), track = max(found, key=lambda one: one[0][1][1] / one[0][0])
+    at = track.at(step)
+    record = {"what": f"the loss of {at} is {significant(loss)}, before it about {significant(usual)}", "where": where}
+    text = f"the loss leapt to {significant(loss)} in {at}, from about {significant(usual)}, and came back"
+    told = None if track.counted else step
+    return [Finding("loss-spike", text, (), Confidence.LIKELY, step=told, evidence=(record,))]
 
 
 def paces(tracks: Mapping[int | None, Track]) -> list[str]:

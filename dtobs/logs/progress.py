@@ -16,7 +16,7 @@ _STEP = re.compile(
 )
 _BAR = re.compile(r"(?<!\d)(\d{1,12})/(\d{1,12}) \[[\d:?]{1,12}<")
 _LOSS = re.compile(
-    rf"(?<![\w/.])(?:(?:lm|train|training|train/|total|avg|average|mean|reduced_train)[_ /]?)?[Ll](?:oss|OSS)(?:_step)?(?:/train)?\b['\"\]]?\s{{0,4}}[:=]?\s{{0,4}}\[?(?:tensor\()?({_NUMBER})(?![\w.]*[a-zA-Z%]{{2}})"
+    rf"(?<![\w/.])(?:(?:lm|train|training|train/|total|avg|average|mean|reduced_train)[_ /]?)?[Ll](?:oss|OSS)(?:_step)?(?:/train)?\b['\"\]]?\s{{0,4}}[:=]?\s{{0,4}}\[?['\"]?(?:tensor\()?({_NUMBER})(?![\w.]*[a-zA-Z%]{{2}})"
 )
 _NORM = re.compile(
     rf"\b[Gg]rad(?:ient)?[_ ][Nn]orm\b['\"]?\s{{0,4}}[:=]\s{{0,4}}['\"]?({_NUMBER})(?![\w.]*[a-zA-Z]{{2}})"
@@ -35,7 +35,8 @@ _SECONDS = (
 _RATE = re.compile(r"[,\[ ]([\d.]{1,12})it/s\b")
 _WORDS = ("oss", "teration", "it/s", "s/it")
 _NOT_TRAINING = re.compile(
-    r"\b(?:[Vv]al(?:id|idation)?|[Ee]val(?:uation)?|[Tt]est|[Ss]anity|[Gg]enerating|[Ll]oading|[Dd]ownload\w*|[Mm]ap)\b"
+    r"\b(?:[Vv]al(?:id|idation)?|[Ee]val(?:uation)?|[Tt]est|[Ss]anity|[Dd]ownload\w*|[Mm]ap|[Ff]ilter"
+    r"|(?:[Gg]enerat|[Ll]oad|[Ww]rit|[Ss]av|[Tt]okeniz|[Ff]etch|[Pp]ack|[Tt]runcat|[Cc]onvert|[Bb]uild)ing)\b"
 )
 
 
@@ -61,7 +62,7 @@ def parse(text: str) -> LoggedProgress | None:
         loss = _LOSS.search(text) if text.lstrip().startswith("{'loss'") else None
         return None if loss is None else LoggedProgress(None, _value(loss[1]), None, _norm(text))
     if _NOT_TRAINING.search(text):
-        return LoggedProgress(None, None, None) if bar is None and found is None else LoggedProgress(step, None, None)
+        return LoggedProgress(step if found else None, None, None)  # a bar of something else counts that
     loss = _LOSS.search(text)
     value = _value(loss[1]) if loss else None
     if loss is None and bar is None and not _SECONDS[0][0].search(text):

@@ -43,17 +43,18 @@ def _loss(tracks: Mapping[int | None, Track]) -> list[Finding]:
             found.append((*bad, rank, count))
     if not found:
         return []
-    step, where, _, count = min(found, key=lambda one: one[0])
+    step, where, rank, count = min(found, key=lambda one: one[0])
     ranks = _named({rank for at, _, rank, _ in found if at == step}, [r for r, t in tracks.items() if t.losses])
     confidence = Confidence.CERTAIN if count > 1 or len(found) > 1 else Confidence.LIKELY
-    record = {"what": f"the loss of step {step} is not finite, nor is one after it", "where": where}
+    at = tracks[rank].at(step)
+    record = {"what": f"the loss of {at} is not finite, nor is one after it", "where": where}
     return [
         Finding(
             "loss-nonfinite",
-            f"the loss is not finite from step {step} on",
+            f"the loss is not finite from {at} on",
             ranks,
             confidence,
-            step=step,
+            step=None if tracks[rank].counted else step,
             evidence=(record,),
             next_step="" if ranks else _OF_ALL,
         )
@@ -74,13 +75,20 @@ def _gradients(tracks: Mapping[int | None, Track]) -> list[Finding]:
             found.append((bad[-1][0], bad[-1][2], rank))
     if not found:
         return []
-    step, where, _ = min(found, key=lambda one: one[0])
+    step, where, rank = min(found, key=lambda one: one[0])
     ranks = _named({rank for at, _, rank in found if at == step}, [r for r, t in tracks.items() if t.norms])
-    record = {"what": f"the gradients' norm is not finite in step {step} and in every line after it", "where": where}
-    text = f"the norm of the gradients is not finite from step {step} on"
+    at = tracks[rank].at(step)
+    record = {"what": f"the gradients' norm is not finite in {at} and in every line after it", "where": where}
+    text = f"the norm of the gradients is not finite from {at} on"
     next_step = "Look at the batches and the loss scale of the steps before; lower the learning rate or clip earlier."
     finding = Finding(
-        "gradient-nonfinite", text, ranks, Confidence.LIKELY, step=step, evidence=(record,), next_step=next_step
+        "gradient-nonfinite",
+        text,
+        ranks,
+        Confidence.LIKELY,
+        step=None if tracks[rank].counted else step,
+        evidence=(record,),
+        next_step=next_step,
     )
     return [finding]
 

@@ -205,11 +205,12 @@ def _says_failure(code: object) -> bool:
 
 
 def _chain(error: BaseException) -> list[dict[str, str]]:
-    """The exceptions that `error` was raised from or while handling, the nearest first."""
+    """The exceptions that `error` was raised from ("cause") or while handling ("context"), the nearest first."""
     found: list[dict[str, str]] = []
     seen, link = {id(error)}, error
     while len(found) < MAX_CHAIN:
-        before = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        explicit = link.__cause__
+        before = explicit or (None if link.__suppress_context__ else link.__context__)
         if before is None or id(before) in seen:
             break
         seen.add(id(before))
@@ -219,7 +220,8 @@ def _chain(error: BaseException) -> list[dict[str, str]]:
         file = trace.tb_frame.f_code.co_filename if trace is not None else ""
         kind = type(link)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        found.append({"type": name, "message": str(link)[:MAX_LINK], "file": file})
+        how = "cause" if before is explicit else "context"
+        found.append({"type": name, "message": str(link)[:MAX_LINK], "file": file, "how": how})
     return found
 
 

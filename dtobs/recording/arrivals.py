@@ -21,6 +21,7 @@ from dtobs.host.process import boot_id, read_process, start_ticks
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
 
 _SEEN = "seen"
+_MOST_CAUSES = 8
 State = Literal["started", "waiting", "met", "failed"]
 
 
@@ -156,8 +157,12 @@ def become(arrival: Arrival, state: State, **changes: Any) -> Arrival:
 
 
 def described(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    """The kind of an error and the first line of what it says, and the same of the one that all began with."""
+    first = error
+    for _ in range(_MOST_CAUSES):  # they may go round in a circle
+        first = first.__cause__ or first
+    said, began = (f"{type(each).__name__}: {each}".splitlines()[0][:300] for each in (error, first))
+    return said if first is error else f"{said} (raised from {began})"
 
 
 def _folder(root: Path) -> Path:

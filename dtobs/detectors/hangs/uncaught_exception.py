@@ -7,9 +7,11 @@ nothing does, the first of them is reported as a possible cause, so that no cras
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dtobs.detectors.hangs.describe import Evidence, stack_evidence
 from dtobs.detectors.hangs.endings import End, Ending, all_told
@@ -19,6 +21,7 @@ from dtobs.words import ranks_text
 
 _MAX_TRACEBACK = 40
 _MAX_MESSAGE = 300
+_MAX_CAUSE = 200
 _NO_MEMORY = "OutOfMemoryError"
 """What torch's allocators of devices raise. A host without memory raises a RuntimeError or a MemoryError."""
 _WANTED = re.compile(r"Tried to allocate ([\d.]{1,12} [KMGTP]?i?B)")
@@ -69,7 +72,7 @@ def _finding(situation: Situation, endings: Sequence[Ending], confidence: Confid
     place = first.place
     name = str(said.get("type") or "an exception").rpartition(".")[2]
     message = _message(first)
-    code, what = "uncaught-exception", f"raised {name}{f': {message}' if message else ''}"
+    code, what = "uncaught-exception", f"raised {name}{f': {message}' if message else ''}{_raised_from(said, message)}"
     if name == _NO_MEMORY:
         wanted = _WANTED.search(message)
         code = "device-out-of-memory"
@@ -88,6 +91,17 @@ def _finding(situation: Situation, endings: Sequence[Ending], confidence: Confid
 def _message(ending: Ending) -> str:
     text = " ".join(str((ending.exception or {}).get("message", "")).split())
     return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…"
+
+
+def _raised_from(said: Mapping[str, Any], message: str) -> str:
+    """The first of the errors that one was raised from by the program's own word; "" where it was not."""
+    links = said.get("chain") or []
+    causes = list(itertools.takewhile(lambda link: isinstance(link, dict) and link.get("how") == "cause", links))
+    if not causes:
+        return ""
+    text = " ".join(str(causes[-1].get("message", "")).split())[:_MAX_CAUSE]
+    name = str(causes[-1].get("type") or "an exception").rpartition(".")[2]
+    return f" (raised from {name}{f': {text}' if text else ''})" if text not in message or not text else ""
 
 
 def _evidence(ending: Ending) -> list[Evidence]:

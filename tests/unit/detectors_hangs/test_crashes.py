@@ -303,10 +303,13 @@ def test_what_a_pipeline_raises_from_a_broken_connection_is_a_consequence(traini
 
 def test_a_user_error_raised_from_another_stays_a_cause(training):
     run = training(2)
-    fails(run.rank(1), "ValueError", "bad sample", chain=[{"type": "KeyError", "message": "'x'", "file": "/me.py"}])
+    fails(run.rank(1), "ValueError", "bad sample", chain=[{"type": "KeyError", "message": "'x'", "how": "cause"}])
     fails(run.rank(0), "RuntimeError", GLOO_CLOSED)
     (finding,) = found(run.view(later=1)).values()
-    assert (finding.code, finding.ranks) == ("uncaught-exception", (1,))
+    assert (finding.ranks, finding.summary) == (
+        (1,),
+        "rank 1 raised ValueError: bad sample (raised from KeyError: 'x')",
+    )
 
 
 def test_a_users_dropped_connection_in_the_chain_is_its_own(training):

@@ -77,13 +77,28 @@ def test_steps_that_became_slower_in_a_short_log(tmp_path: Path):
     assert any("before" in note and "since about step 20" in note for note in judged(tmp_path, lines).notes)
 
 
+TRAINER_5 = "{{'loss': '{}', 'grad_norm': '{}', 'learning_rate': '2e-05', 'epoch': '{:.2f}'}}"  # since transformers 5
 TRAINER = "{{'loss': {}, 'grad_norm': {}, 'learning_rate': 2e-05, 'epoch': {:.2f}}}"
 
 
+@pytest.mark.parametrize("form", [TRAINER, TRAINER_5])
+def test_what_transformers_trainer_says(tmp_path: Path, form: str):
+    """The dictionaries tell no step; of the bar beside them, which not everybody has, they are that step's."""
+    lines = [form.format(*(("0.0", "nan") if n > 4 else (1.3, 0.9)), n / 10) for n in range(8)]
+    (found,) = judged(tmp_path, lines).findings
+    assert (found.code, found.step) == ("gradient-nonfinite", None)
+    assert found.summary == "the norm of the gradients is not finite from report 6 on"
+    lines = [form.format("nan" if n > 4 else 2.5, 0.9, n / 10) for n in range(8)]
+    (found,) = judged(tmp_path, lines).findings
+    assert (found.code, found.summary) == ("loss-nonfinite", "the loss is not finite from report 6 on")
+    bars = [f"{n}%|█   | {10 * n}/80 [00:0{n}<00:10,  5.2it/s]" for n in range(1, 9)]
+    (found,) = judged(tmp_path, [line for both in zip(bars, lines, strict=True) for line in both]).findings
+    assert (found.step, found.summary) == (60, "the loss is not finite from step 60 on")
+    bar = "Writing model shards: 100%|██████████| 1/1 [00:00<00:00, 403.49it/s]"
+    assert judged(tmp_path, [form.format(2.5, 0.9, 0.1), bar]).notes == ()
+
+
 def test_gradients_that_stay_not_finite(tmp_path: Path):
-    lines = [TRAINER.format(*(("0.0", "nan") if n > 4 else (1.3, 0.9)), n / 10) for n in range(8)]
-    found = judged(tmp_path, lines)
-    assert [(one.code, one.step) for one in found.findings] == [("gradient-nonfinite", 6)]
     megatron = [
         f"iteration {n}/ 500 | lm loss: 2.0 | loss scale: 1.0 | grad norm: {'inf' if n > 5 else 1.2} |"
         for n in range(40)

@@ -105,3 +105,21 @@ def test_what_a_child_of_multiprocessing_raises(
     with pytest.raises(type(error)):
         run()
     assert recorded(session) == (types, state)
+
+
+def test_what_an_error_was_raised_from_and_what_was_handled_then(attach: Attach, capsys: pytest.CaptureFixture[str]):
+    session = attach(make_model())
+    try:
+        try:
+            try:
+                raise KeyError("x")
+            except KeyError:
+                raise OSError("no disk")  # noqa: B904 - without a cause of its own
+        except OSError as why:
+            raise ValueError("no sample") from why
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    session.close_at_exit()
+    (said,) = load_run(session.run_dir).meta(0).exceptions
+    assert [(link["type"], link["how"]) for link in said["chain"]] == [("OSError", "cause"), ("KeyError", "context")]
+    assert "no sample" in capsys.readouterr().err
