@@ -114,7 +114,7 @@ class Ending:
 _LONGEST_MESSAGE = 300
 _TOLD_TOGETHER_NS = 20_000_000
 """Who is told to end with all others is told so near; a launcher needs longer to see that one has ended."""
-_TOGETHER_NS = 5_000_000_000
+TOGETHER_NS = 5_000_000_000
 """Deaths this near each other have one cause from outside; launchers kill stragglers much later than that."""
 _TIMEOUT = re.compile(
     r"timed? ?out|timeout|watchdog caught collective|deadline exceeded|wait time exceeded", re.IGNORECASE
@@ -326,7 +326,7 @@ def _finished_off(ending: Ending, first_told_ns: float) -> bool:
     process = ending.process
     if process is None or process.exit_code != -signals.SIGKILL or process.oom_killed or not process.ended_ns:
         return False
-    return ending.t_ns - first_told_ns > _TOGETHER_NS
+    return ending.t_ns - first_told_ns > TOGETHER_NS
 
 
 def _is_cause_beside(ending: Ending, first: Ending) -> bool:
@@ -336,4 +336,4 @@ def _is_cause_beside(ending: Ending, first: Ending) -> bool:
     left = [e.process is not None and (e.process.exit_code or 0) > 0 for e in (first, ending)]
     if left == [False, True]:
         return False  # it saw that the first was gone, and left
-    return first.kind is End.DIED and ending.t_ns - first.t_ns < _TOGETHER_NS
+    return first.kind is End.DIED and ending.t_ns - first.t_ns < TOGETHER_NS

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence, waits_in
-from dtobs.detectors.hangs.endings import End
+from dtobs.detectors.hangs.endings import TOGETHER_NS, End
 from dtobs.detectors.hangs.p2p_unmatched import message_counts
 from dtobs.detectors.hangs.situation import LEFT, Absence, Situation, Told
 from dtobs.findings import Confidence, Finding
@@ -32,6 +32,8 @@ _LEFT_NEXT = "Look at what made this rank leave (sys.exit, an error it handled) 
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for all ranks that left their peers waiting."""
+    if _told_together(situation):
+        return Told()
     lost = any(e.kind is End.PEER_LOST for e in situation.endings.values())
     gone = [a for a in situation.absences if situation.endings[a.rank].kind in LEFT and a.rank in left]
     owing = {a.rank: said for a in gone if (said := _owes(situation, a))}
@@ -42,6 +44,13 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
 def _over(situation: Situation) -> bool:
     """Whether the peers that waited ended normally as well: they handled what the call that could not end raised."""
     return all(ending.kind in LEFT for ending in situation.endings.values())
+
+
+def _told_together(situation: Situation) -> bool:
+    """Whether every rank was told to end and then left in order, as programs do that handle an interruption."""
+    ends = situation.endings.values()
+    at = [ending.t_ns for ending in ends]
+    return all(e.told and e.kind in LEFT for e in ends) and max(at) - min(at) < TOGETHER_NS
 
 
 def _owes(situation: Situation, absence: Absence) -> str:

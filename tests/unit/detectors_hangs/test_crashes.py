@@ -9,7 +9,6 @@ import pytest
 from dtobs.diagnose import diagnose
 from dtobs.diagnose.gather import Evidence
 from dtobs.events import RankState
-from dtobs.findings import Finding
 from dtobs.host.process import ProcessState
 from dtobs.testing.fake_run import FakeRank, FakeRun
 from tests.unit.detectors_hangs.trouble import found
@@ -468,33 +467,3 @@ def test_a_suspended_rank_does_not_hear_that_the_job_was_told_to_end(training):
     ended = {0: gone(-15), 1: ProcessState(8, alive=True, state="T")}
     (finding,) = found(run.view(later=61, processes=ended)).values()
     assert (finding.code, finding.ranks) == ("rank-stopped", (1,))
-
-
-class TestAnErrorThatEveryRankHandled:
-    """All ranks end with exit code 0; one of them waited in a call that another one never made."""
-
-    @staticmethod
-    def _ended(run: FakeRun, op: str = "all_reduce", *, wait: bool = True, thread: int = 0) -> dict[str, Finding]:
-        run.rank(0).collective(op, wait=wait, thread=thread)
-        run.rank(0).page(wait_since_ns=0)  # the wait ended: by an exception, or because nobody waited
-        for rank in run.ranks:
-            rank.close()
-        return found(run.view(later=1))
-
-    @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "barrier"])
-    def test_who_left_first_is_named(self, training, op: str):
-        (finding,) = self._ended(training(2), op).values()
-        assert (finding.code, finding.ranks, finding.confidence) == ("rank-exited-early", (1,), "certain")
-        assert "which rank 0 waited in and then ended normally as well: an error was handled there" in finding.summary
-        assert "exit code than 0" in finding.next_step
-
-    @pytest.mark.parametrize(
-        ("op", "wait", "thread"),
-        [
-            ("broadcast", True, 0),  # its source need not wait for anybody
-            ("all_reduce", False, 0),  # nobody asked for the result
-            ("all_reduce", True, 7),  # a thread beside, which the end of the program cuts off
-        ],
-    )
-    def test_what_may_be_left_open_is_not_told(self, training, op: str, wait: bool, thread: int):
-        assert self._ended(training(2), op, wait=wait, thread=thread) == {}
