@@ -128,6 +128,12 @@ def parse_stacks(text: str) -> list[ThreadStack]:
     return threads
 
 
+def training_thread(threads: list[ThreadStack], ident: int, number: int) -> ThreadStack | None:
+    """The thread that faulthandler calls by `ident` or py-spy by the kernel's `number`; None without one."""
+    said = re.compile(rf"Thread (?:0x0*{ident:x}|{number})\b", re.IGNORECASE)
+    return next((thread for thread in threads if said.search(thread.name)), None)
+
+
 def main_thread(threads: list[ThreadStack]) -> ThreadStack | None:
     """The main thread: py-spy names it, faulthandler prints it last."""
     for thread in threads:

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dtobs.events import Phase
 from dtobs.probes import patches
 from dtobs.probes.base import Probe
 from dtobs.probes.rendezvous import caller
@@ -27,7 +28,7 @@ MAX_RECORDED = 2048
 
 
 class Constructions(Probe):
-    """Wraps the function that makes process groups."""
+    """Wraps the functions that make process groups and destroy all of them."""
 
     name = "constructions"
     about_model = False
@@ -41,6 +42,7 @@ class Constructions(Probe):
             return
         begin, end = self.context.guard(self, self._begin), self.context.guard(self, self._end)
         self.undo.callback(patches.around(distributed_c10d, "_new_group_with_tag", begin, end))
+        self.around(dist, "destroy_process_group", self._dissolve, self._dissolved)
 
     def _begin(self, ranks: Sequence[int] | None = None, *_: Any, **given: Any) -> int | None:
         if given.get("use_local_synchronization") or self._recorded >= MAX_RECORDED:
@@ -54,6 +56,14 @@ class Constructions(Probe):
 
     def _end(self, number: int) -> None:
         self._say(number, state="done" if sys.exc_info()[0] is None else "failed")
+
+    def _dissolve(self, group: Any = None) -> bool | None:
+        """Whether all groups are destroyed between two steps; in the middle of one the training is broken off."""
+        between = self.context.phase == Phase.NONE and not self.context.recorder.page.get("wait_since_ns")
+        return True if between and group in (None, dist.GroupMember.WORLD) else None
+
+    def _dissolved(self, _: bool) -> None:
+        self.context.recorder.meta.add("process", dissolved_ns=time.monotonic_ns())
 
     def _say(self, number: int, **fields: Any) -> None:
         self.context.recorder.meta.add("construction", number=number, **fields)

@@ -135,6 +135,7 @@ class Progress:
         self.on_step_begin: list[Callable[[], object]] = []
         self.on_step_end: list[Callable[[], object]] = []
         self.thread = threading.get_ident()
+        self._said_thread = threading.main_thread().ident
         self.active = True
         self.in_step = False
         self.explicit_steps = False
@@ -264,6 +265,9 @@ class Progress:
         """The calling thread is the one that trains, as long as none has trained yet."""
         if not self.in_step and not self._stack and not self._ints[_STEPS_DONE]:
             self.thread = threading.get_ident()
+            if self.thread != self._said_thread:
+                self._said_thread, number = self.thread, threading.get_native_id()
+                self._context.recorder.meta.add("process", training_thread=self.thread, training_thread_id=number)
             self._hindrances.close()
             self._hindrances = Hindrances()
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dtobs.events import Kind, Phase, RankState, phase_name
 from dtobs.host.process import signal_name
-from dtobs.host.stacks import Frame, ThreadStack, main_thread
+from dtobs.host.stacks import Frame, ThreadStack, main_thread, training_thread
 from dtobs.recording.meta import Group, Meta, Op, Site
 from dtobs.recording.stepless import stepless
 
@@ -150,7 +150,7 @@ class Rank:
             return State.UNREACHABLE
         process = self.process
         if process is not None and not process.alive:
-            return _gone(process, self.told)
+            return _gone(process, self.told) if not self.ended_by_launcher else State.EXITED
         if process is not None and process.stopped:
             return State.SUSPENDED
         if (self.waited_seconds or 0.0) >= BRIEF_WAIT_SECONDS:
@@ -282,8 +282,32 @@ class Rank:
 
     @cached_property
     def stack(self) -> ThreadStack | None:
-        """The stack of its main thread in the last capture; None without one, or when it has moved on since."""
-        return main_thread(self.stacks)
+        """The stack of the thread that trains in the last capture; None without one, or when it has moved on since."""
+        ident, number = self.meta.process.get("training_thread"), self.training_thread
+        aside = training_thread(self.stacks, ident, number) if isinstance(ident, int) else None
+        return aside or main_thread(self.stacks)
+
+    @property
+    def training_thread(self) -> int:
+        """The kernel's number of the thread that trains: that of the process, where it is the main one."""
+        said = self.meta.process.get("training_thread_id")
+        return said if isinstance(said, int) else self.pid
+
+    @property
+    def ended_by_launcher(self) -> bool:
+        """Whether nobody saw how its process ended, when its training was over."""
+        process = self.process
+        unseen = process is not None and not process.alive and process.exit_code is None and not process.oom_killed
+        return unseen and self.dissolved
+
+    @property
+    def dissolved(self) -> bool:
+        """Whether it destroyed all process groups between two steps and has done nothing since: its training is over.
+
+        Launchers that keep their workers (Ray) do so before they kill them.
+        """
+        since = self.meta.process.get("dissolved_ns")
+        return isinstance(since, int) and self.get("heartbeat_ns") <= since and not self.meta.exceptions
 
     @property
     def user_frame(self) -> Frame | None:

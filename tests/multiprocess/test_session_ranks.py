@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -277,3 +279,31 @@ def test_peers_of_a_killed_rank_write_down_how_they_failed(tmp_path: Path):
     view = load_run(tmp_path / "run")
     assert view.page(1)["state"] == RankState.RUNNING
     assert view.page(0)["wait_since_ns"] == 0
+
+
+def train_in_a_thread(rank: int, world: int, folder: Path) -> None:
+    """As Ray's workers do; rank 1 is taken out of the middle of a step."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = dtobs.attach(model, optimizer, run_dir=folder, monitor=False)
+
+    def loop() -> None:
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            dist.all_reduce(model.weight.grad)
+            optimizer.step()
+        with session.phase("data") if rank == 1 else contextlib.nullcontext():
+            dist.destroy_process_group()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+
+
+def test_a_rank_that_trains_in_a_thread_and_is_taken_out_of_its_groups(tmp_path: Path):
+    run_ranks(train_in_a_thread, 2, tmp_path / "run")
+    first, second = (load_run(tmp_path / "run").rank(rank) for rank in (0, 1))
+    assert first.training_thread != first.pid
+    assert isinstance(first.meta.process["training_thread"], int)
+    assert first.meta.process["dissolved_ns"] > 0
+    assert "dissolved_ns" not in second.meta.process

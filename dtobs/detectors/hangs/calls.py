@@ -97,13 +97,13 @@ class Calls:
         events = self._view.events(rank)
         events = events[(events["group"] == last.group) & (events["seq"] == last.seq)]
         threads = events["thread"][events["kind"] == Kind.COLLECTIVE].tolist()
-        waited = threads == [int(self._view.page(rank)["pid"])] and bool((events["kind"] == Kind.WAIT_BEGIN).any())
+        waited = threads == [self._view.rank(rank).training_thread] and bool((events["kind"] == Kind.WAIT_BEGIN).any())
         return waited and self.op(rank, int(call["op"])).op.startswith(_NEEDS_ALL)
 
     def missed_aside(self, rank: int) -> Blocked | None:
         """The oldest call that a thread beside `rank`'s main one made last in a group and members have not made."""
         events = self._view.events(rank)
-        aside = (events["kind"] == Kind.COLLECTIVE) & (events["thread"] != int(self._view.page(rank)["pid"]))
+        aside = (events["kind"] == Kind.COLLECTIVE) & (events["thread"] != self._view.rank(rank).training_thread)
         last = {int(call["group"]): (int(call["t_ns"]), int(call["seq"])) for call in events[aside]}
         missed = [(t_ns, group, seq) for group, (t_ns, seq) in last.items() if self.behind(group, seq)]
         return Blocked(*min(missed)[1:]) if missed else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import signal as signals
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -143,7 +143,12 @@ def waited_for_peers(error: str) -> bool:
 
 def endings(view: RunView) -> dict[int, Ending]:
     """How every rank that recorded ended, by rank."""
-    return {rank: _ending(view, rank) for rank in view.ranks}
+    found = {rank: _ending(view, rank) for rank in view.ranks}
+    if any(view.rank(rank).ended_by_launcher for rank in found):  # which has ended the others as well
+        unseen = [e for e in found.values() if e.kind in (End.DIED, End.TERMINATED) and not e.timed]
+        waited = [e.rank for e in unseen if int(view.page(e.rank)["wait_since_ns"])]
+        found |= {e.rank: replace(e, kind=End.PEER_LOST if e.rank in waited else End.TERMINATED) for e in unseen}
+    return found
 
 
 def _ending(view: RunView, rank: int) -> Ending:
@@ -166,7 +171,8 @@ def _ending(view: RunView, rank: int) -> Ending:
         if state == RankState.FAILED:
             return Ending(rank, End.EXCEPTION, gone_ns, None, process, heard)
         return Ending(rank, End.OPEN, 0, None, process, heard)
-    return Ending(rank, _kind_of_exit(process, heard), gone_ns, None, process, heard)
+    kind = End.EXITED if view.rank(rank).ended_by_launcher else _kind_of_exit(process, heard)
+    return Ending(rank, kind, gone_ns, None, process, heard)
 
 
 def _kind_of_close(process: ProcessState | None, heard: frozenset[int]) -> End:

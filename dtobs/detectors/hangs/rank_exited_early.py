@@ -27,6 +27,10 @@ _HANDLED_NEXT = (
     " starts the job takes it for complete."
 )
 _OWES_NEXT = "Compare the sends and receives of the two ranks: in one step, one of them left out a message."
+_LAUNCHER_NEXT = (
+    "Look at the output of the launcher (Ray's driver) for an error in what this rank trains with: the launcher handles"
+    " it, and ends all ranks."
+)
 _LEFT_NEXT = "Look at what made this rank leave (sys.exit, an error it handled) while its peers went on."
 
 
@@ -76,7 +80,7 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
         f"{ranks_text(ranks)} {_how(situation, first.rank)}{steps}, {_peers(situation, first, len(ranks))}"
         f"{owes}{skipped}",
         ranks,
-        Confidence.CERTAIN,
+        Confidence.POSSIBLE if _by_launcher(situation, first.rank) else Confidence.CERTAIN,
         step=int(view.page(first.rank)["step"]),
         group=group_name(situation, first.group) if first.group else None,
         evidence=(
@@ -109,21 +113,32 @@ def _skipped(view: RunView, rank: int, peer: int) -> str:
 def _next_step(situation: Situation, rank: int, skipped: str) -> str:
     if skipped:
         return _SKIPPED_NEXT
+    if _by_launcher(situation, rank):
+        return _LAUNCHER_NEXT
     if _over(situation):
         return _HANDLED_NEXT
     return _LEFT_NEXT if situation.endings[rank].exit_code else ""
 
 
 def _peers(situation: Situation, absence: Absence, count: int) -> str:
+    call = waits_in(situation, absence.waiting[0]).removeprefix("in ")
+    without = f"without {call}, which {ranks_text(absence.waiting, 4)}"
+    if _by_launcher(situation, absence.rank):
+        return f"{without} waited in; their launcher then ended them all"
     if _over(situation):
-        call = waits_in(situation, absence.waiting[0]).removeprefix("in ")
-        waited = ranks_text(absence.waiting, 4)
-        return f"without {call}, which {waited} waited in and then ended normally as well: an error was handled there"
+        return f"{without} waited in and then ended normally as well: an error was handled there"
     lost = [rank for rank in absence.waiting if situation.endings[rank].kind is End.PEER_LOST]
     if absence.group or not lost:
         return f"while {waiters(situation, absence)}"
     return f"and {ranks_text(lost)} lost the connection to {'it' if count == 1 else 'them'}"
 
 
+def _by_launcher(situation: Situation, rank: int) -> bool:
+    """Whether its launcher took it out of the training, of which nothing says that it was over."""
+    return situation.view.rank(rank).ended_by_launcher
+
+
 def _how(situation: Situation, rank: int) -> str:
+    if _by_launcher(situation, rank):
+        return "left the training"
     return situation.endings[rank].left_by or "ended normally"
