@@ -166,12 +166,11 @@ class AverageProbe(Probe):
         """Of some of its tensors what their beginnings hold."""
         copy.rests = []
         held = [(name, t) for name, t in copy.tensors() if not isinstance(t, DTensor) and t.is_contiguous()]
-        some = (
-            [held[n] for n in sorted(set(np.linspace(0, len(held) - 1, _TENSORS_AT_REST).astype(int)))] if held else []
-        )
-        some = [(name, t.detach().view(-1)[: min(t.numel() // 2 * 2, _ELEMENTS_AT_REST)]) for name, t in some]
-        names = [name for name, flat in some if len(flat)]
-        halves = [half for _, flat in some if len(flat) for half in flat.chunk(2)]
+        held = [(name, t.detach().view(-1)) for name, t in held if t.numel() > 1]
+        some = sorted(set(np.linspace(0, len(held) - 1, _TENSORS_AT_REST).astype(int))) if held else []
+        names = [held[n][0] for n in some]
+        flat = (held[n][1] for n in some)
+        halves = [half for t in flat for half in t[: min(len(t) // 2 * 2, _ELEMENTS_AT_REST)].chunk(2)]
         if halves and all(half.is_cpu for half in halves):
             _say_what_rests(copy, names, np.array([host_digest(half) for half in halves], np.uint64))
         elif halves and not any(half.is_cpu for half in halves):

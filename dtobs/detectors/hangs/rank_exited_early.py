@@ -52,9 +52,8 @@ def _over(situation: Situation) -> bool:
 
 def _told_together(situation: Situation) -> bool:
     """Whether every rank was told to end and then left in order, as programs do that handle an interruption."""
-    ends = situation.endings.values()
-    at = [ending.t_ns for ending in ends]
-    return all(e.told and e.kind in LEFT for e in ends) and max(at) - min(at) < TOGETHER_NS
+    at = [ending.t_ns for ending in situation.endings.values() if ending.told and ending.kind in LEFT]
+    return 0 < len(at) == len(situation.endings) and max(at) - min(at) < TOGETHER_NS
 
 
 def _owes(situation: Situation, absence: Absence) -> str:

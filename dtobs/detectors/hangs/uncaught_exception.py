@@ -95,7 +95,8 @@ def _message(ending: Ending) -> str:
 
 def _raised_from(said: Mapping[str, Any], message: str) -> str:
     """The first of the errors that one was raised from by the program's own word; "" where it was not."""
-    links = said.get("chain") or []
+    links = said.get("chain")
+    links = links if isinstance(links, list) else []
     causes = list(itertools.takewhile(lambda link: isinstance(link, dict) and link.get("how") == "cause", links))
     if not causes:
         return ""

@@ -32,7 +32,11 @@ def frozen_networks(view: RunView) -> list[Finding]:
 
 
 def _at_rest(view: RunView) -> dict[Network, dict[int, tuple[str, ...]]]:
-    """The digests of each network by rank; "" of a tensor that holds one number."""
+    """The digests of each network by rank; "" of a tensor that holds one number.
+
+    Of several of one class in a rank nobody knows which is which on another.
+    """
+    several: set[Network] = set()
     found: dict[Network, dict[int, tuple[str, ...]]] = {}
     for rank in view.ranks:
         said = view.meta(rank).laws.get(AVERAGES.name, {}).get("copies")
@@ -40,8 +44,11 @@ def _at_rest(view: RunView) -> dict[Network, dict[int, tuple[str, ...]]]:
             rests = copy.get("rests") if isinstance(copy, dict) else None
             if isinstance(rests, list) and rests and all(isinstance(each, list) and len(each) == 2 for each in rests):
                 names, digests = zip(*(map(str, each) for each in rests), strict=True)
-                found.setdefault((str(copy.get("label")), names), {})[rank] = digests
-    return found
+                network = str(copy.get("label")).partition(" #")[0], names
+                if rank in found.setdefault(network, {}):
+                    several.add(network)
+                found[network][rank] = digests
+    return {network: held for network, held in found.items() if network not in several}
 
 
 def _apart(view: RunView, network: Network, held: dict[int, tuple[str, ...]]) -> Finding | None:

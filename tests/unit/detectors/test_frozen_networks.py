@@ -54,6 +54,19 @@ def test_networks_at_rest_that_are_no_fault_are_left_alone(
     assert resting(tmp_path, *held, models_differ=models_differ) == []
 
 
+def test_of_several_networks_of_one_class_nobody_knows_which_is_which(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        rank.parameters(Parameter("w", (4,), "float32", "copies:all"))
+        rests = [[["a", "1f"]], [["a", "2f"]]][:: 1 - 2 * rank.number]
+        labels = ["Teacher", "Teacher #2"]
+        copies = [{"label": label, "rests": each} for label, each in zip(labels, rests, strict=True)]
+        rank.meta("law", name="averages", copies=copies)
+        for step in range(1, 40):
+            rank.step(step, params_digest=step).digests(step, step=step)
+    assert frozen_networks(run.view()) == []
+
+
 def test_what_another_version_says_of_a_network_at_rest_is_passed_over(tmp_path: Path):
     run = FakeRun(tmp_path, 2)
     for rank in run.ranks:
