@@ -99,22 +99,11 @@ def until(folder: Path, true: Callable[[RunView], bool], seconds: float = 30.0) 
         time.sleep(0.02)
 
 
-def hang_in_backward(rank: int, world: int, folder: Path, gate: Gate) -> None:
+def hang(rank: int, world: int, folder: Path, gate: Gate, buffers: bool = False) -> None:
+    """Rank 1 stays before a forward, so that rank 0 waits in its backward or, with buffers, before its forward."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(8, 8))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with dtobs.attach(model, optimizer, run_dir=folder, monitor=False) as session:
-        for step in range(4):
-            if step == 2 and rank == 1:
-                with session.phase("data"):
-                    gate.wait()
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-
-
-def hang_in_forward(rank: int, world_size: int, folder: Path, gate: Gate) -> None:
-    """Rank 0 broadcasts the buffers of its model before the forward to a rank that is still before it."""
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    layers = (nn.Linear(8, 8), nn.BatchNorm1d(8)) if buffers else (nn.Linear(8, 8),)
+    model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with dtobs.attach(model, optimizer, run_dir=folder, monitor=False) as session:
         for step in range(4):
@@ -127,7 +116,7 @@ def hang_in_forward(rank: int, world_size: int, folder: Path, gate: Gate) -> Non
 
 def test_a_rank_that_waits_in_ddps_broadcast_of_buffers_is_seen_there(tmp_path: Path):
     gate = Gate(tmp_path / "gate")
-    with start_ranks(hang_in_forward, 2, tmp_path / "run", gate) as group:
+    with start_ranks(hang, 2, tmp_path / "run", gate, True) as group:
         view = until(
             tmp_path / "run",
             lambda v: (
@@ -145,7 +134,7 @@ def test_a_rank_that_waits_in_ddps_broadcast_of_buffers_is_seen_there(tmp_path: 
 
 def test_a_rank_that_waits_in_the_reducer_is_seen_waiting(tmp_path: Path):
     gate = Gate(tmp_path / "gate")
-    with start_ranks(hang_in_backward, 2, tmp_path / "run", gate) as group:
+    with start_ranks(hang, 2, tmp_path / "run", gate) as group:
         view = until(tmp_path / "run", lambda v: bool(v.page(0)["wait_since_ns"]) and v.page(1)["phase"] == Phase.DATA)
         waiting, absent = view.page(0), view.page(1)
         assert (waiting["phase"], waiting["step"]) == (Phase.BACKWARD, 3)
@@ -153,7 +142,7 @@ def test_a_rank_that_waits_in_the_reducer_is_seen_waiting(tmp_path: Path):
         # One collective more than the rank that never came.
         assert waiting["collective_seq"] == absent["collective_seq"] + 1
         site = view.meta(0).sites[int(waiting["collective_site"])]
-        assert (site.file, site.function) == (__file__, "hang_in_backward")
+        assert (site.file, site.function) == (__file__, "hang")
         op = view.meta(0).ops[int(waiting["collective_op"])]
         assert str(op) == "all_reduce(sum, float32[72])"
         gate.open()
