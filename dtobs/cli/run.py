@@ -220,8 +220,11 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> D
         )
     if diagnosis is None or not (diagnosis.ranks or diagnosis.findings):
         disabled = os.environ.get("DTOBS_DISABLE") == "1"
-        met = root is None or not read_arrivals(root)  # ranks of several record from their process group on
+        arrivals = {} if root is None else read_arrivals(root)  # ranks of several record from their process group on
+        met = not arrivals
         why = "its ranks had no process group yet" if not met else "no process built a torch optimizer"
+        if arrivals and all(arrival.state == "met" for arrival in arrivals.values()):
+            why = "its ranks say above why they were not"
         why = "no rank built a torch optimizer" if spawned else why
         failed = f"; the command ended with exit code {code}: its output may say why" if code else ""
         _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else why) + failed)

@@ -126,6 +126,8 @@ def _program_attached() -> bool:
 
 def _attach(module: Any = None, optimizers: list[Any] | None = None) -> None:
     global _session
+    if type(_session) is Session:  # it could not be recorded, and said why
+        return
     os.environ.pop("DTOBS_AUTO_ATTACH", None)  # what this rank starts is not this rank
     _session = attach(module, optimizers, name=os.environ.get("DTOBS_RUN_NAME", "run"))
 

@@ -29,12 +29,21 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag} {value:g}: give seconds between {least} and 86400")
     options = Options(args.run_dir, args.backend, args.join_timeout, args.timeout, silent_seconds=args.silence)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _keep_stdout_for_the_report()
         code = _rank(args, options)
         sys.stdout.flush()
         sys.stderr.flush()
         # A thread may be in a collective that never returns, and Gloo's threads abort an ordinary exit.
         os._exit(code)
     return _launch(args, options)
+
+
+def _keep_stdout_for_the_report() -> None:
+    """Send what Gloo and NCCL print on standard output, from C, to standard error: the report may be read as JSON."""
+    before = sys.stdout
+    before.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=before.encoding, errors=before.errors)
+    os.dup2(2, 1)
 
 
 def _launch(args: argparse.Namespace, options: Options) -> int:

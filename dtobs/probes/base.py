@@ -57,6 +57,8 @@ class Context:
     probes: list[Probe] = field(default_factory=list)
     last_issued: Callable[..., tuple[int, int]] = lambda what="issued": (0, 0)
     """Group and sequence number of what the calling thread issued last, see `Collectives`; zeros for none."""
+    reduce_op: Callable[[Any], int] = lambda box: -1
+    """The number of the reduction in an operator's argument, see `reduce_ops`."""
     on_split_backward: list[Callable[[Any], object]] = field(default_factory=list)
     """Given a stage's module whose weight gradients were made apart, unseen by autograd's hooks, and are whole."""
     on_inputs: list[Callable[[Any], object]] = field(default_factory=list)

@@ -19,6 +19,7 @@ from dtobs.probes.base import Probe
 from dtobs.probes.c10d_ops import REDUCE_NAMES, Interception, Operator, discover, work_of
 from dtobs.probes.call_site import CallSites
 from dtobs.probes.process_groups import GroupTable
+from dtobs.probes.reduce_ops import ReduceOps
 from dtobs.recording.page import INDEX
 
 _GROUP, _SEQ, _OP = INDEX["collective_group"], INDEX["collective_seq"], INDEX["collective_op"]
@@ -48,6 +49,9 @@ class Collectives(Probe):
         self._level = context.levels.get(self.name, "full")
         self.groups = GroupTable(context.recorder.meta)
         self._sites = CallSites(context.recorder.meta)
+        reduce_ops = ReduceOps()
+        reduce_ops.install(self.undo)
+        context.reduce_op = reduce_ops.read
         interception = Interception()
         self.undo.callback(interception.undo)
         interception.install(discover(), self._kernel)
@@ -117,6 +121,7 @@ class Collectives(Probe):
         reduces = name in ("all_reduce", "all_reduce_coalesced")
         scatters = name in ("reduce_scatter", "reduce_scatter_coalesced")
         context, events, page = self.context, self._recorder.events, self._recorder.page
+        reduction = context.reduce_op
         ints, floats, commit, write = page.ints, page.floats, page.commit, events.write
         unbox, state_of, numbers = ProcessGroup.unbox, self.groups.state, self._numbers
         here = self._sites.here if self._level == "full" else None
@@ -134,7 +139,7 @@ class Collectives(Probe):
                 tensors = tensors[0]
             if group.on_host is not None and tensors and tensors[0].is_cpu:
                 group = group.on_host
-            reduce_op = args[reduce_at].op() if reduce_at >= 0 else -1
+            reduce_op = reduction(args[reduce_at]) if reduce_at >= 0 else -1
             root = args[root_at] if root_at >= 0 else -1
             if reduces and context.reductions is not None:
                 operation = REDUCE_NAMES.get(reduce_op, "sum")

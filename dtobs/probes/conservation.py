@@ -250,7 +250,9 @@ class ConservationProbe(Probe):
         root = args[operator.root] if operator.root >= 0 else -1
         seat = Seat(group.rank, len(group.ranks), seq, self._chooser.everything)
         name = operator.overload._schema.name.partition("::")[2]
-        reduction = REDUCE_NAMES.get(args[operator.reduce_op].op(), "") if operator.reduce_op >= 0 else ""
+        reduction = (
+            "" if operator.reduce_op < 0 else REDUCE_NAMES.get(self.context.reduce_op(args[operator.reduce_op]), "")
+        )
         with torch.no_grad():
             parts = cut(name, reduction, root, args, seat)
             if parts is None or not self._backend_known(group, parts.put_in or parts.came_out):

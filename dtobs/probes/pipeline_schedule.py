@@ -1,7 +1,7 @@
 """What is private to ``torch.distributed.pipelining``, in one place: a schedule's stages, and its messages.
 
 Uses ``schedule._stage``/``_stages``, ``_n_microbatches``, ``_loss_fn`` and the module functions ``_batch_p2p`` and
-``_wait_batch_p2p``, which all schedules call by those names. Tried with torch 2.13. Where a version lacks the two
+``_wait_batch_p2p``, which all schedules call by those names (torch 2.6 has no such wait). Where a version lacks the two
 functions, computations are still recorded, messages and waits are not (`has_messages` says so).
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dtobs.recording.plan import Plan
 
-TRIED = ("2.11", "2.13", "2.14")
+TRIED = ("2.6", "2.10", "2.11", "2.13", "2.14")
 """Versions of torch that this was tried with."""
 BATCH, WAIT = "_batch_p2p", "_wait_batch_p2p"
 LOSS = "_loss_fn"

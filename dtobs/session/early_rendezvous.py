@@ -92,7 +92,8 @@ def spawned_rank_raised(error: Any, processes: int) -> None:
     places = [found for line in lines if (found := _TRACED.match(line)) and not in_library(found[1])]
     place = f" ({places[-1][1]}:{places[-1][2]} in {places[-1][3]})" if places else ""
     failed = become(arrive(rank, world, attempt), "failed", error=f"{lines[-1]}{place}", uncaught=True)
-    write_arrival(run, replace(failed, pid=int(error.error_pid), ticks=0))
+    pid = int(getattr(error, "error_pid", 0) or error.pid)  # torch up to 2.9 calls it pid
+    write_arrival(run, replace(failed, pid=pid, ticks=0))
 
 
 def _innermost(trace: TracebackType | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ from dtobs.session.session import LiveSession, Session
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+OLDEST_TORCH = (2, 6)
+"""The oldest release of torch that the probes are written for."""
 
 _current: LiveSession | None = None
 _parents: LiveSession | None = None  #: of the process this one was forked from: silenced, its hooks still in place
@@ -84,8 +88,10 @@ def attach(
         session = _start(
             model, optimizer, run_dir, name, mesh, replicas, _levels(probes), _timeout(hang_timeout), config
         )
-    except (DtobsError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - the host contract: said, and the training goes on
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if not isinstance(error, (DtobsError, OSError, RuntimeError, ValueError)):
+            reason = f"{type(error).__name__}: {reason}"
         sys.stderr.write(f"dtobs: not recording this run: {reason}\n")
         return Session(_shown(run_dir, name))
     _current = session
@@ -134,6 +140,7 @@ def _start(
     hang_timeout: float | None,
     config: Mapping[str, Any] | None,
 ) -> LiveSession:
+    _check_torch()
     from dtobs.probes.base import Context
     from dtobs.session.probe_set import references, together
 
@@ -154,6 +161,16 @@ def _start(
             said["started"] = run.read_run().get("started", said["started"])
         run.write_run(said)
     return LiveSession(recorder, context, who)
+
+
+def _check_torch() -> None:
+    """Raises DtobsError where this torch lacks what the probes are written for."""
+    import torch
+
+    version = str(torch.__version__)
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise DtobsError(f"this is torch {version}; dtobs records with torch {oldest} or newer")
 
 
 def _levels(probes: Mapping[str, str] | None) -> dict[str, str]:

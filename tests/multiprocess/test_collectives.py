@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 
 import dtobs
 from dtobs.events import Kind
+from dtobs.probes.c10d_ops import Interception, Operator, discover
+from dtobs.probes.reduce_ops import ReduceOps
 from dtobs.recording.view import RunView, load_run
 from tests.harness import run_ranks
 
@@ -168,8 +174,6 @@ def test_groups_of_their_own_and_other_threads(tmp_path: Path):
 
 
 def functional(rank: int, world: int, folder: Path, compiled: bool) -> float:
-    import torch.distributed._functional_collectives as functional_collectives
-
     def compute(x: torch.Tensor) -> torch.Tensor:
         return functional_collectives.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
 
@@ -185,6 +189,54 @@ def test_functional_collectives(tmp_path: Path, compiled: bool):
     view = load_run(tmp_path / "run")
     assert "all_reduce" in issued(view)
     assert Kind.WAIT_BEGIN in view.events(0)["kind"]
+
+
+def reductions(rank: int, world: int) -> list[tuple[str, int, int]]:
+    """What each call reduces by, as it is noted where the box cannot be read and as the box says."""
+    seen: list[tuple[str, int, int]] = []
+    with ExitStack() as undo:
+        noted = ReduceOps(readable=False)
+        noted.install(undo)
+        kernels = Interception()
+        undo.callback(kernels.undo)
+
+        def kernel(operator: Operator, redispatch: Any, mask: Any) -> Callable[..., Any]:
+            def look(keys: Any, *args: Any) -> Any:
+                if operator.reduce_op >= 0:
+                    box = args[operator.reduce_op]
+                    seen.append((operator.name, noted.read(box), box.op()))
+                return redispatch(keys & mask, *args)
+
+            return look
+
+        kernels.install(discover(), kernel)
+        x, kinds = torch.ones(4), dist.ReduceOp
+        dist.all_reduce(x)
+        dist.all_reduce(x, op=kinds.MAX)
+        dist.reduce(x, 0, op=kinds.PRODUCT)
+        dist.reduce_scatter_tensor(torch.empty(2), x, op=kinds.MIN)
+        dist.reduce_scatter(torch.empty(2), [torch.ones(2)] * world, op=kinds.MAX)
+        torch.distributed.group.WORLD.allreduce([x], op=kinds.MIN).wait()
+        dist.all_reduce_coalesced([x, x], op=kinds.MAX)
+        functional_collectives.all_reduce(x, "max", dist.group.WORLD).sum()
+        functional_collectives.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD).sum()
+        with suppress(RuntimeError):
+            dist.all_reduce(x.bool(), op=kinds.AVG)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        largest = functools.partial(dist.all_reduce, op=kinds.MAX, async_op=True)
+        model.register_comm_hook(
+            None, lambda _, bucket: largest(bucket.buffer()).get_future().then(lambda future: future.value()[0])
+        )
+        model(torch.ones(2, 4)).sum().backward()
+    return seen
+
+
+def test_reductions_are_noted_where_torch_does_not_tell_them():
+    seen = run_ranks(reductions, 2)[0].value
+    assert [noted for _, noted, _ in seen] == [told for _, _, told in seen]
+    assert len({told for *_, told in seen}) == 5
+    assert len(seen) > 10
 
 
 def data_parallel(rank: int, world: int, folder: Path, kind: str) -> list[float]:

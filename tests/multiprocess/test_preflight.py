@@ -50,6 +50,7 @@ import os, runpy, sys
 import torch.distributed as dist
 good = dist.all_gather_into_tensor
 def faulty(output, given, **rest):
+    os.write(1, b"NCCL version 2.28.9\\n")  # libraries print where the report is read
     if os.environ["RANK"] == "1" and len(given) > 10:
         given = given.clone(); given[3] += 1
     return good(output, given, **rest)

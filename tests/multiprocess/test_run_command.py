@@ -42,6 +42,7 @@ def observed(*words: str | Path, env: dict[str, str] | None = None, cwd: Path) -
 
 
 def script(folder: Path, strike: str = "pass", workers: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
     path = folder / "train.py"
     path.write_text(LOOP.format(strike=strike, workers=workers))
     return path
@@ -74,6 +75,21 @@ def test_torchrun_on_a_plain_loop(tmp_path: Path):
     assert (view.rank_steps(0)["local_norm"] > 0).all()
     assert view.meta(0).layout["kind"] == "ddp"
     assert "all_reduce" in {op.op for op in view.meta(1).ops.values()}
+
+
+def test_a_torch_that_is_too_old_costs_each_rank_one_line(tmp_path: Path):
+    program = tmp_path / "train.py"
+    loop = script(tmp_path / "loop").read_text()
+    program.write_text(
+        "import torch\ntorch.__version__ = '2.4.1+cu121'\n"
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n" + loop + "dist.barrier()\n"
+    )
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node", "2", program]
+    with observed("--run-dir", tmp_path / "run", "--", *command, cwd=tmp_path) as job:
+        job.check()
+    line = "dtobs: not recording this run: this is torch 2.4.1+cu121; dtobs records with torch 2.6 or newer"
+    assert job.stderr.count(line) == 2
+    assert "dtobs: nothing was recorded: its ranks say above why they were not" in job.stderr
 
 
 def test_a_script_that_fails(tmp_path: Path):

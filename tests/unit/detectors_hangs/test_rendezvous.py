@@ -17,6 +17,7 @@ from dtobs.host.process import start_ticks
 from dtobs.recording.arrivals import Arrival, arrive, become, note_living, read_arrivals, write_arrival
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import load_run
+from dtobs.session.early_rendezvous import spawned_rank_raised
 from tests.unit.detectors_hangs.trouble import found
 
 WORLD, PATIENCE = 4, 10.0
@@ -53,6 +54,20 @@ def dead_pid() -> int:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     return process.pid
+
+
+def test_a_spawned_rank_that_raised_under_a_torch_up_to_2_9(run, monkeypatch):
+    """Its parent's exception has the process in `pid`, which was `error_pid` from 2.10 on."""
+
+    class Raised(Exception):
+        error_index, pid = 1, 4711
+
+    monkeypatch.setenv("DTOBS_RUN_DIR", str(run.root))
+    monkeypatch.setenv("RANK", "0")
+    write_arrival(run, replace(waits(0, 5.0), world_size=2))
+    spawned_rank_raised(Raised("-- Process 1 terminated\nKeyError: 'rate'"), 2)
+    failed = read_arrivals(run.root)[1]
+    assert (failed.pid, failed.state, failed.error) == (4711, "failed", "KeyError: 'rate'")
 
 
 def test_a_clock_that_is_set_while_ranks_wait_makes_nobody_late(run, monkeypatch):

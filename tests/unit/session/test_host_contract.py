@@ -270,6 +270,21 @@ def test_an_unknown_level_costs_one_line(attach: Attach, capsys: pytest.CaptureF
     )
 
 
+def test_an_error_of_ours_at_the_start_costs_one_line(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def breaks(*_: object) -> None:
+        raise AttributeError("module 'torch' has no attribute 'new'\nand more")
+
+    monkeypatch.setattr("dtobs.session.start.describe_run", breaks)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    attach(model, optimizer)
+    train(model, optimizer, 1)
+    said = "dtobs: not recording this run: AttributeError: module 'torch' has no attribute 'new'\n"
+    assert capsys.readouterr().err == said
+
+
 def test_attaching_twice_is_attaching_once(attach: Attach, tmp_path: Path):
     session = attach()
     model = make_model()
