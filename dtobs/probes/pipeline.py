@@ -184,7 +184,9 @@ class PipelineProbe(Probe):
         self._around_compute(stage, backward, stage, chunk, _which_backward)
         self._around_compute(stage, weight, stage, chunk, lambda *_args, **_named: PipelineOp.BACKWARD_WEIGHT)
         self._modules[number] = stage.submod
-        self.around(stage, torch_pipelining.REDUCE, lambda *_args, **_named: self._stage_done(number), _nothing)
+        for name in torch_pipelining.REDUCE:
+            if hasattr(stage, name):
+                self.around(stage, name, lambda *_args, **_named: self._stage_done(number), _nothing)
         assert self._messages is not None
         for name, op in MESSAGE_METHODS.items():
             self.undo.callback(patches.replace(stage, name, self._messages.around_ops(op, number, chunk)))

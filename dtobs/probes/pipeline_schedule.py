@@ -19,7 +19,7 @@ TRIED = ("2.6", "2.10", "2.11", "2.13", "2.14")
 """Versions of torch that this was tried with."""
 BATCH, WAIT = "_batch_p2p", "_wait_batch_p2p"
 LOSS = "_loss_fn"
-REDUCE = "perform_reduce_grad"
+REDUCE = ("perform_reduce_grad", "start_gradient_reduction")  #: the second since torch 2.15, by itself for FSDP2
 COMPUTE = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
