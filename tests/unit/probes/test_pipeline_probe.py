@@ -11,6 +11,7 @@ from torch import nn
 import dtobs
 from dtobs.probes import pipeline_schedule as private
 from dtobs.probes.device_times import MAX_PENDING, DeviceTimes, stream_marks
+from dtobs.recording.plan import Plan
 from dtobs.recording.view import load_run
 
 
@@ -80,6 +81,58 @@ def test_what_is_no_schedule_switches_the_probe_off_and_nothing_else(tmp_path: P
     assert "object is not a schedule of torch.distributed.pipelining that dtobs knows" in entry["reason"]
     assert view.page(0)["probe_failures"] == 1
     assert len(view.rank_steps(0)) == 1
+
+
+class FakeStage:
+    """Makes its weights' gradients apart, past autograd, and has them reduced by a method of the name `reduces`."""
+
+    stage_index, num_stages, is_last, device = 0, 1, True, torch.device("cpu")
+
+    def __init__(self, submod: nn.Module, reduces: str) -> None:
+        self.submod = submod
+        if reduces:
+            setattr(self, reduces, self._reduce)
+
+    def _reduce(self) -> None:
+        for parameter in self.submod.parameters():
+            parameter.grad *= 100
+
+    def backward_weight_one_chunk(self, micro_batch: int) -> None:
+        for parameter in self.submod.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    def forward_one_chunk(self, micro_batch: int) -> None: ...
+
+    backward_one_chunk = forward_one_chunk
+    get_fwd_send_ops = get_fwd_recv_ops = get_bwd_send_ops = get_bwd_recv_ops = forward_one_chunk
+
+
+class FakeSchedule:
+    def __init__(self, stage: FakeStage) -> None:
+        self._stage, self._loss_fn, self._n_microbatches = stage, None, 1
+
+    def step(self) -> None:
+        self._stage.backward_weight_one_chunk(0)
+        for name in ("perform_reduce_grad", "start_gradient_reduction"):
+            getattr(self._stage, name, lambda: None)()
+
+
+@pytest.mark.parametrize("reduces", ["perform_reduce_grad", "start_gradient_reduction", ""])
+def test_gradients_made_apart_are_read_before_they_are_reduced(
+    reduces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of torch up to 2.9 (nothing is named so), since 2.10, and under FSDP2 since 2.15."""
+    monkeypatch.setattr(private, "plan", lambda _: Plan("Fake", 1, (0,), 1, (0,)))
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False) as session:
+        schedule = FakeSchedule(FakeStage(model, reduces))
+        session.watch_pipeline(schedule)
+        schedule.step()
+        optimizer.step()
+    view = load_run(tmp_path)
+    assert "pipeline" not in view.meta(0).probes
+    assert view.rank_steps(0)["local_norm"].tolist() == [2.0]
 
 
 def test_it_can_be_switched_off(tmp_path: Path):
