@@ -224,7 +224,7 @@ def _conclude(root: Path | None, words: list[str], code: int, spawned: int) -> D
         met = not arrivals
         why = "its ranks had no process group yet" if not met else "no process built a torch optimizer"
         if arrivals and all(arrival.state == "met" for arrival in arrivals.values()):
-            why = "its ranks say above why they were not"
+            why = "its ranks say above why"
         why = "no rank built a torch optimizer" if spawned else why
         failed = f"; the command ended with exit code {code}: its output may say why" if code else ""
         _say("nothing was recorded: " + ("DTOBS_DISABLE=1" if disabled else why) + failed)

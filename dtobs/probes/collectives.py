@@ -50,7 +50,7 @@ class Collectives(Probe):
         self.groups = GroupTable(context.recorder.meta)
         self._sites = CallSites(context.recorder.meta)
         reduce_ops = ReduceOps()
-        reduce_ops.install(self.undo)
+        reduce_ops.install(self.undo, self.guard)
         context.reduce_op = reduce_ops.read
         interception = Interception()
         self.undo.callback(interception.undo)

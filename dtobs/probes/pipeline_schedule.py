@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dtobs.recording.plan import Plan
 
-TRIED = ("2.6", "2.10", "2.11", "2.13", "2.14")
+TRIED = ("2.6", "2.8", "2.10", "2.11", "2.13", "2.14", "2.15")
 """Versions of torch that this was tried with."""
 BATCH, WAIT = "_batch_p2p", "_wait_batch_p2p"
 LOSS = "_loss_fn"

@@ -3,8 +3,8 @@
 Private torch: an operator of ``c10d`` gets its ``ReduceOp`` in a box, ``torch.classes.c10d.ReduceOp``. From torch 2.10
 on the box has a method ``op``. Before that nothing reads it, so what is reduced by is noted where a call begins: at the
 methods of ``ProcessGroup``, which ``torch.distributed`` calls, and at the operators of ``_c10d_functional``. Of what
-begins in C++ there is only DDP's reducer, and it sums. Tried with torch 2.6, 2.8 and 2.9;
-in 2.13 what is noted is compared with what the box says.
+begins in C++ there is only DDP's reducer, and it sums. Tried with torch 2.6, 2.8 and 2.9; in 2.13 a test compares
+what is noted with what the box says.
 """
 
 from __future__ import annotations
@@ -55,13 +55,17 @@ class ReduceOps:
         self._noted = threading.local()
         self.read: Callable[[Any], int] = _read if readable else self._read_noted
 
-    def install(self, undo: ExitStack) -> None:
-        """Note reductions where nothing reads them; `undo` takes the notes' wrappers out again."""
+    def install(self, undo: ExitStack, guard: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Note reductions where nothing reads them; `undo` takes the notes' wrappers out again.
+
+        `guard` keeps what fails in here away from the training.
+        """
         if self._readable:
             return
+        begin, end = guard(self._begin_method), guard(self._end)
         for name in _METHODS:
             if hasattr(ProcessGroup, name):
-                undo.callback(patches.around(ProcessGroup, name, self._begin_method, self._end))
+                undo.callback(patches.around(ProcessGroup, name, begin, end))
         functional = Interception("_c10d_functional")
         undo.callback(functional.undo)
         mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
