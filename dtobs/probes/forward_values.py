@@ -5,8 +5,8 @@ the graph still holds what entered each module with parameters, unless a checkpo
 it: of the last one that was entered by finite values and the first one that was not, the names are kept.
 
 Saved tensors are read without unpacking them (`_raw_saved_*` and ``SavedTensor.data``), since the hooks of a checkpoint
-would compute them. Both are private to torch, as is the order of the nodes (`_sequence_nr`). Tried with 2.13.0; where a
-version has none of them, it stays unknown where the NaN arose.
+would compute them. Both are private to torch, as is the order of the nodes (`_sequence_nr`). Where a version has none
+of them (before 2.10), it stays unknown where the NaN arose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from dtobs.probes.base import Probe
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import local_tensor, model_tensors
 
-TRIED = ("2.13.0",)
+TRIED = ("2.10.0", "2.13.0", "2.14.1", "2.15.0")
+_READABLE = all(hasattr(torch._C._autograd.SavedTensor, name) for name in ("data", "unpack_hook"))
+"""Whether this torch lets one see what an operator has kept."""
 MOST_ENTRIES, MOST_SECONDS, MOST_NODES = 16, 2.0, 200_000
 """Of a run: what is written down, and the time that is spent on it; of a graph."""
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"})
@@ -89,7 +91,7 @@ def where_it_arose(roots: Sequence[Any], known: dict[int, str]) -> tuple[str, st
     "" where there is none. And the how-manieth operator with parameters, from 0, the latter is: all of them where there
     is none. `roots` are nodes of autograd. Raises nothing: what cannot be read is left out.
     """
-    if not all(hasattr(root, "_sequence_nr") for root in roots if root is not None):
+    if not _READABLE or not all(hasattr(root, "_sequence_nr") for root in roots if root is not None):
         return "", "", 0
     used = [(node._sequence_nr(), node, found) for node in _nodes(roots) if (found := _parameters(node))]
     finite = ""

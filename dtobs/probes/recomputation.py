@@ -31,7 +31,7 @@ from dtobs.probes.base import Probe
 from dtobs.probes.layout import local_tensor, module_name
 from dtobs.probes.rotation import Rotation, place
 
-TRIED = ("2.13.0",)
+TRIED = ("2.9.1", "2.10.0", "2.13.0", "2.14.1", "2.15.0")
 LEAST, WINDOW = 64, 1024
 """Elements that a tensor must have to be looked at, and that are looked at."""
 NOISE, APART = 1e-3, 0.02

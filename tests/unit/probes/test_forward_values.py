@@ -131,9 +131,14 @@ def test_a_rank_with_many_micro_batches_and_two_stages_writes_each_down_once(tmp
     assert load_run(tmp_path).meta(0).forward[1].finite  # of the stage in which it arose
 
 
-def test_another_torch_tells_nothing():
+def test_another_torch_tells_nothing(monkeypatch: pytest.MonkeyPatch):
     assert torch.__version__.startswith(TRIED)
     assert where_it_arose([object(), None], {}) == ("", "", 0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    loss = model(torch.full((2, 4), math.nan)).sum()
+    assert where_it_arose([loss.grad_fn], names(model)) == ("", "0", 0)
+    monkeypatch.setattr("dtobs.probes.forward_values._READABLE", False)
+    assert where_it_arose([loss.grad_fn], names(model)) == ("", "", 0)
 
 
 def test_a_graph_that_is_gone_tells_nothing():
