@@ -9,6 +9,7 @@ import gc
 import inspect
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -235,8 +236,11 @@ def _whole(mesh: DeviceMesh) -> DeviceMesh:
 
     A tensor on ``whole["tp"]`` knows of the ranks beside it, and nothing of those that read other samples.
     """
-    whole = getattr(mesh, "_get_root_mesh", None)
-    return whole() if whole is not None else mesh
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    resources: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
+    whole: DeviceMesh = resources.get_root_mesh(mesh) if hasattr(resources, "get_root_mesh") else mesh
+    return whole
 
 
 def _told(mesh: DeviceMesh) -> DeviceMesh:
