@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ _FUNCTIONAL = (
 )
 _NUMBERS = {name: number for number, name in REDUCE_NAMES.items()}
 _SUM = _NUMBERS["sum"]
+_KINDS: Any = (ReduceOp, ReduceOp.RedOpType)
 
 
 class ReduceOps:
@@ -53,7 +55,7 @@ class ReduceOps:
     def __init__(self, readable: bool = READABLE) -> None:
         self._readable = readable
         self._noted = threading.local()
-        self.read: Callable[[Any], int] = _read if readable else self._read_noted
+        self.read: Callable[[Any], int] = methodcaller("op") if readable else self._read_noted
 
     def install(self, undo: ExitStack, guard: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Note reductions where nothing reads them; `undo` takes the notes' wrappers out again.
@@ -84,7 +86,8 @@ class ReduceOps:
     def _begin_method(self, _group: ProcessGroup, *args: Any, **named: Any) -> bool:
         # A method takes options, or the operation itself; without either it sums.
         given = (getattr(value, "reduceOp", value) for value in (*args, *named.values()))
-        self._noted.number = next((_number(value) for value in given if isinstance(value, _KINDS)), _SUM)
+        found = (int(getattr(value, "op", value)) for value in given if isinstance(value, _KINDS))
+        self._noted.number = next(found, _SUM)
         return True
 
     def _end(self, _token: bool = True) -> None:
@@ -92,14 +95,3 @@ class ReduceOps:
 
     def _read_noted(self, _box: Any) -> int:
         return getattr(self._noted, "number", _SUM)
-
-
-_KINDS = (ReduceOp, ReduceOp.RedOpType)
-
-
-def _read(box: Any) -> int:
-    return int(box.op())
-
-
-def _number(operation: Any) -> int:
-    return int(getattr(operation, "op", operation))
