@@ -6,16 +6,21 @@ Detectors, alerts, runbooks and tests are checked against it.
 from __future__ import annotations
 
 from dataclasses import replace
-from signal import SIGBUS, SIGSEGV, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ
 
 from dtobs import silent_codes
 from dtobs.codes import Code, Family, Row, Severity, Trait
 from dtobs.expectations import EXPECTATIONS
 
-__all__ = ["AFTER_SIGNAL", "CATALOGUE", "PREFLIGHT", "Code", "Family", "Severity", "Trait"]
+__all__ = ["AFTER_SIGNAL", "CATALOGUE", "CRASHED", "PREFLIGHT", "Code", "Family", "Severity", "Trait"]
 
+CRASHED = "Look at the line shown: native code that it calls crashed; run it with compute-sanitizer or under gdb."
+"""What to do about a rank that native code crashed, where it is told from which line."""
 AFTER_SIGNAL: dict[int, str] = {
     SIGSEGV: "Native code crashed in it, nobody killed it: start with PYTHONFAULTHANDLER=1 to see from which line.",
+    SIGABRT: "Native code in it gave up: what it printed last says why (terminate called, an assertion, a watchdog).",
+    SIGFPE: "Native code in it divided by zero: start with PYTHONFAULTHANDLER=1 to see from which line.",
+    SIGILL: "Native code in it used an instruction that this processor lacks: install a build made for it.",
     SIGBUS: "Shared memory or a mapped file had no room: look at df /dev/shm (docker run --shm-size) and full disks.",
     SIGXCPU: "It used up its processor time: see ulimit -t, or the scheduler's limit.",
     SIGXFSZ: "It wrote a file larger than it may: see ulimit -f.",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, takewhile
+from pathlib import Path
 
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d{1,9}|\?\?\?) in (?P<function>.+)$')
 _PYSPY = re.compile(r"^\s+(?P<function>\S.*) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)$")
@@ -21,6 +24,16 @@ _LIBRARY = (
     "/dtobs/recording/",
     "/dtobs/integrations/",
 )
+_CRASHES = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating": signal.SIGFPE,  # "Floating point exception", later with a hyphen
+    "Illegal instruction": signal.SIGILL,
+}
+_CRASH = re.compile(rf"^Fatal Python error: ({'|'.join(_CRASHES)})", re.MULTILINE)
+_CRASHED = "Current thread"
+_MAX_CRASH_BYTES = 1 << 20  # a hundred threads of a hundred frames
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/:. ]+)")
 
 
@@ -59,6 +72,40 @@ class ThreadStack:
     def mentions(self, *needles: str) -> bool:
         """Whether any frame's file or function contains one of `needles`."""
         return any(n in f.file or n in f.function for f in self.frames for n in needles)
+
+
+@dataclass(frozen=True)
+class Crash:
+    """What faulthandler wrote when native code ended a process: by which signal, and where its threads stood."""
+
+    signal: int
+    text: str
+
+    @property
+    def stacks(self) -> list[ThreadStack]:
+        """Of all threads, in the order printed."""
+        return parse_stacks(self.text)
+
+    @property
+    def stack(self) -> ThreadStack | None:
+        """The thread that crashed; None where that is none of Python's."""
+        return next((thread for thread in self.stacks if thread.name.startswith(_CRASHED)), None)
+
+
+def parse_crash(text: str) -> Crash | None:
+    """The last crash that faulthandler wrote into `text`, which may hold other stacks before it; None without one."""
+    found = [*_CRASH.finditer(text)][-1:]
+    return Crash(_CRASHES[found[0][1]], text[found[0].start() :]) if found else None
+
+
+def read_crash(path: Path) -> Crash | None:
+    """The same of the end of a file; None where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_CRASH_BYTES))
+            return parse_crash(file.read().decode(errors="replace"))
+    except OSError:
+        return None
 
 
 def in_library(frame: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtobs.catalogue import AFTER_SIGNAL
+from dtobs.catalogue import AFTER_SIGNAL, CRASHED
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.logs.endings import DEADLY, LoggedEnding
 from dtobs.logs.evidence import Sign
@@ -78,7 +78,6 @@ class Scene:
         return f" at {own}" if own else ""
 
 
-_CRASHED = "Look at the line shown: native code that it calls crashed; run it with compute-sanitizer or under gdb."
 _CRASHED_SOMEWHERE = (
     "Native code crashed in it, nobody killed it: read its last lines, and run it with PYTHONFAULTHANDLER=1, which"
     " prints the line of Python where it crashes."
@@ -358,7 +357,7 @@ def _after(number: int, site: str) -> str:
     if number == signal.SIGKILL:
         return ""
     if site and number != signal.SIGBUS:
-        return _CRASHED
+        return CRASHED
     return AFTER_SIGNAL.get(number, _CRASHED_SOMEWHERE)
 
 
@@ -430,7 +429,7 @@ def _signalled(signs: Sequence[Sign], scene: Scene) -> Finding:
     killed = ": its host or container may have run out of memory" if what == "Killed" else ""
     site = scene.fatal_site(ranks)
     text = f"{who} ended by a signal ({what}){site}{killed}: {_cut(first.text)}"
-    step = _CRASHED if site else "" if what == "Killed" else _CRASHED_SOMEWHERE
+    step = CRASHED if site else "" if what == "Killed" else _CRASHED_SOMEWHERE
     return Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(signs), next_step=step)
 
 

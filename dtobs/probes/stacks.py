@@ -3,6 +3,9 @@
 faulthandler writes them, and reads those of other threads as they are: where one of these runs Python code, with a deep
 stack, one such signal in some twenty ended the process (cpython#116008). So all threads are asked for only where the
 GIL is held, and nobody else runs; else the main thread alone, whose stack stands still while it handles the signal.
+
+Unless the program has switched faulthandler on for itself, it also writes there where all threads stood when native
+code crashed the process: what PYTHONFAULTHANDLER=1 prints.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from typing import Any
 
+from dtobs.probes import patches
 from dtobs.probes.base import Probe
 
 STACKS_SIGNAL = signal.SIGRTMIN + 12
@@ -24,10 +29,11 @@ FOR_WORKERS = "DTOBS_STACKS"
 
 
 class Stacks(Probe):
-    """Registers faulthandler for the two signals; the monitor sends one and reads the file."""
+    """Registers faulthandler for the two signals, one of which the monitor sends, and for crashes."""
 
     name = "stacks"
     about_model = False
+    _for_crashes = False  # faulthandler is on for our file
 
     def install(self) -> None:
         recorder = self.context.recorder
@@ -37,9 +43,24 @@ class Stacks(Probe):
         for number in (STACKS_SIGNAL, MAIN_SIGNAL):
             faulthandler.register(number, file=file, all_threads=number == STACKS_SIGNAL, chain=False)
             self.undo.callback(faulthandler.unregister, number)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=file)
+            self._for_crashes = True
+            self.undo.callback(self.abandon)
+            self.undo.callback(patches.around(faulthandler, "enable", self.guard(self._taken), lambda _: None))
         if os.environ.get("DTOBS_RUN_NAME"):  # workers that are started anew find it: `integrations.startup`
             os.environ[FOR_WORKERS] = f"{int(MAIN_SIGNAL)}:{path.absolute()}"
             self.undo.callback(os.environ.pop, FOR_WORKERS, None)
         recorder.meta.add(
             "process", stacks_file=str(path), stacks_signal=int(STACKS_SIGNAL), main_signal=int(MAIN_SIGNAL)
         )
+
+    def _taken(self, *args: Any, **kwargs: Any) -> None:
+        """The program switches faulthandler on for itself: what it writes of a crash is the program's from now on."""
+        self._for_crashes = False
+
+    def abandon(self) -> None:
+        """A child that crashes says nothing in the file of its parent."""
+        if self._for_crashes:
+            self._for_crashes = False
+            faulthandler.disable()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import signal as signals
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +18,9 @@ import numpy.typing as npt
 
 from dtobs.events import Kind, Phase, RankState, phase_name
 from dtobs.host.process import signal_name
-from dtobs.host.stacks import Frame, ThreadStack, main_thread, training_thread
+from dtobs.host.stacks import Crash, Frame, ThreadStack, main_thread, read_crash, training_thread
 from dtobs.recording.meta import Group, Meta, Op, Site
+from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.stepless import stepless
 
 if TYPE_CHECKING:
@@ -273,8 +275,21 @@ class Rank:
         return ", ".join(words)
 
     @cached_property
+    def crash(self) -> Crash | None:
+        """What it wrote when native code crashed it; None where none did, or the program kept that to itself."""
+        process = self.process
+        if process is None or process.alive or (process.exit_code or 0) >= 0:
+            return None
+        crash = read_crash(RunDirectory(self.view.root).stacks(self.rank, self.get("attempt")))
+        return crash if crash is not None and process.exit_code == -crash.signal else None
+
+    @cached_property
     def stacks(self) -> list[ThreadStack]:
-        """The stacks of all its threads in the last capture; [] without one, or when it has moved on since."""
+        """The stacks of all its threads when it crashed, else in the last capture; [] without one, or when it has
+        moved on since.
+        """
+        if self.crash is not None:
+            return self.crash.stacks
         capture = self.view.capture
         if capture is None or self.rank not in capture.ranks or self.get("heartbeat_ns") > capture.taken_ns:
             return []
@@ -282,7 +297,9 @@ class Rank:
 
     @cached_property
     def stack(self) -> ThreadStack | None:
-        """The stack of the thread that trains in the last capture; None without one, or when it has moved on since."""
+        """The stack of the thread that crashed, else of the one that trains, when `stacks` were taken; or None."""
+        if self.crash is not None and self.crash.stack is not None:
+            return self.crash.stack
         ident, number = self.meta.process.get("training_thread"), self.training_thread
         aside = training_thread(self.stacks, ident, number) if isinstance(ident, int) else None
         return aside or main_thread(self.stacks)
@@ -313,6 +330,13 @@ class Rank:
     def user_frame(self) -> Frame | None:
         """The innermost line of the user's own code on its stack."""
         return self.stack.user_frame if self.stack is not None else None
+
+
+def as_it_crashed(process: ProcessState, stacks: Path) -> ProcessState:
+    """The same, and by which signal it ended where nobody saw that and its file of `stacks` has that it crashed."""
+    unseen = not process.alive and process.exit_code is None and not process.oom_killed
+    crash = read_crash(stacks) if unseen else None
+    return replace(process, exit_code=-crash.signal) if crash is not None else process
 
 
 _TOLD: dict[int, State] = {signals.SIGINT: State.INTERRUPTED}

@@ -27,7 +27,7 @@ from dtobs.recording.devices import DeviceSample, by_rank
 from dtobs.recording.laws import Law
 from dtobs.recording.meta import Group, Meta, read_meta
 from dtobs.recording.page import MAX_WORLD, PAGE_DTYPE, PageReader, plausible
-from dtobs.recording.rank import END_SIGNALS, TAIL_EVENTS, Rank, open_wait
+from dtobs.recording.rank import END_SIGNALS, TAIL_EVENTS, Rank, as_it_crashed, open_wait
 from dtobs.recording.ring import EVENT_CAPACITY, STEP_CAPACITY, adapt, joined, read_ring
 from dtobs.recording.ring_tail import read_tail
 from dtobs.recording.rundir import RunDirectory
@@ -363,6 +363,8 @@ def load_run(
         damaged.append(str(error))
     exits = _exits(run, view)
     view.processes = exits | (processes if processes is not None else _look(view, exits))
+    for rank in view.processes.keys() & set(view.ranks):
+        view.processes[rank] = as_it_crashed(view.processes[rank], run.stacks(rank, view._attempt(rank)))
     alive = [rank for rank in view.ranks if (p := view.processes.get(rank)) is not None and p.alive]
     view.unwatched = tuple(n for n in sorted({int(view.page(r)["node"]) for r in alive}) if monitor_gone(run, n))
     if len(pages) and (view.now_ns < int(view.pages["heartbeat_ns"].max()) or not _same_boot(view, boot)):

@@ -64,9 +64,9 @@ class RankDetail:
     steps: tuple[StepLine, ...]
     events: tuple[EventLine, ...]
     exception: str
-    stack: tuple[str, ...]  #: of its main thread, from the user's line on, library frames folded
-    stacks: str  #: of all its threads, as captured
-    stacks_utc: str
+    stack: tuple[str, ...]  #: of the thread that trains or has crashed, from the user's line on, library frames folded
+    stack_title: str
+    stacks: str  #: of all its threads, as captured or as it crashed
     log: tuple[str, ...] = ()  #: what it printed last, where its output goes to a file of its own
 
 
@@ -82,10 +82,16 @@ def rank_detail(view: RunView, number: int) -> RankDetail:
         tuple(_event(e, rank.meta, view.now_ns) for e in view.events(number)[-MAX_EVENTS:][::-1]),
         _exception(rank.meta),
         tuple(folded(str(f) for f in rank.stack.frames)) if rank.stack is not None else (),
-        seen.stacks_text if seen else "",
-        view.capture.taken_utc if view.capture and seen and seen.stacks_text else "",
+        _stack_title(rank),
+        rank.crash.text if rank.crash is not None else seen.stacks_text if seen else "",
         _log(RunDirectory(view.root).rank(number)),
     )
+
+
+def _stack_title(rank: Rank) -> str:
+    if rank.crash is not None:
+        return f"stack of {'the thread that crashed' if rank.crash.stack is not None else 'its main thread'}"
+    return f"stack of its main thread, captured {rank.view.capture.taken_utc if rank.view.capture else ''}"
 
 
 def _log(folder: Path) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ def _rank(detail: RankDetail) -> Group:
     if detail.exception:
         parts += [Text("\nexception", Style(color=palette.RED, bold=True)), Text(detail.exception)]
     if detail.stack:
-        parts += [Text(f"\nstack of its main thread, captured {detail.stacks_utc}", _HEAD), _stack(detail.stack)]
+        parts += [Text(f"\n{detail.stack_title}", _HEAD), _stack(detail.stack)]
     if detail.log:
         parts += [Text("\nlast lines of its log", _HEAD), Text("\n".join(detail.log))]
     if detail.steps:

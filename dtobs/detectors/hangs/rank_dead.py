@@ -7,7 +7,9 @@ one failed are not accused, nor is a process that ends badly after it closed its
 
 from __future__ import annotations
 
-from dtobs.catalogue import AFTER_SIGNAL
+from signal import SIGBUS
+
+from dtobs.catalogue import AFTER_SIGNAL, CRASHED
 from dtobs.detectors.hangs.describe import stack_evidence, where
 from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.situation import Situation, Told
@@ -47,7 +49,9 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
     everybody = len(ranks) == len(view.ranks) > 1
     seen = first.timed and first.kind is not End.ABORTED
     confidence = Confidence.CERTAIN if seen else Confidence.POSSIBLE if everybody else Confidence.LIKELY
-    after_signal = AFTER_SIGNAL.get(-first.exit_code, "")
+    crash = view.rank(first.rank).crash
+    traced = crash is not None and crash.stack is not None and crash.signal != SIGBUS
+    after_signal = CRASHED if traced else AFTER_SIGNAL.get(-first.exit_code, "")
     pids = ", ".join(str(e.process.pid) for e in endings[:8] if e.process)
     return Finding(
         "rank-dead",
