@@ -113,6 +113,17 @@ def in_library(frame: str) -> bool:
     return any(part in frame for part in _LIBRARY)
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file is one of an installed package."""
+    return _PACKAGE.search(file) is not None
+
+
+def in_package(file: str) -> str:
+    """A file of an installed package from the package's name on: "accelerate/accelerator.py"."""
+    found = [*_PACKAGE.finditer(file)][-1:]
+    return file[found[0].start(1) :] if found else file
+
+
 def folded(stack: Iterable[str]) -> list[str]:
     """A stack with the user's own lines in full, and each run of library frames as one line that names its packages.
 

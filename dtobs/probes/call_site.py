@@ -1,10 +1,14 @@
-"""The line of the user's code that a call came from: the innermost frame not torch's, not Python's own and not ours."""
+"""The line of code that a call came from: the innermost frame not torch's, not Python's own and not ours.
+
+Where that is another installed package's, such as a framework's, the line of the user's that led there is kept with it.
+"""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -12,12 +16,14 @@ import torch
 
 import dtobs
 from dtobs.events import identify
-from dtobs.recording.meta import MetaWriter
+from dtobs.host.stacks import is_installed
+from dtobs.recording.meta import MetaWriter, Site
 
 AUTOGRAD = "<autograd>"
 """File of a call that no Python frame of the user's led to: an autograd thread of its own."""
 THREAD = "<another thread>"
 """The same for a thread that a library started from Python, as for an asynchronous checkpoint."""
+_USERS, _INSTALLED, _LIBRARY = 0, 1, 2
 
 
 def _folders() -> tuple[str, ...]:
@@ -37,8 +43,8 @@ class CallSites:
         self._drills = str(Path(dtobs.__file__ or "").parent / "drills") + "/"  # programs such as a user's
         self._site_packages = tuple({sysconfig.get_path("purelib") + "/", sysconfig.get_path("platlib") + "/"})
         # By id: hashing a code object compares its bytes. The code object is kept, so the id stays its own.
-        self._library: dict[int, tuple[CodeType, bool]] = {}
-        self._known: dict[tuple[int, int], int] = {}
+        self._whose: dict[int, tuple[CodeType, int]] = {}
+        self._known: dict[tuple[int, ...], int] = {}
 
     def here(self, depth: int = 1) -> int:
         """The number of the line that led to the caller `depth` frames up: a microsecond or less once it is known."""
@@ -46,17 +52,28 @@ class CallSites:
             frame: FrameType | None = sys._getframe(depth + 1)
         except ValueError:  # the stack is not that deep
             return self._nowhere(AUTOGRAD)
-        library = self._library
+        whose, inner = self._whose, None
         while frame is not None:
             code = frame.f_code
-            seen = library.get(id(code))
-            if seen is None:
-                seen = library[id(code)] = (code, self.is_library(code.co_filename))
-            if not seen[1]:
-                key = (id(code), frame.f_lineno)
-                return self._known.get(key) or self._define(key, code.co_filename, frame.f_lineno, code.co_qualname)
+            seen = whose.get(id(code)) or self._see(code)
+            if seen[1] == _USERS:
+                key: tuple[int, ...] = (id(code), frame.f_lineno)
+                if inner is not None:
+                    key = (id(inner.f_code), inner.f_lineno, *key)
+                return self._known.get(key) or self._define(key, inner or frame, frame)
+            if seen[1] == _INSTALLED and inner is None:
+                inner = frame
             outermost, frame = code, frame.f_back
+        if inner is not None:
+            key = (id(inner.f_code), inner.f_lineno)
+            return self._known.get(key) or self._define(key, inner, inner)
         return self._nowhere(THREAD if outermost.co_filename == threading.__file__ else AUTOGRAD)
+
+    def _see(self, code: CodeType) -> tuple[CodeType, int]:
+        file = code.co_filename
+        whose = _LIBRARY if self.is_library(file) else _INSTALLED if is_installed(file) else _USERS
+        self._whose[id(code)] = code, whose
+        return code, whose
 
     def is_library(self, file: str) -> bool:
         """Whether `file` is torch's, Python's or ours; another installed package counts as the user's."""
@@ -68,11 +85,20 @@ class CallSites:
             return True
         return file.startswith(self._folders[2:]) and not file.startswith(self._site_packages)
 
-    def _define(self, key: tuple[int, int], file: str, line: int, function: str) -> int:
-        number = self._known[key] = identify(f"{file}:{line}:{function}" if line else file)
-        self._meta.define("site", number, file=file, line=line, function=function)
-        return number
+    def _define(self, key: tuple[int, ...], frame: FrameType, caller: FrameType) -> int:
+        """A number for the line of `frame`, which that of `caller` led to; they may be one."""
+        place = _place(frame)
+        return self._say(key, place if frame is caller else replace(place, caller=str(_place(caller))))
 
     def _nowhere(self, file: str) -> int:
         key = (id(file), 0)
-        return self._known.get(key) or self._define(key, file, 0, "")
+        return self._known.get(key) or self._say(key, Site(file, 0, ""))
+
+    def _say(self, key: tuple[int, ...], site: Site) -> int:
+        number = self._known[key] = identify(f"{site.file}:{site.line}:{site.function}:{site.caller}")
+        self._meta.define("site", number, **vars(site))
+        return number
+
+
+def _place(frame: FrameType) -> Site:
+    return Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dtobs.codec import DecodeError, decode, encode, parse
 from dtobs.errors import RecordingDisabled
+from dtobs.host.stacks import in_package
 from dtobs.recording.lines import Lines
 from dtobs.recording.rundir import private_folder
 from dtobs.words import ranks_text
@@ -101,14 +102,19 @@ class Op:
 
 @dataclass(frozen=True)
 class Site:
-    """A line of the user's code."""
+    """A line of the user's code, or one of an installed package with the user's line that led there, its `caller`."""
 
     file: str
     line: int
     function: str
+    caller: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}" if self.line else self.file.strip("<>")
+        if not self.line:
+            return self.file.strip("<>")
+        if self.caller:
+            return f"{self.caller} (through {in_package(self.file)}:{self.line} in {self.function})"
+        return f"{self.file}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True)

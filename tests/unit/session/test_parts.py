@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,29 @@ def test_a_call_site_is_the_users_line(tmp_path: Path):
     assert sites.is_library(threading.__file__)
     assert not sites.is_library(pytest.__file__)
     assert not sites.is_library(__file__)
+
+
+def test_a_frameworks_line_is_told_with_the_users_that_led_there(tmp_path: Path):
+    meta = MetaWriter(tmp_path / "meta.jsonl")
+    sites = CallSites(meta)
+    inner, outer = (
+        f"/venv/lib/python3.11/site-packages/{name}.py" for name in ("accelerate/operations", "trl/trainer")
+    )
+    scope: dict[str, Any] = {"here": sites.here}
+    exec(compile("def gather():\n  return here(0)", inner, "exec"), scope)
+    exec(compile("def evaluate():\n  return gather()", outer, "exec"), scope)
+
+    def train() -> tuple[int, int]:
+        return scope["evaluate"](), scope["gather"]()
+
+    through, direct = train()
+    meta.close()
+    known = read_meta(tmp_path / "meta.jsonl").sites
+    line = train.__code__.co_firstlineno + 1
+    for number in (through, direct):
+        assert str(known[number]).startswith(f"{__file__}:{line} in ")
+        assert str(known[number]).endswith(".train (through accelerate/operations.py:2 in gather)")
+    assert through == direct == train()[0], "the same two lines, however many of other packages lie between"
 
 
 def test_secrets_are_left_out():
