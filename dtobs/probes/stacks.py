@@ -46,7 +46,7 @@ class Stacks(Probe):
         if not faulthandler.is_enabled():
             faulthandler.enable(file=file)
             self._for_crashes = True
-            self.undo.callback(self.abandon)
+            self.undo.callback(self._let_go)
             self.undo.callback(patches.around(faulthandler, "enable", self.guard(self._taken), lambda _: None))
         if os.environ.get("DTOBS_RUN_NAME"):  # workers that are started anew find it: `integrations.startup`
             os.environ[FOR_WORKERS] = f"{int(MAIN_SIGNAL)}:{path.absolute()}"
@@ -59,8 +59,11 @@ class Stacks(Probe):
         """The program switches faulthandler on for itself: what it writes of a crash is the program's from now on."""
         self._for_crashes = False
 
-    def abandon(self) -> None:
-        """A child that crashes says nothing in the file of its parent."""
+    def _let_go(self) -> None:
         if self._for_crashes:
             self._for_crashes = False
             faulthandler.disable()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._let_go()  # a child that crashes says nothing in the file of its parent
