@@ -7,6 +7,7 @@ time: at every moment exactly one part of `STEP_PARTS` is running, so the parts 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +42,16 @@ class DeviceMarks(NamedTuple):
     change: Callable[[int, int], object]  #: a part begins
     close: Callable[[int, int, int], object]  #: a step ends
     here: Callable[[], object]  #: whether the current stream is the one whose parts are measured
+
+
+class _ThreadEnd:
+    """Calls `ended` with the number of the thread that has made it when that thread ends, if it keeps it by itself."""
+
+    def __init__(self, ended: Callable[[int], object]) -> None:
+        self._ended, self._thread = ended, threading.get_ident()
+
+    def __del__(self) -> None:
+        self._ended(self._thread)
 
 
 DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, VALIDATION, COMPILE, OTHER = range(len(STEP_PARTS))
@@ -137,6 +148,7 @@ class Progress:
         self.thread = threading.get_ident()
         self._said_thread = threading.main_thread().ident
         self.active = True
+        self._of_thread = threading.local()
         self.in_step = False
         self.explicit_steps = False
         self._numbered = False  # whether the user has said a step's number
@@ -146,6 +158,7 @@ class Progress:
         context.record[...] = self._empty
         self._floats[INDEX["collective_bytes"]] = 0.0
         self._show(int(Phase.STARTUP), clock())
+        self._say_thread()
 
     # phases
 
@@ -265,11 +278,23 @@ class Progress:
         """The calling thread is the one that trains, as long as none has trained yet."""
         if not self.in_step and not self._stack and not self._ints[_STEPS_DONE]:
             self.thread = threading.get_ident()
-            if self.thread != self._said_thread:
-                self._said_thread, number = self.thread, threading.get_native_id()
-                self._context.recorder.meta.add("process", training_thread=self.thread, training_thread_id=number)
+            self._say_thread()
             self._hindrances.close()
             self._hindrances = Hindrances()
+
+    def _say_thread(self) -> None:
+        """Note which thread trains, where it is not the main one, and have it told when it ends."""
+        if self.thread != self._said_thread:
+            self._said_thread, number = self.thread, threading.get_native_id()
+            self._context.recorder.meta.add("process", training_thread=self.thread, training_thread_id=number)
+            if self.thread != threading.main_thread().ident:
+                self._of_thread.end = _ThreadEnd(self._thread_ended)
+
+    def _thread_ended(self, thread: int) -> None:
+        """A launcher that trains in a thread of its own and keeps the process (Ray) has seen the training end."""
+        recorder, between = self._context.recorder, self._context.phase == Phase.NONE and not self._ints[_WAIT_SINCE]
+        if self.active and between and thread == self.thread and recorder.page.get("pid") == os.getpid():
+            recorder.meta.add("process", thread_ended_ns=time.monotonic_ns())
 
     # waiting for other ranks
 

@@ -312,19 +312,22 @@ class Rank:
 
     @property
     def ended_by_launcher(self) -> bool:
-        """Whether nobody saw how its process ended, when its training was over."""
+        """Whether its process was told to end, or nobody saw how it did, when its training was over."""
         process = self.process
-        unseen = process is not None and not process.alive and process.exit_code is None and not process.oom_killed
-        return unseen and self.dissolved
+        if process is None or process.alive or process.oom_killed:
+            return False
+        return (process.exit_code is None or process.exit_code in TERMINATION) and self.dissolved
 
     @property
     def dissolved(self) -> bool:
-        """Whether it destroyed all process groups between two steps and has done nothing since: its training is over.
+        """Whether it destroyed all process groups between two steps, or the thread that trained has ended there, and it
+        has done nothing since: its training is over.
 
-        Launchers that keep their workers (Ray) do so before they kill them.
+        With launchers that keep their workers (Ray) that comes before they kill them.
         """
-        since = self.meta.process.get("dissolved_ns")
-        return isinstance(since, int) and self.get("heartbeat_ns") <= since and not self.meta.exceptions
+        said = (self.meta.process.get(name) for name in ("dissolved_ns", "thread_ended_ns"))
+        since = max((at for at in said if isinstance(at, int)), default=-1)
+        return self.get("heartbeat_ns") <= since and not self.meta.exceptions
 
     @property
     def user_frame(self) -> Frame | None:

@@ -272,12 +272,14 @@ def test_peers_of_a_killed_rank_write_down_how_they_failed(tmp_path: Path):
 
 
 def train_in_a_thread(rank: int, world: int, folder: Path) -> None:
-    """As Ray's workers do; rank 1 is taken out of the middle of a step."""
+    """As Ray's workers do, which attach where `dtobs run` does; rank 1 is taken out of the middle of a step."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    session = dtobs.attach(model, optimizer, run_dir=folder, monitor=False)
+    session = dtobs.attach(model, optimizer, run_dir=folder, monitor=False) if rank else None
 
     def loop() -> None:
+        nonlocal session
+        session = session or dtobs.attach(model, optimizer, run_dir=folder, monitor=False)
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()
             dist.all_reduce(model.weight.grad)
@@ -297,3 +299,4 @@ def test_a_rank_that_trains_in_a_thread_and_is_taken_out_of_its_groups(tmp_path:
     assert isinstance(first.meta.process["training_thread"], int)
     assert first.meta.process["dissolved_ns"] > 0
     assert "dissolved_ns" not in second.meta.process
+    assert all(rank.meta.process["thread_ended_ns"] >= rank.get("attach_ns") for rank in (first, second))

@@ -171,8 +171,9 @@ def _ending(view: RunView, rank: int) -> Ending:
         if state == RankState.FAILED:
             return Ending(rank, End.EXCEPTION, gone_ns, None, process, heard)
         return Ending(rank, End.OPEN, 0, None, process, heard)
-    kind = End.EXITED if view.rank(rank).ended_by_launcher else _kind_of_exit(process, heard)
-    return Ending(rank, kind, gone_ns, None, process, heard)
+    if view.rank(rank).ended_by_launcher:  # its training was over: signals since then say nothing of that
+        return Ending(rank, End.EXITED, gone_ns, None, process)
+    return Ending(rank, _kind_of_exit(process, heard), gone_ns, None, process, heard)
 
 
 def _kind_of_close(process: ProcessState | None, heard: frozenset[int]) -> End:

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from dtobs.detectors.hangs.situation import interpret
+from dtobs.diagnose import diagnose
+from dtobs.diagnose.gather import Evidence
 from dtobs.host.process import ProcessState
 from dtobs.host.stacks import parse_stacks, training_thread
 from dtobs.recording.rank import State
@@ -16,18 +18,24 @@ from tests.unit.detectors_hangs.trouble import found
 GONE = ProcessState(77, alive=False, exit_code=None)
 
 
-def dissolve(rank: FakeRank) -> None:
-    """It destroys its process groups between two steps."""
-    rank.meta("process", dissolved_ns=time.monotonic_ns())
+def dissolve(rank: FakeRank, how: str = "dissolved_ns") -> None:
+    """It destroys its process groups between two steps, or the thread that trained ends there."""
+    rank.meta("process", **{how: time.monotonic_ns()})
 
 
-def test_ranks_that_are_killed_after_their_training_are_not_dead(training):
-    run: FakeRun = training(2)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("how", ["dissolved_ns", "thread_ended_ns"])
+@pytest.mark.parametrize("code", [None, -15])
+def test_ranks_that_are_ended_after_their_training_are_not_dead(training, world: int, how: str, code: int | None):
+    run: FakeRun = training(world)
     for rank in run.ranks:
-        dissolve(rank)
-    view = run.view(later=3, processes={0: GONE, 1: GONE})
+        dissolve(rank, how)
+        run.directory.signals(rank.number, 0).write_bytes(bytes([15]))
+    ended = ProcessState(77, alive=False, exit_code=code)
+    view = run.view(later=3, processes=dict.fromkeys(range(world), ended))
     assert found(view) == {}
-    assert [view.rank(rank).state for rank in view.ranks] == [State.EXITED, State.EXITED]
+    assert {view.rank(rank).state for rank in view.ranks} == {State.EXITED}
+    assert diagnose(Evidence(str(view.root), view)).notes == ()
 
 
 def test_who_leaves_the_others_in_a_call_before_all_are_killed_is_named(training):
