@@ -119,18 +119,19 @@ _HEARTBEAT = INDEX["heartbeat_ns"]
 class PageWriter:
     """One rank's page. Set fields in `ints` / `floats` by `INDEX`, then `commit()`: about a microsecond.
 
-    Its slot is that of its local rank, or the next one that no living rank has: where each process sees one device,
-    programs say that all of them are local rank 0.
+    Its slot is that of its local rank, or the next one that no living rank has and none of the same attempt has had:
+    where each process sees one device, programs say that all of them are local rank 0. `rank` and `attempt` say whose
+    page it will be.
 
     Raises RecordingDisabled when the file cannot be made (no space, no permission).
     """
 
-    def __init__(self, path: Path, local_rank: int) -> None:
+    def __init__(self, path: Path, local_rank: int, *, rank: int = 0, attempt: int = 0) -> None:
         try:
             private_folder(path.parent)
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                offset = HEADER_BYTES + _claim(fd, local_rank) * SLOT_BYTES
+                offset = HEADER_BYTES + _claim(fd, local_rank, rank, attempt) * SLOT_BYTES
                 # Reserved, not sparse: a store into a sparse page of a full disk would be a SIGBUS.
                 os.posix_fallocate(fd, 0, HEADER_BYTES)
                 os.posix_fallocate(fd, offset, SLOT_BYTES)
@@ -189,19 +190,30 @@ class PageWriter:
         self._map.close()
 
 
-def _claim(fd: int, local_rank: int) -> int:
+def _claim(fd: int, local_rank: int, rank: int, attempt: int) -> int:
     """A slot that is this open file's while it is mapped; that of `local_rank` where files cannot be locked."""
     for slot in range(local_rank, MAX_SLOTS):
         start = HEADER_BYTES + slot * SLOT_BYTES
-        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, SLOT_BYTES, 0)
+        wanted, again = (
+            struct.pack(_FLOCK, what, os.SEEK_SET, start, SLOT_BYTES, 0) for what in (fcntl.F_WRLCK, fcntl.F_UNLCK)
+        )
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+            if not _was_a_peers(os.pread(fd, SLOT_BYTES, start), rank, attempt):
+                return slot
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, again)
         except BlockingIOError:
             continue
         except OSError:
             break
-        return slot
     return local_rank
+
+
+def _was_a_peers(data: bytes, rank: int, attempt: int) -> bool:
+    """Whether a slot holds what another rank of this attempt, which has ended since, has left of itself."""
+    pages = _slots(data)
+    half = _whole(pages[0], int(pages[0]["seq"].argmax())) if len(pages) else None
+    return half is not None and int(pages[0][half]["attempt"]) == attempt and int(pages[0][half]["rank"]) != rank
 
 
 def header() -> bytes:
@@ -275,7 +287,7 @@ class PageReader:
         slots = max(0, (os.fstat(self._fd).st_size - HEADER_BYTES) // SLOT_BYTES)
         if slots > MAX_SLOTS:
             raise RecordingError(f"{self._path}: damaged, it has room for {slots} ranks")
-        pages = self._pages(self._pread(slots * SLOT_BYTES, HEADER_BYTES))
+        pages = _slots(self._pread(slots * SLOT_BYTES, HEADER_BYTES))
         chosen = (pages["seq"][:, 1] > pages["seq"][:, 0]).astype(np.intp)
         found: list[int] = []
         self.torn = []
@@ -284,7 +296,7 @@ class PageReader:
             for _ in range(_RETRIES):
                 if half is not None:
                     break
-                again = self._pages(self._pread(SLOT_BYTES, HEADER_BYTES + slot * SLOT_BYTES))
+                again = _slots(self._pread(SLOT_BYTES, HEADER_BYTES + slot * SLOT_BYTES))
                 pages[slot] = again[0] if len(again) else 0
                 half = _whole(pages[slot], int(pages["seq"][slot].argmax()))
             if half is None:
@@ -293,17 +305,18 @@ class PageReader:
                 found.append(slot * 2 + half)
         return pages.reshape(-1)[found]
 
-    @staticmethod
-    def _pages(data: bytes) -> npt.NDArray[np.void]:
-        slots = len(data) // SLOT_BYTES
-        raw = np.frombuffer(data, np.uint8, slots * SLOT_BYTES).reshape(slots * 2, HALF_BYTES)
-        return np.ascontiguousarray(raw[:, : PAGE_DTYPE.itemsize]).view(PAGE_DTYPE).reshape(slots, 2)
-
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _slots(data: bytes) -> npt.NDArray[np.void]:
+    """The two copies of each whole slot in `data`, PAGE_DTYPE[n, 2]."""
+    slots = len(data) // SLOT_BYTES
+    raw = np.frombuffer(data, np.uint8, slots * SLOT_BYTES).reshape(slots * 2, HALF_BYTES)
+    return np.ascontiguousarray(raw[:, : PAGE_DTYPE.itemsize]).view(PAGE_DTYPE).reshape(slots, 2)
 
 
 def _whole(halves: npt.NDArray[np.void], first: int) -> int | None:

@@ -49,7 +49,7 @@ class Recorder:
             stack.callback(self.events.close)
             self._steps = RingWriter(run_dir.steps(rank, attempt), STEP_DTYPE, STEP_CAPACITY)
             stack.callback(self._steps.close)
-            self.page = PageWriter(run_dir.pages(node), local_rank)
+            self.page = PageWriter(run_dir.pages(node), local_rank, rank=rank, attempt=attempt)
             stack.pop_all()
         self._digests: RingWriter | None = None
         self._laws: dict[str, RingWriter] = {}

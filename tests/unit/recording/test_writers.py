@@ -7,6 +7,7 @@ import resource
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,22 @@ def test_every_page_is_whole_while_threads_set_fields(tmp_path: Path) -> None:
         stop.set()
         for thread in others:
             thread.join()
+
+
+def test_the_page_of_a_rank_that_has_left_stays_until_the_next_attempt(tmp_path: Path) -> None:
+    path = tmp_path / "pages.bin"
+
+    def records(rank: int, attempt: int = 0) -> list[tuple[int, int]]:
+        """One device is all that the process sees: it says that it is local rank 0."""
+        with closing(PageWriter(path, 0, rank=rank, attempt=attempt)) as page:
+            page.set(rank=rank, attempt=attempt)
+            page.commit()
+        return [(int(page["rank"]), int(page["attempt"])) for page in PageReader(path).read()]
+
+    assert records(2) == [(2, 0)]
+    assert records(0) == records(0) == [(2, 0), (0, 0)]
+    assert records(1, attempt=1) == [(1, 1), (0, 0)]
+    assert records(0, attempt=1) == [(1, 1), (0, 1)]
 
 
 def test_restart_in_the_same_directory(tmp_path: Path) -> None:
