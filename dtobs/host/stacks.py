@@ -31,7 +31,9 @@ _CRASHES = {
     "Floating": signal.SIGFPE,  # "Floating point exception", later with a hyphen
     "Illegal instruction": signal.SIGILL,
 }
-_CRASH = re.compile(rf"^Fatal Python error: ({'|'.join(_CRASHES)})", re.MULTILINE)
+LEAVING = "os._exit: "
+"""Begins the line with the exit code before the stacks of a process that leaves without Python's own end."""
+_CRASH = re.compile(rf"^(?:Fatal Python error: ({'|'.join(_CRASHES)})|{LEAVING}(\d{{1,3}})$)", re.MULTILINE)
 _CRASHED = "Current thread"
 _MAX_CRASH_BYTES = 1 << 20  # a hundred threads of a hundred frames
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/:. ]+)")
@@ -76,9 +78,12 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class Crash:
-    """What faulthandler wrote when native code ended a process: by which signal, and where its threads stood."""
+    """How native code, or ``os._exit``, ended a process, and where its threads stood: what faulthandler wrote then.
 
-    signal: int
+    `exit_code` follows subprocess: negative for a signal.
+    """
+
+    exit_code: int
     text: str
 
     @property
@@ -88,14 +93,17 @@ class Crash:
 
     @property
     def stack(self) -> ThreadStack | None:
-        """The thread that crashed; None where that is none of Python's."""
+        """The thread that ended it; None where that is none of Python's."""
         return next((thread for thread in self.stacks if thread.name.startswith(_CRASHED)), None)
 
 
 def parse_crash(text: str) -> Crash | None:
-    """The last crash that faulthandler wrote into `text`, which may hold other stacks before it; None without one."""
+    """The last end of a process that is written down in `text`, after other stacks perhaps; None without one."""
     found = [*_CRASH.finditer(text)][-1:]
-    return Crash(_CRASHES[found[0][1]], text[found[0].start() :]) if found else None
+    if not found:
+        return None
+    code = -_CRASHES[found[0][1]] if found[0][1] else int(found[0][2])
+    return Crash(code, text[found[0].start() :])
 
 
 def read_crash(path: Path) -> Crash | None:

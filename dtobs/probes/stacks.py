@@ -5,7 +5,7 @@ stack, one such signal in some twenty ended the process (cpython#116008). So all
 GIL is held, and nobody else runs; else the main thread alone, whose stack stands still while it handles the signal.
 
 Unless the program has switched faulthandler on for itself, it also writes there where all threads stood when native
-code crashed the process: what PYTHONFAULTHANDLER=1 prints.
+code crashed the process: what PYTHONFAULTHANDLER=1 prints. The same is written when ``os._exit`` ends it with an error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import signal
 from typing import Any
 
+from dtobs.host.stacks import LEAVING
 from dtobs.probes import patches
 from dtobs.probes.base import Probe
 
@@ -48,6 +49,7 @@ class Stacks(Probe):
             self._for_crashes = True
             self.undo.callback(self._let_go)
             self.undo.callback(patches.around(faulthandler, "enable", self.guard(self._taken), lambda _: None))
+        self.around(os, "_exit", lambda code=0, *_: _leaves(file, code), lambda _: None)
         if os.environ.get("DTOBS_RUN_NAME"):  # workers that are started anew find it: `integrations.startup`
             os.environ[FOR_WORKERS] = f"{int(MAIN_SIGNAL)}:{path.absolute()}"
             self.undo.callback(os.environ.pop, FOR_WORKERS, None)
@@ -67,3 +69,10 @@ class Stacks(Probe):
     def abandon(self) -> None:
         super().abandon()
         self._let_go()  # a child that crashes says nothing in the file of its parent
+
+
+def _leaves(file: int, code: int) -> None:
+    """Nobody else says where the program leaves in this way, nor with which code where its launcher is first to ask."""
+    if code:
+        os.write(file, f"{LEAVING}{code & 0xFF}\n".encode())
+        faulthandler.dump_traceback(file)

@@ -276,12 +276,12 @@ class Rank:
 
     @cached_property
     def crash(self) -> Crash | None:
-        """What it wrote when native code crashed it; None where none did, or the program kept that to itself."""
+        """What it wrote when native code or ``os._exit`` ended it; None where that did not, or it wrote elsewhere."""
         process = self.process
-        if process is None or process.alive or (process.exit_code or 0) >= 0:
+        if process is None or process.alive or not process.exit_code:
             return None
         crash = read_crash(RunDirectory(self.view.root).stacks(self.rank, self.get("attempt")))
-        return crash if crash is not None and process.exit_code == -crash.signal else None
+        return crash if crash is not None and process.exit_code == crash.exit_code else None
 
     @cached_property
     def stacks(self) -> list[ThreadStack]:
@@ -336,10 +336,10 @@ class Rank:
 
 
 def as_it_crashed(process: ProcessState, stacks: Path) -> ProcessState:
-    """The same, and by which signal it ended where nobody saw that and its file of `stacks` has that it crashed."""
+    """The same, and how it ended where nobody saw that and its file of `stacks` has it."""
     unseen = not process.alive and process.exit_code is None and not process.oom_killed
     crash = read_crash(stacks) if unseen else None
-    return replace(process, exit_code=-crash.signal) if crash is not None else process
+    return replace(process, exit_code=crash.exit_code) if crash is not None else process
 
 
 _TOLD: dict[int, State] = {signals.SIGINT: State.INTERRUPTED}

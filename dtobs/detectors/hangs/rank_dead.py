@@ -23,6 +23,8 @@ _TOLD_NEXT = (
 )
 _EXITED = "Look at what it printed last: it left by itself with that exit code (os._exit, or a native library's exit)."
 
+_LEFT = "Look at the line shown: it ended its process there by os._exit, which skips what Python does at an end."
+
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
     """One finding for each way in which ranks ended."""
@@ -50,8 +52,9 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
     seen = first.timed and first.kind is not End.ABORTED
     confidence = Confidence.CERTAIN if seen else Confidence.POSSIBLE if everybody else Confidence.LIKELY
     crash = view.rank(first.rank).crash
-    traced = crash is not None and crash.stack is not None and crash.signal != SIGBUS
-    after_signal = CRASHED if traced else AFTER_SIGNAL.get(-first.exit_code, "")
+    traced = crash is not None and crash.stack is not None
+    left_next = _LEFT if traced else _EXITED
+    after_signal = CRASHED if traced and first.exit_code != -SIGBUS else AFTER_SIGNAL.get(-first.exit_code, "")
     pids = ", ".join(str(e.process.pid) for e in endings[:8] if e.process)
     return Finding(
         "rank-dead",
@@ -61,6 +64,6 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
         confidence,
         step=int(view.page(first.rank)["step"]),
         evidence=tuple(record for e in endings[:8] for record in stack_evidence(situation, e.rank)),
-        next_step=_TOLD_NEXT if first.told else _EXITED if first.exit_code > 0 else after_signal,
+        next_step=_TOLD_NEXT if first.told else left_next if first.exit_code > 0 else after_signal,
         since_ns=first.t_ns - int(view.page(first.rank)["clock_offset_ns"]),
     )

@@ -1,4 +1,4 @@
-"""Native code crashes a rank: the line of Python that called it is told, and the program sees no difference."""
+"""Native code crashes a rank, or ``os._exit`` ends it: the line of Python is told, the program sees no difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.detectors_hangs.test_crashes import gone
 from tests.unit.detectors_hangs.trouble import found
 
 PROGRAM = """
-import ctypes, faulthandler, os, sys
+import ctypes, faulthandler, os, sys, threading, time
 import torch
 import dtobs
 
@@ -52,6 +52,17 @@ def test_the_line_is_told_and_the_exit_code_stays(tmp_path: Path):
     assert any(f"train.py:{LINE} in crash" in str(record.get("frames")) for record in verdict.evidence)
 
 
+def test_where_a_program_leaves_by_the_back_door_is_told(tmp_path: Path):
+    """As the watchdogs do that programs write for themselves: from a thread, with a code of their own."""
+    rest = "def watchdog():\n    os._exit(7)\ntrain(); threading.Thread(target=watchdog).start(); time.sleep(60)"
+    done = ends(tmp_path, rest)
+    assert done.returncode == 7 and "watchdog" not in done.stderr
+    verdict = diagnose(gather(tmp_path / "run")).verdict
+    assert verdict is not None and verdict.code == "rank-dead"
+    assert "exited with code 7, last at " in verdict.summary and "in watchdog of step 4" in verdict.summary
+    assert "os._exit" in verdict.next_step and "line shown" in verdict.next_step
+
+
 @pytest.mark.parametrize("when", ["faulthandler.enable(); train()", "train(); faulthandler.enable()"])
 def test_a_program_that_asks_for_its_own_has_it_on_its_own_stream(tmp_path: Path, when: str):
     done = ends(tmp_path, f"{when}; session.close(); crash()")
@@ -60,8 +71,8 @@ def test_a_program_that_asks_for_its_own_has_it_on_its_own_stream(tmp_path: Path
 
 
 def test_the_crash_of_a_forked_child_is_not_the_ranks(tmp_path: Path):
-    done = ends(tmp_path, "train()\nif os.fork() == 0: crash()\nos.wait()\nos._exit(3)")
-    assert done.returncode == 3
+    done = ends(tmp_path, "train()\nif os.fork() == 0: crash()\nos.wait()\nos.kill(os.getpid(), 9)")
+    assert done.returncode == -signal.SIGKILL
     rank = load_run(tmp_path / "run").rank(0)
     assert rank.crash is None and rank.stack is None
 
