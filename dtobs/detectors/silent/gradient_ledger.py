@@ -26,7 +26,7 @@ from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import Ledger
 from dtobs.recording.view import RunView
-from dtobs.words import count, ranks_text
+from dtobs.words import count, ranks_do, ranks_text
 
 SAME_FACTOR = 1e-3
 """Factors of two ranks that differ by less are the same."""
@@ -218,6 +218,8 @@ def _words(matter: _Matter) -> tuple[str, Ranks]:
         case "zeros":
             return f"{_one(struck)} given zeros, while gradients were computed and other ranks get them", struck
     left = next(iter(sorted(about)))
+    if matter.kind == "one-micro":
+        struck, left = tuple(sorted({which[0] for which in about})), left[1:]
     if not left:
         text = (
             f"the optimizers of {ranks_text(struck)} step while gradients of the last backward wait for their reduction"
@@ -227,7 +229,7 @@ def _words(matter: _Matter) -> tuple[str, Ranks]:
     if matter.kind == "late":
         text = f"the optimizers of {ranks_text(struck)} get the average of the micro-batches before, and their own"
         return f"{text} gradient of {kept} of {matter.micros}", struck
-    text = f"{ranks_text(struck)} step with {kept} of {matter.micros} only: the gradients before were wiped"
+    text = f"{ranks_do(struck, 'step')} with {kept} of {matter.micros} only: the gradients before were wiped"
     return (f"{text}, and not averaged over ranks" if matter.kind == "own-micro" else text), struck
 
 

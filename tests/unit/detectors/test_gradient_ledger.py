@@ -50,6 +50,7 @@ lost_once = shared(lambda case, rank, g: np.delete(g, 2, 0).sum((0, 1)) / 4, sin
 one_sums = shared(lambda case, rank, g: g.sum((0, 1)) / (1 if rank == 1 else 4))
 last_only = shared(lambda case, rank, g: g[:, -1].sum(0) / 4)
 last_two = shared(lambda case, rank, g: g[:, 2:].sum((0, 1)) / 4)
+one_wiped = shared(lambda case, rank, g: (g.sum((0, 1)) - g[2, :2].sum(0)) / len(g))
 own_last = shared(lambda case, rank, g: g[rank, -1])
 early = shared(lambda case, rank, g: g[:, :2].sum((0, 1)) / len(g) + g[rank, 2:].sum(0))
 late_by_a_step = shared(
@@ -94,6 +95,13 @@ FAULTS = {
         "accumulation-not-normalized",
         (0, 1, 2, 3),
         "batches 3 to 4",
+    ),
+    "wiped by one": (Case(micros=3, final=one_wiped), "accumulation-not-normalized", (2,), "rank 2 steps with"),
+    "wiped by one of 16, BF16": (
+        Case(16, 4, sharded=True, final=one_wiped, noise=BF16),
+        "accumulation-not-normalized",
+        (2,),
+        "micro-batches 3 to 4",
     ),
     "wiped, not reduced": (Case(micros=4, final=own_last), "accumulation-not-normalized", (0, 1, 2, 3), "not averaged"),
     "reduced before the last": (
