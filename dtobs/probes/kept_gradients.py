@@ -10,6 +10,9 @@ backward has made is thrown away, by its ``zero_grad`` or in another way before 
 parameters by itself changes them. Where other optimizers step meanwhile, more is needed: a loop may begin with the
 steps of one of them.
 
+And steps without gradients: backwards go on, and none of them reaches a parameter of any optimizer that steps, though
+they did before. What the optimizer holds is no longer the model that trains.
+
 And clipping that comes too late or too early: after the step of the optimizer that holds what is clipped, and before
 any backward makes new gradients. Of loops that make gradients otherwise (``torch.autograd.grad``) nothing is said.
 """
@@ -19,10 +22,12 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dtobs.probes.base import Probe
 from dtobs.probes.layout import local_tensor, model_tensors
@@ -34,6 +39,8 @@ UNUSED, UNUSED_BESIDE = 16, 40
 """Times that an optimizer's gradients are thrown away before its first step, before it is written down: by itself while
 none has stepped, and otherwise, or while another one steps.
 """
+STARVED = 16
+"""Steps in a row in which no optimizer was given any gradient, before it is written down."""
 FEW = 8
 """Parameters that are looked at to see whether something else than an optimizer changes them."""
 QUIET = 8
@@ -88,6 +95,8 @@ class KeptGradients(Probe):
     Writes ``gradients_unused`` of the process: how often they were thrown away before any step; 0 once one came. And
     ``optimizer_unused``: the name of an optimizer that never steps while others do, and of its first parameter. And
     ``clipped_idly``: the step and the largest norm where `IN_A_ROW` steps were clipped between a step and a backward.
+    And ``starved``: the first of `STARVED` steps in a row that had backwards and no gradients, and the name of the
+    optimizer; none once there are gradients again.
     """
 
     name = "kept gradients"
@@ -101,6 +110,14 @@ class KeptGradients(Probe):
         # By id of the optimizer, while it has not stepped: None once it has.
         self._idle: dict[int, _Idle | None] = {}
         self._clippings: dict[int, _Clipping] = {}  # by id of the optimizer, once it has stepped
+        self._fed_by: weakref.ref[torch.Tensor] | None = (
+            None  # a parameter that had a gradient when its optimizer stepped
+        )
+        self._fed = True  # whether an optimizer had any since the last step ended
+        self._stepped, self._seen = "", 0  # the optimizer that stepped since then, and the backwards until then
+        self._starved = 0
+        self._others = ExitStack()  # while it is so, hears of optimizers that are not watched
+        self.undo.callback(self._others.close)
         clipping = self.guard(self._clipping)
         self.context.on_clipping.append(clipping)
         self.undo.callback(self.context.on_clipping.remove, clipping)
@@ -208,6 +225,48 @@ class KeptGradients(Probe):
             parameter = watched.parameter()
             now = _beginning(parameter) if watched.kept and parameter is not None else None
             watched.added = watched.added or (now is not None and not torch.equal(now, watched.used))
+
+    def before_optimizer(self) -> None:
+        """Look whether the optimizer has any gradient to step with."""
+        optimizer = self.context.stepping
+        if optimizer is None or self._fed:
+            return
+        self._stepped = type(optimizer).__name__
+        known = self._fed_by() if self._fed_by is not None else None
+        if known is not None and known.grad is not None:
+            self._fed = True
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                self._fed, self._fed_by = True, weakref.ref(parameter)
+                return
+
+    def step_end(self) -> None:
+        """Count the steps in a row that had backwards, and no gradients for the optimizers that stepped."""
+        meta, fed = self.context.recorder.meta, self._fed
+        backwards, stepped = self._backwards - self._seen, self._stepped
+        self._fed, self._stepped, self._seen = False, "", self._backwards
+        if fed:
+            if self._starved >= STARVED:
+                meta.add("process", starved=[])
+            self._starved = 0
+            self._others.close()
+        elif backwards and stepped and self._fed_by is not None:
+            self._starved += 1
+            if self._starved == 1:
+                self._others.callback(register_optimizer_step_pre_hook(self.guard(self._another_steps)).remove)
+            if self._starved == STARVED and self._wants_gradients():
+                meta.add("process", starved=[self.context.step - STARVED + 1, stepped])
+
+    def _another_steps(self, optimizer: torch.optim.Optimizer, *_args: object, **_named: object) -> None:
+        """One that is not watched, and has gradients: the loop trains something else now."""
+        trains = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        self._fed = self._fed or trains
+
+    def _wants_gradients(self) -> bool:
+        """Whether some parameter of an optimizer still is to be trained."""
+        optimizers = self.context.watched_optimizers().values()
+        return any(p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"])
 
     def after_optimizer(self) -> None:
         """Judge the steps of the optimizer that has stepped, and remember what it used."""

@@ -7,9 +7,9 @@ left alone: what is frozen is frozen, unless an optimizer holds what parameters 
 anew. A rank whose optimizer never steps, while those of ranks that do the same work do, is told as well, unless it is
 sent what the others have made of the model. So is an optimizer that has never stepped although the gradients of
 `probes.kept_gradients.UNUSED` batches were computed and zeroed again (of `UNUSED_BESIDE` where other optimizers step
-meanwhile, or something else throws them away), and one that steps in a loop without any backward, where parameters
-rest. Of ranks that hold no copies, so that `replica_divergence` has nothing to compare, and of a pipeline's stages,
-each that left out a single step is named.
+meanwhile, or something else throws them away), one that steps in a loop without any backward, where parameters rest,
+and one that no backward reaches any more. Of ranks that hold no copies, so that `replica_divergence` has nothing to
+compare, and of a pipeline's stages, each that left out a single step is named.
 
 Why it hurts: nothing is learnt, and the loss looks like that of a hard problem.
 """
@@ -47,6 +47,7 @@ def optimizer_stale(view: RunView) -> list[Finding]:
         *_unused(view, named),
         *_one_of_several(view),
         *_no_backward(view),
+        *_starved(view),
         *filter(None, left_out),
     ]
 
@@ -138,6 +139,45 @@ def _no_backward(view: RunView) -> list[Finding]:
             ),
         )
     ]
+
+
+def _starved(view: RunView) -> list[Finding]:
+    """Ranks whose optimizers step without any gradient, since some step, while backwards go on."""
+    found: dict[int, tuple[int, str]] = {}
+    for rank in view.ranks:
+        match view.meta(rank).process.get("starved"):
+            case [int(since), str(name)] if _rests_since(view, rank, since):
+                found[rank] = since, name
+    if not found:
+        return []
+    first = min(since for since, _ in found.values())
+    name = next(iter(found.values()))[1]
+    return [
+        Finding(
+            "optimizer-stale",
+            f"the {name} of {ranks_text(found)} steps without any gradient since step {first}: backwards go on, and"
+            " none reaches a parameter that it holds",
+            tuple(found),
+            Confidence.LIKELY,
+            step=first,
+            aspect="starved",
+            next_step="Where the model was made anew, make its optimizer anew, or load what the new one is to hold into"
+            " the model that the optimizer knows.",
+            evidence=tuple(
+                {"what": "steps without gradients", "rank": rank, "since": since, "optimizer": name}
+                for rank, (since, name) in list(found.items())[:16]
+            ),
+        )
+    ]
+
+
+def _rests_since(view: RunView, rank: int, step: int) -> bool:
+    """Whether no parameter of `rank` was seen to change after `step`."""
+    digests = view.digests(rank)
+    if not len(digests) or "digest" not in (digests.dtype.names or ()):
+        return True
+    later = digests["digest"][digests["step"] >= step]
+    return not (later != later[:1]).any()
 
 
 def _steps_alone(view: RunView, rank: int) -> int:

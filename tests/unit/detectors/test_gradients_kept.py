@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,6 +199,69 @@ def test_gradients_that_are_thrown_away_past_the_optimizer(
             forget(model, step)
     found = [f for f in optimizer_stale(load_run(tmp_path)) if "never steps" in f.summary]
     assert [f.ranks for f in found] == [(0,)] * told
+
+
+Phase = Callable[[nn.Module, list[torch.optim.Optimizer]], nn.Module]
+
+
+def made_anew(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def with_an_optimizer_of_its_own(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+    other = copy.deepcopy(model)
+    optimizers.append(torch.optim.SGD(other.parameters(), 0.01))
+    return other
+
+
+def frozen(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+    return copy.deepcopy(model.requires_grad_(False)).requires_grad_(True)
+
+
+def distilled_into_the_old_one(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+    """Something else than the optimizer moves what it holds."""
+    teacher = copy.deepcopy(model)
+
+    def follow(*_: object) -> None:
+        with torch.no_grad():
+            for mine, its in zip(model.parameters(), teacher.parameters(), strict=True):
+                mine.add_(its, alpha=0.01)
+
+    teacher.register_forward_hook(follow)
+    return teacher
+
+
+@pytest.mark.parametrize(
+    ("phase", "told"), [(made_anew, 1), (with_an_optimizer_of_its_own, 0), (frozen, 0), (distilled_into_the_old_one, 0)]
+)
+@pytest.mark.parametrize("steps", [kept_gradients.STARVED - 1, kept_gradients.STARVED + 4])
+def test_an_optimizer_that_no_backward_reaches_any_more(tmp_path: Path, phase: Phase, told: int, steps: int):
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(3, 1)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), 0.01)]
+    with dtobs.attach(model, optimizers[0], run_dir=tmp_path, monitor=False):
+        for step in range(20 + steps):
+            if step == 20:
+                model = phase(model, optimizers)
+            model(torch.randn(4, 3)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = [f for f in optimizer_stale(load_run(tmp_path)) if "without any gradient" in f.summary]
+    assert [(f.ranks, f.step) for f in found] == ([((0,), 21)] * told if steps >= kept_gradients.STARVED else [])
+
+
+def test_an_optimizer_that_is_given_gradients_again(tmp_path: Path):
+    model, beside = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    said = []
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for step in range(40):
+            (beside if 10 <= step < 30 else model)(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            said.append(load_run(tmp_path).meta(0).process.get("starved"))
+    assert said == [None] * 25 + [[11, "SGD"]] * 5 + [[]] * 10
 
 
 def test_one_rank_of_two(tmp_path: Path):
