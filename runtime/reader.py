@@ -36,6 +36,7 @@ _CLASSES = {
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it, and no other
         if (module, name) == ("builtins", "getattr"):
             return _member  # Python 3.11.0 to 3.11.3 pickles the member of an enumeration as an attribute of it
         if (module, name) not in _CLASSES:

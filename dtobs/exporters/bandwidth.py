@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -30,7 +31,7 @@ def bus_bandwidth(look: MonitorSnapshot) -> Iterator[tuple[tuple[str, ...], floa
         calls[kind, number] += [call for call in found if kind and call.nbytes >= LEAST_BYTES]
     slowest: dict[tuple[str, str], float] = {}
     for (kind, number), found in calls.items():
-        seconds = sum(call.seconds for call in found)
+        seconds = math.fsum(call.seconds for call in found)  # alike in every Python
         if seconds and len(found) >= LEAST_CALLS:
             speed = sum(call.nbytes for call in found) / seconds * bus_factor(kind, len(groups[number].ranks))
             key = kind, _kind_of(groups[number])

@@ -72,7 +72,7 @@ class Exceptions(Probe):
 
     def _leave(self, code: object = None) -> None:
         """``sys.exit`` is called; whether the program does leave is known when the interpreter ends (`left`)."""
-        if _says_failure(code):
+        if _says_failure(code) and not self._leaves_already(code):
             error = sys.exc_info()[1] or SystemExit(code)
             said, failed = self._described(error), _fails(error)
             if error.__traceback__ is None:  # nothing is raised yet
@@ -83,6 +83,11 @@ class Exceptions(Probe):
                     failed, why = False, f"{said['type'].rpartition('.')[2]}: {said['message']}"
                     said |= {"type": "SystemExit", "message": why}
             self._leaving = _Leaving(self.context.step, id(error), said, failed)
+
+    def _leaves_already(self, code: object) -> bool:
+        """Whether `code` only says again why the program leaves, as multiprocessing does from Python 3.13 on."""
+        before = self._leaving if sys.exc_info()[1] is None else None
+        return before is not None and (before.step, before.said.get("exit_code")) == (self.context.step, code)
 
     def _leave_at_once(self, code: object = None) -> None:
         error = sys.exc_info()[1]

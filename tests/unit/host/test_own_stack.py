@@ -77,7 +77,8 @@ from dtobs.probes.stacks import Stacks
 probe = Stacks()
 directory = SimpleNamespace(stacks=lambda *_: Path(sys.argv[1]))
 meta = SimpleNamespace(add=lambda *_, **__: None)
-probe.context = SimpleNamespace(recorder=SimpleNamespace(run_dir=directory, rank=0, attempt=0, meta=meta))
+recorder = SimpleNamespace(run_dir=directory, rank=0, attempt=0, meta=meta)
+probe.context = SimpleNamespace(recorder=recorder, guard=lambda probe, hook, **_: hook)
 probe.install()
 def deep(n): return n and 1 + deep(n - 1)
 def work():
