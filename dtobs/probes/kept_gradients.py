@@ -110,9 +110,7 @@ class KeptGradients(Probe):
         # By id of the optimizer, while it has not stepped: None once it has.
         self._idle: dict[int, _Idle | None] = {}
         self._clippings: dict[int, _Clipping] = {}  # by id of the optimizer, once it has stepped
-        self._fed_by: weakref.ref[torch.Tensor] | None = (
-            None  # a parameter that had a gradient when its optimizer stepped
-        )
+        self._fed_by: weakref.ref[torch.Tensor] | None = None  # a parameter that had a gradient in a step
         self._fed = True  # whether an optimizer had any since the last step ended
         self._stepped, self._seen = "", 0  # the optimizer that stepped since then, and the backwards until then
         self._starved = 0

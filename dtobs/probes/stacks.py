@@ -49,7 +49,7 @@ class Stacks(Probe):
             self._for_crashes = True
             self.undo.callback(self._let_go)
             self.undo.callback(patches.around(faulthandler, "enable", self.guard(self._taken), lambda _: None))
-        self.around(os, "_exit", lambda code=0, *_: _leaves(file, code), lambda _: None)
+        self.around(os, "_exit", lambda code=0, **named: _leaves(file, named.get("status", code)), lambda _: None)
         if os.environ.get("DTOBS_RUN_NAME"):  # workers that are started anew find it: `integrations.startup`
             os.environ[FOR_WORKERS] = f"{int(MAIN_SIGNAL)}:{path.absolute()}"
             self.undo.callback(os.environ.pop, FOR_WORKERS, None)

@@ -297,7 +297,7 @@ class Rank:
 
     @cached_property
     def stack(self) -> ThreadStack | None:
-        """The stack of the thread that crashed, else of the one that trains, when `stacks` were taken; or None."""
+        """The stack of the thread that ended it, else of the one that trains, when `stacks` were taken; or None."""
         if self.crash is not None and self.crash.stack is not None:
             return self.crash.stack
         ident, number = self.meta.process.get("training_thread"), self.training_thread

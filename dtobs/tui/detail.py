@@ -64,7 +64,9 @@ class RankDetail:
     steps: tuple[StepLine, ...]
     events: tuple[EventLine, ...]
     exception: str
-    stack: tuple[str, ...]  #: of the thread that trains or has crashed, from the user's line on, library frames folded
+    stack: tuple[
+        str, ...
+    ]  #: of the thread that trains or that ended it, from the user's line on, library frames folded
     stack_title: str
     stacks: str  #: of all its threads, as captured or as it crashed
     log: tuple[str, ...] = ()  #: what it printed last, where its output goes to a file of its own
@@ -90,7 +92,7 @@ def rank_detail(view: RunView, number: int) -> RankDetail:
 
 def _stack_title(rank: Rank) -> str:
     if rank.crash is not None:
-        return f"stack of {'the thread that crashed' if rank.crash.stack is not None else 'its main thread'}"
+        return f"stack of {'the thread that ended it' if rank.crash.stack is not None else 'its main thread'}"
     return f"stack of its main thread, captured {rank.view.capture.taken_utc if rank.view.capture else ''}"
 
 

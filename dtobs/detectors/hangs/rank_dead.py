@@ -22,7 +22,6 @@ _TOLD_NEXT = (
     "checkpoint."
 )
 _EXITED = "Look at what it printed last: it left by itself with that exit code (os._exit, or a native library's exit)."
-
 _LEFT = "Look at the line shown: it ended its process there by os._exit, which skips what Python does at an end."
 
 
