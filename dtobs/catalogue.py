@@ -12,7 +12,7 @@ from dtobs import silent_codes
 from dtobs.codes import Code, Family, Row, Severity, Trait
 from dtobs.expectations import EXPECTATIONS
 
-__all__ = ["AFTER_SIGNAL", "CATALOGUE", "CRASHED", "PREFLIGHT", "Code", "Family", "Severity", "Trait"]
+__all__ = ["CATALOGUE", "CRASHED", "PREFLIGHT", "Code", "Family", "Severity", "Trait", "after_signal"]
 
 CRASHED = "Look at the line shown: native code that it calls crashed; run it with compute-sanitizer or under gdb."
 """What to do about a rank that native code crashed, where it is told from which line."""
@@ -30,6 +30,12 @@ AFTER_SIGNAL: dict[int, str] = {
     ),
 }
 """What to do about a process that a signal ended which says why, by that signal."""
+
+
+def after_signal(number: int, otherwise: str = "", *, shown: bool = False) -> str:
+    """What to do about a process that signal `number` ended; `shown`: the line of Python at which it did is told."""
+    return CRASHED if shown and number != SIGBUS else AFTER_SIGNAL.get(number, otherwise)
+
 
 _LOST_TIME: tuple[tuple[str, str, str], ...] = (
     (

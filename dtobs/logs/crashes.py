@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtobs.catalogue import AFTER_SIGNAL, CRASHED
+from dtobs.catalogue import CRASHED, after_signal
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.logs.endings import DEADLY, LoggedEnding
 from dtobs.logs.evidence import Sign
@@ -356,9 +356,7 @@ def _after(number: int, site: str) -> str:
     """What to do about a rank that this signal ended, at `site` where that is told."""
     if number == signal.SIGKILL:
         return ""
-    if site and number != signal.SIGBUS:
-        return CRASHED
-    return AFTER_SIGNAL.get(number, _CRASHED_SOMEWHERE)
+    return after_signal(number, _CRASHED_SOMEWHERE, shown=bool(site))
 
 
 def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:

@@ -7,9 +7,7 @@ one failed are not accused, nor is a process that ends badly after it closed its
 
 from __future__ import annotations
 
-from signal import SIGBUS
-
-from dtobs.catalogue import AFTER_SIGNAL, CRASHED
+from dtobs.catalogue import after_signal
 from dtobs.detectors.hangs.describe import stack_evidence, where
 from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.situation import Situation, Told
@@ -52,8 +50,8 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
     confidence = Confidence.CERTAIN if seen else Confidence.POSSIBLE if everybody else Confidence.LIKELY
     crash = view.rank(first.rank).crash
     traced = crash is not None and crash.stack is not None
-    left_next = _LEFT if traced else _EXITED
-    after_signal = CRASHED if traced and first.exit_code != -SIGBUS else AFTER_SIGNAL.get(-first.exit_code, "")
+    left = _LEFT if traced else _EXITED
+    following = left if first.exit_code > 0 else after_signal(-first.exit_code, shown=traced)
     pids = ", ".join(str(e.process.pid) for e in endings[:8] if e.process)
     return Finding(
         "rank-dead",
@@ -63,6 +61,6 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
         confidence,
         step=int(view.page(first.rank)["step"]),
         evidence=tuple(record for e in endings[:8] for record in stack_evidence(situation, e.rank)),
-        next_step=_TOLD_NEXT if first.told else left_next if first.exit_code > 0 else after_signal,
+        next_step=_TOLD_NEXT if first.told else following,
         since_ns=first.t_ns - int(view.page(first.rank)["clock_offset_ns"]),
     )
