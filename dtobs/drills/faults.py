@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Layout = Literal["ddp", "fsdp", "hsdp", "tp", "pp", "by-hand", "zero1", "dp-tp", "dp-pp", "dp-cp", "dp-ep"]
-"""Ways to spread a model; the last four over a data dimension by hand, and over two ranks that split layers, stages,
-sequences or experts."""
+Layout = Literal["ddp", "fsdp", "hsdp", "tp", "pp", "by-hand", "fsdp1", "zero1", "dp-tp", "dp-pp", "dp-cp", "dp-ep"]
+"""Ways to spread a model, "fsdp" by `fully_shard` and "fsdp1" by the class before it; the last four over a data
+dimension by hand, and over two ranks that split layers, stages, sequences or experts."""
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp", "tp", "pp", "by-hand")
 Point = Literal[
     "nowhere", "rendezvous", "start", "loader", "forward", "branch", "checkpoint", "validation", "end", "everywhere"
@@ -105,13 +105,16 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*_HEALTHY, *_BY_ONE,
 
 
 def _trouble(
-    name: str, code: str | None, names: Literal["odd", "all"] = "odd", wrappers: tuple[Layout, ...] = ("ddp", "fsdp")
+    name: str,
+    code: str | None,
+    names: Literal["odd", "all"] = "odd",
+    wrappers: tuple[Layout, ...] = ("ddp", "fsdp", "fsdp1"),
 ) -> Fault:
     return Fault(name, "nowhere", code, names=names, wrappers=wrappers)
 
 
 _TROUBLES = (
-    _trouble("none", None, wrappers=("ddp", "fsdp", "hsdp", "by-hand")),
+    _trouble("none", None, wrappers=("ddp", "fsdp", "hsdp", "by-hand", "fsdp1")),
     _trouble("declared-seed", "seed-policy"),
     _trouble("initial-parameters", "seed-policy", wrappers=("by-hand", "hsdp")),
     _trouble("equal-dropout", "seed-policy", "all"),
@@ -121,7 +124,7 @@ _TROUBLES = (
     _trouble("loud", "local-gradient-outlier"),
     _trouble("flipped-bit", "replica-divergence", wrappers=("ddp", "hsdp", "by-hand")),
     _trouble("corrupted-message", "corrupted-communication", wrappers=("by-hand",)),
-    _trouble("same-data", "data-overlap", "all", ("ddp", "fsdp", "by-hand")),
+    _trouble("same-data", "data-overlap", "all", ("ddp", "fsdp", "by-hand", "fsdp1")),
     _trouble("uneven", "data-uneven", "all"),  # of two that differ none is accused
     _trouble("unwrapped", "gradients-not-synchronized", "all", wrappers=("ddp",)),
     _trouble("wiped", "accumulation-not-normalized", "all", wrappers=("ddp",)),
@@ -131,8 +134,8 @@ _TROUBLES = (
     _trouble("overwritten", "state-changed-at-rest", wrappers=("ddp", "by-hand")),
     _trouble("coarse", "updates-lost", "all"),
     _trouble("rescaled", "gradient-scale-mismatch", "all"),
-    _trouble("other-settings", "config-mismatch", "all", ("fsdp",)),  # of two that differ none is accused
-    _trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp",)),
+    _trouble("other-settings", "config-mismatch", "all", ("fsdp", "fsdp1")),  # of two that differ none is accused
+    _trouble("other-rate", "learning-rate-mismatch", "all", ("fsdp", "fsdp1")),
     _trouble("rotten-checkpoint", "checkpoint-corrupt", wrappers=("ddp", "by-hand")),
     _trouble("full-disk", "checkpoint-failed", wrappers=("ddp", "by-hand")),
     _trouble("slow", "straggler"),

@@ -133,6 +133,8 @@ def spread(model: nn.Module, layout: Layout, group: Any = None) -> Spread:
         data_rank, reduce = _over_data(model, mesh)
     elif layout in ("fsdp", "hsdp"):
         _fully_shard(model, mesh)
+    elif layout == "fsdp1":
+        model = _flatten(model)
     elif layout == "by-hand":
         reduce = partial(average_gradients, model, group)
     return Spread(
@@ -248,6 +250,16 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh | None) -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def _flatten(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, device_id=cpu
+    )
 
 
 def _pipeline(model: nn.Module, mesh: DeviceMesh) -> Spread:

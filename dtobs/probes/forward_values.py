@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dtobs.probes.base import Probe
+from dtobs.probes.flat import flat_parameters
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import local_tensor, model_tensors
 
@@ -82,7 +83,8 @@ def names(model: nn.Module) -> dict[int, str]:
     """By id of each parameter that autograd sees: the module that has it, "the root module" for the outermost."""
     gathered = fsdp_parameters(model)
     seen = {id(t.tensor if (g := gathered.get(id(t.tensor))) is None else g): t.name for t in model_tensors(model)}
-    return {each: name.rpartition(".")[0] or "the root module" for each, name in seen.items()}
+    units = {id(flat.parameter): flat.name or "the root module" for flat in flat_parameters(model)}
+    return {each: name.rpartition(".")[0] or "the root module" for each, name in seen.items()} | units
 
 
 def where_it_arose(roots: Sequence[Any], known: dict[int, str]) -> tuple[str, str, int]:

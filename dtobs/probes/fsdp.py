@@ -1,7 +1,8 @@
-"""The gathered parameters of FSDP2: private to torch, and the only place where the gradient before reduction exists.
+"""The gathered parameters of FSDP: private to torch, and the only place where the gradient before reduction exists.
 
-Tried with torch 2.11.0 and 2.13.0. Where a version keeps its state elsewhere, `fsdp_parameters` finds none gathered,
-and local gradients of sharded parameters are not measured (``local_norm`` stays NaN).
+Those of FSDP1 are the flat ones of `probes.flat`. Of FSDP2 this was tried with torch 2.11.0 and 2.13.0. Where a
+version keeps its state elsewhere, `fsdp_parameters` finds none gathered, and local gradients of sharded parameters are
+not measured (``local_norm`` stays NaN).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dtobs.probes.flat import Flat, flat_parameters
 from dtobs.probes.layout import is_fsdp
 
 try:
@@ -39,8 +41,11 @@ def gathered_event(result: Any) -> torch.Event | None:
 
 
 def fsdp_parameters(model: nn.Module) -> dict[int, nn.Parameter | None]:
-    """id of each parameter that FSDP2 shards → what autograd sees in its place; None until it was first gathered."""
-    found: dict[int, nn.Parameter | None] = {}
+    """id of each parameter that FSDP shards → what autograd sees in its place; None until it was first gathered.
+
+    A flat parameter of FSDP1 is both.
+    """
+    found: dict[int, nn.Parameter | None] = {id(flat.parameter): flat.parameter for flat in flat_parameters(model)}
     for module in model.modules():
         if is_fsdp(module):
             for parameter in module.parameters():
@@ -55,7 +60,7 @@ def fsdp_parameters(model: nn.Module) -> dict[int, nn.Parameter | None]:
 
 @dataclass(frozen=True)
 class Gathered:
-    """How FSDP2 spreads one parameter: over `ranks`, in `parts` shards of its first dimension; `part` is this rank's.
+    """How FSDP spreads one parameter: over `ranks`, in `parts` shards of its first dimension; `part` is this rank's.
 
     `find` gives what autograd sees in its place, None before it was first gathered; `waits` says whether that has a
     gradient which is still to be reduced. Neither keeps anything alive.
@@ -70,13 +75,18 @@ class Gathered:
 
 
 def fsdp_shards(model: nn.Module) -> dict[int, Gathered | None]:
-    """id of each parameter that FSDP2 shards → how; None where this torch does not say, or along another dimension."""
-    found: dict[int, Gathered | None] = {}
+    """id of each parameter that FSDP shards → how; None where this torch does not say, or along another dimension."""
+    found: dict[int, Gathered | None] = {id(flat.parameter): _whole(flat) for flat in flat_parameters(model)}
     for module in model.modules():
         if is_fsdp(module):
             for state in _states(module):
                 found[id(getattr(state, "sharded_param", None))] = _gathered(state)
     return found
+
+
+def _whole(flat: Flat) -> Gathered:
+    kept = weakref.ref(flat.parameter)
+    return Gathered(flat.ranks, flat.parts, flat.part, (flat.length,), kept, lambda: False)
 
 
 def _gathered(state: Any) -> Gathered | None:

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtobs.events import Kind
 from dtobs.probes.backward import compiled_autograd
 from dtobs.probes.base import Probe
+from dtobs.probes.flat import flat_parameters
 from dtobs.probes.fsdp import fsdp_parameters
 from dtobs.probes.layout import Bare, Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.modules import around_call, roots
@@ -48,6 +49,8 @@ ALARM_STEPS = 8
 
 Square = float | torch.Tensor
 """A squared norm (CPU), or, on a device, the norm as a 0-d tensor that nobody has waited for."""
+_Piece = tuple[int, int | None, int | None]
+"""A row, and where its gradient begins and ends in that of what autograd sees; None where it is all of it."""
 
 
 class GradientProbe(Probe):
@@ -95,9 +98,11 @@ class GradientProbe(Probe):
         distance = max(1, len(wanted) // (SAMPLE_SPREAD_ON_A_DEVICE if on_device else SAMPLE_SPREAD))
         self._sample = {*wanted[:SAMPLE_FIRST], *wanted[::distance]}
         gathered = fsdp_parameters(model)
+        flats = flat_parameters(model)
+        gathered_later = gathered.keys() | {id(p) for flat in flats for p in flat.held}
         for index in wanted:
             tensor = self._tensors[index].tensor
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in gathered:
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in gathered_later:
                 self._hook(index, tensor, fresh=False)
         called = [part for part in roots(model) if not isinstance(part, Bare)]
         if self._ddp and called == self._ddp[:1] and not _finds_unused(self._ddp[0]):
@@ -105,6 +110,15 @@ class GradientProbe(Probe):
             of = {id(p) for p in called[0].parameters()}
             rows = [i for i in wanted if id(self._tensors[i].tensor) in of]
             self._rows = [i for i in rows if self._tensors[i].name not in ignored]
+        places = {id(t.tensor): i for i, t in enumerate(self._tensors)}
+        for flat in flats:
+            pieces: list[_Piece] = [(places[id(p)], begin, end) for p, begin, end in flat.originals if id(p) in places]
+            if pieces and flat.parts > 1:
+                read = self.guard(self._reader_of_pieces(pieces))
+                self._readers[id(flat.parameter)] = read
+                self.undo.callback(_listen(flat.parameter, read).remove)
+            elif pieces:  # it goes on from what was reduced before, so what is added is read
+                self._listen_to_what_is_added(flat.parameter, pieces)
         if gathered:
             # What autograd works on are the gathered parameters, and they do not exist before the first forward.
             for root in roots(model):
@@ -179,17 +193,19 @@ class GradientProbe(Probe):
         for index, named in enumerate(self._tensors):
             parameter = named.tensor
             if id(parameter) in self._readers and id(parameter) in self._hooked and not self._fresh.get(index):
-                with _wanting(parameter):
-                    node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._nodes.append(node)
-                self.undo.callback(node.register_prehook(self.guard(self._adder(index))).remove)
+                self._listen_to_what_is_added(parameter, [(index, None, None)])
 
-    def _adder(self, index: int) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+    def _listen_to_what_is_added(self, parameter: torch.Tensor, pieces: list[_Piece]) -> None:
+        with _wanting(parameter):
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._nodes.append(node)
+
         def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
             if gradients[0] is not None and not compiled_autograd():
-                self._take(index, gradients[0], adds=True)
+                for index, begin, end in pieces:
+                    self._take(index, gradients[0] if end is None else gradients[0][begin:end], adds=True)
 
-        return read
+        self.undo.callback(node.register_prehook(self.guard(read)).remove)
 
     def _read_whole(self, whole: bool) -> None:
         """From now on read every gradient, or only the sample."""
@@ -238,6 +254,22 @@ class GradientProbe(Probe):
                 adds = seen is None or seen() is not gradient
                 seen = weakref.ref(gradient)
             self._take(index, gradient, adds=adds)
+
+        return read
+
+    def _reader_of_pieces(self, pieces: list[_Piece]) -> Callable[[torch.Tensor], None]:
+        """The hook of a flat parameter that holds others."""
+        seen: weakref.ref[torch.Tensor] | None = None
+
+        def read(parameter: torch.Tensor) -> None:
+            nonlocal seen
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            adds = seen is None or seen() is not gradient  # the one before was reduced and freed
+            seen = weakref.ref(gradient)
+            for index, begin, end in pieces:
+                self._take(index, gradient[begin:end], adds=adds)
 
         return read
 

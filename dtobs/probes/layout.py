@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.events import identify
+from dtobs.probes.flat import flat_parameters
 from dtobs.recording.meta import Parameter
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -106,14 +107,19 @@ def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
                 copies[id(tensor)] = members
         if not ddp.broadcast_buffers:  # each rank counts its own forwards
             seen |= {id(buffer) for buffer in ddp.module.buffers()}
+    flats = {id(p): flat for flat in flat_parameters(model) for p in flat.held}
     found: list[Named] = []
     for name, tensor in (*_walk(model, "", buffers=False), *_walk(model, "", buffers=True)):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            key = replica_key(tensor, copies.get(id(tensor), ()))
+            mine, flat = copies.get(id(tensor), ()), flats.get(id(tensor))
+            mine = flat.copies if flat is not None and not mine else mine
+            key = replica_key(tensor, mine)
+            if flat is not None and flat.parts > 1:
+                key = f"mesh:{len(mine)}:{_digest(flat.ranks)}/0.flat.{flat.part}"
             dtype = str(tensor.dtype).removeprefix("torch.")
             row = Parameter(name, tuple(tensor.shape), dtype, key)
-            found.append(Named(name, tensor, row, _copy(tensor, copies.get(id(tensor), ()))))
+            found.append(Named(name, tensor, row, _copy(tensor, mine)))
     return found
 
 
@@ -210,7 +216,9 @@ def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Para
     dropout = sum(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in modules)
     ddp = wrappers(model) if model is not None else []
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)] if model is not None else []
-    kind = "ddp" if ddp else "fsdp" if any(is_fsdp(m) for m in modules) else "dtensor" if sharded else "plain"
+    flats = flat_parameters(model) if model is not None else []
+    sharding = bool(flats) or any(is_fsdp(m) for m in modules)
+    kind = "ddp" if ddp else "fsdp" if sharding else "dtensor" if sharded else "plain"
     known = mesh or (max((_whole(p.device_mesh) for p in sharded), key=lambda m: m.ndim) if sharded else None)
     known = _told(known) if known is not None else None
     data: tuple[int, ...] = ()
@@ -223,6 +231,8 @@ def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Para
         data = tuple(known.mesh.flatten().tolist())
     if ddp and not data:
         data = tuple(dist.get_process_group_ranks(ddp[0].process_group))
+    if flats and not data:
+        data = flats[0].ranks
     stage = next((c for name, c in coordinates.items() if _words(name) & _STAGE), 0)
     along = {"ddp": "data", "fsdp": "shard"}.get(kind, "")
     if known is not None and known.mesh_dim_names:

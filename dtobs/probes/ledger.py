@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.probes.backward import compiled_autograd
 from dtobs.probes.base import Context, Probe
+from dtobs.probes.flat import Flat, accumulator, flat_parameters
 from dtobs.probes.fsdp import Gathered, fsdp_shards
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.rotation import Rotation
@@ -48,11 +49,16 @@ class LedgerRow:
     ignored: bool = False  #: DDP was told to leave it alone
     learned: bool = False  #: from what was reduced in the first steps
     shape: tuple[int, ...] = ()  #: of the gradient as autograd sees it, on this rank
+    held: weakref.ref[torch.Tensor] | None = None  #: what an optimizer holds in its place, where it does
 
     @property
     def parts(self) -> int:
         """In how many shards the optimizers hold it."""
         return self.gathered.parts if self.gathered is not None else 1
+
+    def optimized(self) -> torch.Tensor | None:
+        """What an optimizer holds of it; None where that is gone."""
+        return (self.held or self.parameter)()
 
 
 @dataclass
@@ -180,7 +186,7 @@ class LedgerProbe(Probe):
             if compiled or parameter is None or not parameter.requires_grad or not parameter.is_leaf:
                 look.bad = True
                 continue
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node = accumulator(parameter) or torch.autograd.graph.get_gradient_edge(parameter).node
             # The handle knows the node only weakly, and the node keeps the parameter alive: both go when it returns.
             self._handles.append((node, node.register_prehook(self.guard(self._reader(look)))))
         self._rotation.spent(time.perf_counter_ns() - begin)
@@ -196,7 +202,7 @@ class LedgerProbe(Probe):
             return
         begin = time.perf_counter_ns()
         mine = self.context.trained_by(self.context.stepping)
-        now = {n: look for n, look in self._now.items() if id(self._rows[n].parameter()) in mine}
+        now = {n: look for n, look in self._now.items() if id(self._rows[n].optimized()) in mine}
         for number in now:
             del self._now[number]  # a second step of the same optimizer in the same step is not looked at
         written: list[tuple[int, Side, int, int, int, torch.Tensor]] = []
@@ -296,16 +302,27 @@ def find_rows(context: Context) -> tuple[list[LedgerRow], list[str]]:
     inside = {id(p): ddp for ddp in reversed(wrappers(model)) for p in ddp.parameters()}
     rows: list[LedgerRow] = []
     unknown: list[str] = []
+    flats = {id(p): flat for flat in flat_parameters(model) for p in flat.held}
     for named in model_tensors(model, context.replicas):
         tensor = named.tensor
         if not tensor.requires_grad or id(tensor) not in trained or not isinstance(tensor, nn.Parameter):
             continue
-        row = _row(named, shards, inside, context)
+        flat = flats.get(id(tensor))
+        if flat is not None and flat.held[0] is not tensor:
+            continue  # one row for all that lies in it
+        row = _row(named, shards, inside, context) if flat is None else _flat_row(flat, shards[id(flat.parameter)])
         if row is None:
             unknown.append(named.name)
         else:
             rows.append(row)
     return rows, unknown
+
+
+def _flat_row(flat: Flat, gathered: Gathered | None) -> LedgerRow:
+    name = f"{flat.name}.*" if flat.name else "*"
+    whole: weakref.ref[torch.Tensor] = weakref.ref(flat.parameter)
+    held: weakref.ref[torch.Tensor] = weakref.ref(flat.held[0])
+    return LedgerRow(name, whole, flat.ranks, gathered if flat.parts > 1 else None, shape=(flat.length,), held=held)
 
 
 def _row(

@@ -70,7 +70,8 @@ class ReducedGradientProbe(Probe):
         clip: Any = getattr(torch.nn.utils, "clip_grad", None)
         if getattr(clip, "_clip_grads_with_norm_", None) is not None:
             self.around(clip, "_clip_grads_with_norm_", self._before_clipping, lambda _began: None, _not_traced)
-        self._whole = all(not isinstance(t.tensor, DTensor) and t.row.replica for t in self._tensors)
+        keys = [(t.tensor, t.row.replica) for t in self._tensors]
+        self._whole = all(key and "/" not in key and not isinstance(tensor, DTensor) for tensor, key in keys)
 
     def remove(self) -> None:
         """Let go of the model."""

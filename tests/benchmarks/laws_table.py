@@ -24,6 +24,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"wrapper": "fsdp"},
     "hsdp": {"wrapper": "hsdp"},
+    "fsdp1": {"wrapper": "fsdp1"},
     "by-hand": {"wrapper": "by-hand"},
     "zero1": {"wrapper": "zero1"},
     "accumulated": {"accumulate": 3},
@@ -34,7 +35,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "dp-cp": {"wrapper": "dp-cp"},
     "dp-ep": {"wrapper": "dp-ep"},
 }
-"""How each column trains. The first four by themselves; accumulation, a scaler and the compiler under DDP; the last
+"""How each column trains. The first five by themselves; accumulation, a scaler and the compiler under DDP; the last
 four on a 2 x 2 mesh whose data dimension is averaged by hand: ranks split layers, stages, sequences, or experts."""
 _WORLD = dict.fromkeys(("dp-tp", "dp-pp", "dp-cp", "dp-ep"), 4)
 _OF_FOUR = ("dp-cp", "dp-ep")

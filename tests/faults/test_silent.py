@@ -57,7 +57,7 @@ def test_the_healthy_twin_has_no_finding(tmp_path: Path, wrapper):
     assert findings(SilentJob(tmp_path, "none", wrapper)) == []
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp1"])
 def test_the_healthy_twin_with_accumulation(tmp_path: Path, wrapper):
     assert findings(SilentJob(tmp_path, "none", wrapper, accumulate=3)) == []
 

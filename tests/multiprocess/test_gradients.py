@@ -24,6 +24,9 @@ from tests.multiprocess.gradient_programs import know_gradients, train_a_tempera
         ("fsdp", 3, False),
         ("fsdp", 3, True),
         ("hsdp", 1, False),
+        ("fsdp1", 1, False),
+        ("fsdp1", 3, False),
+        ("fsdp1", 3, True),
     ],
 )
 def test_norms(tmp_path: Path, wrapper: str, accumulate: int, sync_all: bool):

@@ -74,7 +74,12 @@ def _moves_otherwise(view: RunView, rank: int, step: int) -> bool:
 
 
 def _has_gradients(view: RunView, rank: int, step: int) -> bool:
-    """Whether the rank's backward ran in `step`, and the learning rate was above zero."""
+    """Whether the rank's backward ran in `step`, the learning rate was above zero, and most gradients usually are not.
+
+    Where nearly all underflow, a rank of few tensors may well have a step in which all do.
+    """
     records = view.rank_steps(rank)
-    of_step = records[records["step"] == step]
+    of_step, zeros = records[records["step"] == step], records["gradient_zeros"]
+    if (zeros[np.isfinite(zeros)] > MOST).any():
+        return False
     return bool(len(of_step) and of_step["learning_rate"][-1] > 0 and of_step["micro_batches"][-1] > 0)
