@@ -270,7 +270,7 @@ ROWS: tuple[Row, ...] = (
         "checkpoint-race",
         "silent",
         Severity.CRITICAL,
-        "Several ranks write over one checkpoint file",
+        "Several ranks write over one checkpoint file, or the optimizer changes what is saved",
         "Write it from one rank only, or a file for each rank; write beside its place and rename it when it is whole.",
     ),
     (

@@ -68,7 +68,7 @@ def train(job: TimeJob) -> None:
     extra = bytearray(EXTRA_BYTES if lost.name == "memory-imbalance" and odd else 0)
     page = os.sysconf("SC_PAGE_SIZE")
     extra[::page] = b"x" * len(extra[::page])  # memory that was never written to is none
-    heap = [[number] for number in range(400_000)] if lost.name == "garbage" else []
+    heap = [[number] for number in range(1_000_000)] if lost.name == "garbage" else []
     kept: list[bytes] = []
 
     def batch(step: int, _micro: int) -> tuple[Tensor, Tensor]:

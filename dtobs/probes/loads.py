@@ -1,9 +1,15 @@
-"""Checkpoints that are not what was saved: files that torch.load or safetensors cannot read whole, or that have rotted.
+"""Checkpoints that are not what was saved, or that the model does not take.
+
+Of files it is seen what torch.load or safetensors cannot read whole, and what has rotted.
 
 ``torch.save`` writes a checksum of each record into its zip file, and ``torch.load`` reads the records without looking
 at it (2.13): a changed bit is loaded without a word. So after a load some records are read again, for as long as half
 of the load has taken, each rank beginning at another one. A file is not what was saved only where records are right and
 others are not: without checksums (`torch.serialization.set_crc32_options(False)`) they are 0, and nothing is said.
+
+``load_state_dict(…, strict=False)`` returns what it did not take, and few look at it: names with another prefix, such
+as DDP's ``module.``, are left out, and the model keeps its random values. What a module has taken nothing of, or what
+it would have taken most of with another prefix, is written down with the first step, if nothing was loaded since.
 """
 
 from __future__ import annotations
@@ -11,11 +17,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
 import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtobs.probes.base import Probe
 from dtobs.probes.call_site import CallSites
@@ -43,6 +54,35 @@ class Loads(Probe):
         self._watch(torch, "load")
         if _SAFETENSORS in sys.modules:
             self._watch(sys.modules[_SAFETENSORS], "load_file")
+
+        self._unloaded: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
+        self.around(nn.Module, "load_state_dict", self._before_taking, lambda handle: handle.remove())
+
+    def step_begin(self) -> None:
+        """The training begins with what was loaded until now."""
+        for _, said in self._unloaded[:_MOST]:
+            self.context.recorder.meta.add("unloaded", **said, step=self.context.step)
+        self._unloaded.clear()
+
+    def _before_taking(self, module: Any, entries: Any = None, strict: bool = True, *_args: Any, **_named: Any) -> Any:
+        if not isinstance(entries, Mapping) or not entries:
+            return None
+        site = -1 if strict else self._sites.here(2)
+        taking = self.guard(partial(self._taken, list(entries), site))
+        return module.register_load_state_dict_post_hook(taking)
+
+    def _taken(self, names: list[str], site: int, module: nn.Module, left: Any) -> None:
+        """A module has taken of `names` what it did; `site` is -1 where it raises for the others."""
+        unexpected, missing = set(map(str, left.unexpected_keys)), set(map(str, left.missing_keys))
+        taken = len(names) - len(unexpected)
+        if taken or not missing:  # by a part as well: the rest may be loaded in other ways
+            earlier = [known for known, _ in self._unloaded if (m := known()) is not None and module in m.modules()]
+            self._unloaded = [each for each in self._unloaded if each[0] not in earlier]
+        prefix = _prefix(unexpected, missing)
+        if site >= 0 and missing and unexpected and (taken <= 0 or prefix):
+            said = {"given": len(names), "taken": max(0, taken), "missing": len(missing), "prefix": prefix}
+            name = min(unexpected)[:_MAX_MESSAGE]
+            self._unloaded.append((weakref.ref(module), {"site": site, "name": name, **said}))
 
     def _watch(self, owner: Any, name: str) -> None:
         def begin(*args: Any, **named: Any) -> tuple[Path, int, float, BaseException | None] | None:
@@ -77,6 +117,22 @@ class Loads(Probe):
             self._told.add(path)
             said = {"path": path[:_MAX_PATH], "why": why[:_MAX_MESSAGE], "site": site, "loaded": loaded}
             self.context.recorder.meta.add("corrupt", **said, step=self.context.step, t_ns=time.monotonic_ns())
+
+
+def _prefix(given: set[str], wanted: set[str]) -> str:
+    """With a minus what the names `given` begin with beyond those `wanted`, with a plus what they lack; "" for neither.
+
+    Only where it holds for two names or more, and for half of those wanted.
+    """
+    found: Counter[str] = Counter()
+    for sign, longer, shorter in (("-", given, wanted), ("+", wanted, given)):
+        for name in longer:
+            parts = name.split(".")
+            for at in range(1, len(parts)):
+                if ".".join(parts[at:]) in shorter:
+                    found[sign + ".".join(parts[:at]) + "."] += 1
+    prefix, times = found.most_common(1)[0] if found else ("", 0)
+    return prefix[:_MAX_MESSAGE] if times >= max(2, len(wanted) / 2) else ""
 
 
 def _cut(path: Path, error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
 ``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``,
-``pass``, ``save``, ``written``, ``unobserved``, ``lines``. A last line cut by a kill is left out.
+``pass``, ``save``, ``written``, ``torn``, ``unloaded``, ``unobserved``, ``lines``. A last line cut by a kill is left
+out.
 """
 
 from __future__ import annotations
@@ -159,6 +160,36 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Torn:
+    """A save in another thread than the one that trains, begun in step `step`: `live` tensors of it were being trained.
+
+    The optimizer stepped `times` before it was through.
+    """
+
+    path: str
+    site: int
+    live: int
+    step: int
+    times: int
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    """A state dict of `given` entries of which a module took `taken`, while it lacked `missing`.
+
+    `name` is one that was given and not taken. Without, or with, `prefix` most of those would have been.
+    """
+
+    site: int
+    given: int
+    taken: int
+    missing: int
+    name: str
+    prefix: str
+    step: int
+
+
+@dataclass(frozen=True)
 class Written:
     """One file that a rank saved: `device` and `inode` tell which, `begin_ns` and `end_ns` when."""
 
@@ -230,6 +261,8 @@ class Meta:
     saves: dict[tuple[str, int], Save] = field(default_factory=dict)  #: by function and line, those that failed once
     written: list[Written] = field(default_factory=list)  #: whole files, the first of an attempt in order
     corrupt: dict[str, Corrupt] = field(default_factory=dict)  #: by path
+    torn: list[Torn] = field(default_factory=list)
+    unloaded: list[Unloaded] = field(default_factory=list)
     kept: list[tuple[int, str]] = field(default_factory=list)  #: step and parameter of gradients that nobody zeroed
     nonfinite: dict[str, tuple[int, int]] = field(default_factory=dict)  #: by where a NaN was seen: first step, row
     forward: dict[int, ForwardEnd] = field(default_factory=dict)  #: by step, of forward passes that ended in a NaN
@@ -308,6 +341,10 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "corrupt":
             corrupt = decode(Corrupt, e)
             meta.corrupt[corrupt.path] = corrupt
+        case "torn":
+            meta.torn.append(decode(Torn, e))
+        case "unloaded":
+            meta.unloaded.append(decode(Unloaded, e))
         case "kept":
             meta.kept.append((decode(int, e["step"]), decode(str, e["parameter"])))
         case "nonfinite":

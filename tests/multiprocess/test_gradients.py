@@ -25,7 +25,6 @@ from tests.multiprocess.gradient_programs import know_gradients, train_a_tempera
         ("fsdp", 3, True),
         ("hsdp", 1, False),
         ("fsdp1", 1, False),
-        ("fsdp1", 3, False),
         ("fsdp1", 3, True),
     ],
 )

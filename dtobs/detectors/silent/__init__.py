@@ -38,8 +38,10 @@ from dtobs.detectors.silent.seed_policy import seed_policy
 from dtobs.detectors.silent.shared_files import shared_files
 from dtobs.detectors.silent.spikes import spikes
 from dtobs.detectors.silent.state_changed_at_rest import state_changed_at_rest
+from dtobs.detectors.silent.torn_checkpoints import torn_checkpoints
 from dtobs.detectors.silent.update_mismatch import update_mismatch
 from dtobs.detectors.silent.updates_lost import updates_lost
+from dtobs.detectors.silent.weights_not_loaded import weights_not_loaded
 
 DETECTORS: tuple[Detector, ...] = (
     gradient_ledger,
@@ -76,7 +78,9 @@ DETECTORS: tuple[Detector, ...] = (
     data_not_resumed,
     rng_not_restored,
     resume_mismatch,
+    weights_not_loaded,
     checkpoint_corrupt,
     checkpoint_failed,
     shared_files,
+    torn_checkpoints,
 )
