@@ -126,9 +126,10 @@ class Slow(io.BytesIO):
 
     def __init__(self, go: threading.Event) -> None:
         super().__init__()
-        self.go = go
+        self.begun, self.go = threading.Event(), go
 
     def write(self, data: Any) -> int:
+        self.begun.set()
         self.go.wait(60)
         return super().write(data)
 
@@ -143,9 +144,11 @@ def test_what_is_trained_while_a_thread_saves_it(tmp_path: Path, copies: bool, a
             go.set()
         if model is not None:
             state = {"model": model.state_dict(), "step": 4}
-            begin = (copy.deepcopy(state) if copies else state, Slow(go))
-            threads.append(threading.Thread(target=lambda: torch.save(*begin)))
+            file = Slow(go)
+            saved = copy.deepcopy(state) if copies else state
+            threads.append(threading.Thread(target=lambda: torch.save(saved, file)))
             threads[0].start()
+            assert file.begun.wait(60)
         if model is None or at_once:
             threads[0].join()
 
