@@ -202,8 +202,7 @@ class GradientProbe(Probe):
 
         def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
             if gradients[0] is not None and not compiled_autograd():
-                for index, begin, end in pieces:
-                    self._take(index, gradients[0] if end is None else gradients[0][begin:end], adds=True)
+                self._take_pieces(pieces, gradients[0], adds=True)
 
         self.undo.callback(node.register_prehook(self.guard(read)).remove)
 
@@ -268,10 +267,14 @@ class GradientProbe(Probe):
                 return
             adds = seen is None or seen() is not gradient  # the one before was reduced and freed
             seen = weakref.ref(gradient)
-            for index, begin, end in pieces:
-                self._take(index, gradient[begin:end], adds=adds)
+            self._take_pieces(pieces, gradient, adds=adds)
 
         return read
+
+    def _take_pieces(self, pieces: list[_Piece], gradient: torch.Tensor, *, adds: bool) -> None:
+        for index, begin, end in pieces:
+            if self._whole or index in self._sample:
+                self._take(index, gradient if end is None else gradient[begin:end], adds=adds)
 
     def _take(self, index: int, gradient: torch.Tensor, *, adds: bool) -> None:
         """Read as much of a gradient as this step's turn is."""
