@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import dtobs
+from dtobs.probes.flat import flat_parameters
 from dtobs.probes.layout import find_layout, model_tensors, wrapper_around
 from dtobs.recording.view import load_run
 
@@ -217,3 +218,19 @@ def given_before_it_is_wrapped(rank: int, world_size: int, folder: Path, kind: s
             optimizer.zero_grad()
             called(torch.full((2, 4), float(rank + step))).square().mean().backward()
             optimizer.step()
+
+
+def describe_flat(rank: int, world_size: int, strategy: str) -> tuple[list[int], set[str], list[int]]:
+    """Of a model under FSDP1: the data ranks, the replica keys of its parameters, and the lengths of its flat ones."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    model = FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh if strategy == "HYBRID_SHARD" else None,
+    )
+    keys = {row.row.replica for row in model_tensors(model)}
+    return list(find_layout(model).data_ranks), keys, [flat.length for flat in flat_parameters(model)]

@@ -11,6 +11,7 @@ from dtobs.detectors import run_detectors
 from dtobs.recording.view import load_run
 from tests.harness import run_ranks
 from tests.multiprocess.layout_programs import (
+    describe_flat,
     describe_mesh,
     given_before_it_is_wrapped,
     split_sequences,
@@ -154,3 +155,22 @@ def test_a_model_that_is_wrapped_after_it_was_given(tmp_path: Path, kind: str):
         assert steps["micro_batches"].tolist() == [1] * 8
         assert np.isfinite(steps["local_norm"][1:]).all()
         assert len(view.meta(rank).params) == 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "copies"),
+    [
+        ("FULL_SHARD", [{0}, {1}, {2}, {3}]),
+        ("HYBRID_SHARD", [{0, 2}, {1, 3}]),
+        ("NO_SHARD", [{0, 1, 2, 3}]),
+    ],
+)
+def test_who_holds_what_of_a_flat_parameter(strategy: str, copies: list[set[int]]):
+    told = [result.value for result in run_ranks(describe_flat, 4, strategy)]
+    assert {tuple(data_ranks) for data_ranks, _, _ in told} == {(0, 1, 2, 3)}
+    assert all(lengths and lengths[0] >= 5 * 3 + 3 + 3 * 2 + 2 for _, _, lengths in told)
+    together: dict[str, set[int]] = {}
+    for rank, (_, (key,), _) in enumerate(told):
+        together.setdefault(key, set()).add(rank)
+    assert sorted(together.values(), key=min) == copies
+    assert {int(key.split(":")[1]) for key in together} == {len(copies[0])}
