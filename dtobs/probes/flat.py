@@ -5,8 +5,8 @@ steps, what the optimizer holds is that part, or, with ``use_orig_params=True``,
 it; what autograd adds to is the flat parameter as a whole.
 
 Private torch: ``FullyShardedDataParallel._handle`` and `_inter_node_pg`, and ``FlatParameter._params`` with its
-`_numels_with_padding`, `_is_padding_mask` and `_post_backward_hook_state`; tried with 2.13. Where a version keeps them
-elsewhere, a model is taken for one of which nothing is known.
+`_numels_with_padding`, `_is_padding_mask` and `_post_backward_hook_state`; tried with 2.6 and 2.13. Where a version
+keeps them elsewhere, a model is taken for one of which nothing is known.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 
@@ -66,8 +67,8 @@ def _flat(name: str, module: Any) -> Flat | None:
     handle = getattr(module, "_handle", None)
     parameter: Any = getattr(handle, "flat_param", None)
     group, beside = getattr(module, "process_group", None), getattr(module, "_inter_node_pg", None)
-    if parameter is None or not isinstance(group, dist.ProcessGroup):
-        return None
+    if parameter is None or group not in distributed_c10d._world.pg_group_ranks:
+        return None  # or the process group was destroyed
     me, ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(group))
     copies = tuple(dist.get_process_group_ranks(beside)) if isinstance(beside, dist.ProcessGroup) else (me,)
     parts, part = len(ranks), ranks.index(me)

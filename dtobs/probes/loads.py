@@ -54,7 +54,6 @@ class Loads(Probe):
         self._watch(torch, "load")
         if _SAFETENSORS in sys.modules:
             self._watch(sys.modules[_SAFETENSORS], "load_file")
-
         self._unloaded: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         self.around(nn.Module, "load_state_dict", self._before_taking, lambda handle: handle.remove())
 
@@ -64,11 +63,11 @@ class Loads(Probe):
             self.context.recorder.meta.add("unloaded", **said, step=self.context.step)
         self._unloaded.clear()
 
-    def _before_taking(self, module: Any, entries: Any = None, strict: bool = True, *_args: Any, **_named: Any) -> Any:
-        if not isinstance(entries, Mapping) or not entries:
+    def _before_taking(self, module: Any, state_dict: Any = None, strict: Any = True, *_args: Any, **_: Any) -> Any:
+        if not isinstance(state_dict, Mapping) or not state_dict:
             return None
         site = -1 if strict else self._sites.here(2)
-        taking = self.guard(partial(self._taken, list(entries), site))
+        taking = self.guard(partial(self._taken, list(state_dict), site))
         return module.register_load_state_dict_post_hook(taking)
 
     def _taken(self, names: list[str], site: int, module: nn.Module, left: Any) -> None:

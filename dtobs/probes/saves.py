@@ -108,12 +108,14 @@ class Saves(Probe):
                 self._say(said, site, failures + 1, error)
 
     def _live(self, saved: Any) -> int:
-        """How many tensors of what is saved lie in the memory of parameters, or of what an optimizer keeps of them."""
+        """How many tensors of it lie in the memory of what is trained, or of what an optimizer keeps of that."""
         context = self.context
         trained: list[Any] = list(context.model.parameters()) if context.model is not None else []
+        trained = [parameter for parameter in trained if parameter.requires_grad]
         for optimizer in context.watched_optimizers().values():
-            trained += (p for group in optimizer.param_groups for p in group["params"])
-            trained += (v for state in list(optimizer.state.values()) for v in dict(state).values())
+            trained += (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+            states = [state for state in list(optimizer.state.values()) if isinstance(state, dict)]
+            trained += (value for state in states for value in list(state.values()))
         memory = {_place(t) for t in trained if isinstance(t, torch.Tensor) and t.numel() > 1} - {0}
         return sum(_place(tensor) in memory for tensor in islice(_tensors(saved), _MOST_TENSORS))
 
@@ -153,9 +155,11 @@ class Saves(Probe):
 
 
 def _tensors(saved: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors in dictionaries, lists and tuples inside one another."""
+    """The tensors in dictionaries, lists and tuples inside one another, and the parameters of modules in them."""
     if isinstance(saved, torch.Tensor):
         yield saved
+    elif isinstance(saved, torch.nn.Module):
+        yield from list(saved.parameters())
     elif isinstance(saved, (Mapping, list, tuple)) and depth < _MOST_DEEP:
         for each in list(saved.values()) if isinstance(saved, Mapping) else saved:
             yield from _tensors(each, depth + 1)

@@ -80,6 +80,7 @@ def _has_gradients(view: RunView, rank: int, step: int) -> bool:
     """
     records = view.rank_steps(rank)
     of_step, zeros = records[records["step"] == step], records["gradient_zeros"]
-    if (zeros[np.isfinite(zeros)] > MOST).any():
+    known = zeros[np.isfinite(zeros)]
+    if len(known) and np.median(known) > MOST:
         return False
     return bool(len(of_step) and of_step["learning_rate"][-1] > 0 and of_step["micro_batches"][-1] > 0)

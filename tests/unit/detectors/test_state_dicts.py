@@ -87,7 +87,7 @@ def train(tmp_path: Path, model: nn.Module, load: Callable[[nn.Module], object],
 def test_what_a_model_did_not_take_is_told(tmp_path: Path, make: Callable[[], nn.Module], state: State, said: str):
     if said.startswith("taken 2"):
         state = {name.replace("old.", "old.backbone."): tensor for name, tensor in state.items()}
-    (finding,) = train(tmp_path, make(), lambda model: model.load_state_dict(state, strict=False))
+    (finding,) = train(tmp_path, make(), lambda model: model.load_state_dict(state_dict=state, strict=False))
     assert (finding.code, finding.ranks, finding.severity) == ("resume-mismatch", (0,), "critical")
     assert said in finding.summary
     assert f"strict=False) at {__file__}:" in finding.summary
@@ -111,11 +111,12 @@ def in_parts(model: Any) -> None:
         (net, in_parts),
         (net, lambda model: model.load_state_dict({}, strict=False)),
         (net, lambda model: model.load_state_dict(renamed(""))),
+        (net, lambda model: model.load_state_dict(strict=False, state_dict=renamed("") | {"old": torch.ones(1)})),
         (Part, lambda model: model.load_state_dict(renamed("backbone."), strict=False)),  # its head is new
         (net, lambda model: model.load_state_dict(Part().state_dict() | renamed(""), strict=False)),  # a stage's part
         (Renames, lambda model: model.load_state_dict(renamed(""), strict=False)),
     ],
-    ids=["twice", "in-parts", "nothing", "strict", "new-head", "a-part", "renames"],
+    ids=["twice", "in-parts", "nothing", "strict", "one-more", "new-head", "a-part", "renames"],
 )
 def test_a_model_that_took_what_it_needs_is_not_told_of(tmp_path: Path, make: Any, load: Any):
     assert train(tmp_path, make(), load) == []
@@ -134,8 +135,8 @@ class Slow(io.BytesIO):
         return super().write(data)
 
 
-@pytest.mark.parametrize(("copies", "at_once"), [(False, False), (True, False), (False, True)])
-def test_what_is_trained_while_a_thread_saves_it(tmp_path: Path, copies: bool, at_once: bool):
+@pytest.mark.parametrize(("what", "at_once"), [("state", False), ("model", False), ("copies", False), ("state", True)])
+def test_what_is_trained_while_a_thread_saves_it(tmp_path: Path, what: str, at_once: bool):
     go, threads = threading.Event(), []
 
     def during(model: nn.Module | None) -> None:
@@ -143,9 +144,8 @@ def test_what_is_trained_while_a_thread_saves_it(tmp_path: Path, copies: bool, a
         if model is None or at_once:
             go.set()
         if model is not None:
-            state = {"model": model.state_dict(), "step": 4}
-            file = Slow(go)
-            saved = copy.deepcopy(state) if copies else state
+            file, state = Slow(go), {"model": model.state_dict(), "step": 4}
+            saved = {"state": state, "model": model, "copies": copy.deepcopy(state)}[what]
             threads.append(threading.Thread(target=lambda: torch.save(saved, file)))
             threads[0].start()
             assert file.begun.wait(60)
@@ -153,7 +153,7 @@ def test_what_is_trained_while_a_thread_saves_it(tmp_path: Path, copies: bool, a
             threads[0].join()
 
     found = train(tmp_path, net(), lambda model: None, during)
-    if copies or at_once:
+    if what == "copies" or at_once:
         assert found == []
         return
     (finding,) = found
