@@ -154,7 +154,8 @@ class Settings(Probe):
 
     def _without_a_gradient(self, number: int, stepping: torch.optim.Optimizer, named: Parameters) -> dict[str, str]:
         """What `stepping` holds and trains, and that had no gradient at any look; empty while that still changes."""
-        now = {id(p) for g in stepping.param_groups for p in g["params"] if p.requires_grad and p.grad is None}
+        held = [p for group in stepping.param_groups for p in group["params"] if p.numel()]  # of this rank's part
+        now = {id(p) for p in held if p.requires_grad and p.grad is None}
         known = self._ungraded.get(number, now)
         self._ungraded[number] = known & now
         if known - now or self._looked <= FIRST_STEPS or not named:

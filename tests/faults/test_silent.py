@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dtobs.detectors import run_detectors
+from dtobs.detectors.silent.config_mismatch import UNGRADED, settings_of
 from dtobs.drills.capabilities import confined, why_unavailable
 from dtobs.drills.faults import LOSSES, TROUBLES, Fault, Loss
 from dtobs.drills.lost_time import TimeJob
@@ -60,6 +61,13 @@ def test_the_healthy_twin_has_no_finding(tmp_path: Path, wrapper):
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp1"])
 def test_the_healthy_twin_with_accumulation(tmp_path: Path, wrapper):
     assert findings(SilentJob(tmp_path, "none", wrapper, accumulate=3)) == []
+
+
+def test_what_lies_on_other_ranks_alone_is_not_said_to_have_no_gradient(tmp_path: Path):
+    assert findings(SilentJob(tmp_path, "none", "fsdp1", steps=48)) == []
+    view = load_run(tmp_path)
+    assert any(p.shape == (0,) for rank in (0, 1) for p in view.meta(rank).params)
+    assert [settings_of(view, rank, 48)[UNGRADED] for rank in (0, 1)] == ["", ""]
 
 
 @pytest.mark.parametrize(("trouble", "wrapper"), CASES)
