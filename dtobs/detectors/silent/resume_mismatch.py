@@ -49,9 +49,10 @@ def resume_mismatch(view: RunView) -> list[Finding]:
     without = [*_without_state(view, aligned), *_moments_of_zero(view), *_of_other_steps(view)]
     found = []
     for name, called, words, is_odd in _QUANTITIES:
-        if odd := [pair for pair in pairs if is_odd(pair, name)]:
+        weights = words.endswith(_NOT_LOADED)  # where it was seen, `weights_not_loaded` tells with the line
+        if odd := [p for p in pairs if is_odd(p, name) and not (weights and view.meta(p.rank).unloaded)]:
             found.append(_redone_finding(name, called, words, odd))
-            if words.endswith(_NOT_LOADED):
+            if weights:
                 return [*found, *without]
     return [*found, *without, *_learned_again(view, {p.rank for p in pairs})]
 
@@ -129,7 +130,7 @@ def _learned_again(view: RunView, compared: Collection[int]) -> list[Finding]:
     back: dict[int, _Losses] = {}
     for rank in view.ranks if view.attempt else ():
         earlier = before(view, rank)
-        if rank in compared or earlier is None:
+        if rank in compared or earlier is None or view.meta(rank).unloaded:
             continue
         then, now = optimizer_states(earlier.meta), optimizer_states(view.meta(rank))
         if not any(then.get(name, [""])[0] == "empty" and states[0] == "kept" for name, states in now.items()):

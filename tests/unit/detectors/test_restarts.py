@@ -10,8 +10,10 @@ import pytest
 
 from dtobs.detectors.silent import DETECTORS
 from dtobs.detectors.silent.learning_rate_not_scaled import learning_rate_not_scaled
+from dtobs.detectors.silent.weights_not_loaded import weights_not_loaded
 from dtobs.events import identify
 from dtobs.findings import Finding
+from dtobs.recording.meta import Unloaded
 from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRun
 
@@ -207,6 +209,19 @@ def test_what_a_restart_did_not_load(
     assert [(f.code, f.ranks) for f in told] == ([(code, (0, 1))] if code else [])
     if code == "data-not-resumed":
         assert told[0].severity == ("warning" if passes else "note")
+
+
+@pytest.mark.parametrize(("at", "optimizer"), [(20, None), (500, ADAM)], ids=["done-again", "other-data"])
+def test_weights_that_a_model_did_not_take_are_told_once_and_with_the_line(
+    tmp_path: Path, at: int, optimizer: tuple[str, str, str] | None
+) -> None:
+    view = counted_anew(tmp_path, at, optimizer=optimizer, loss=lambda there: 4.0 / max(1, there - 499))
+    assert [f.aspect for f in found(view)] == ["loss"]
+    for rank in view.ranks:
+        view.meta(rank).unloaded.append(Unloaded(-1, given=4, taken=0, missing=4, name="module.a", prefix="", step=1))
+    assert found(view) == []
+    (finding,) = weights_not_loaded(view)
+    assert (finding.code, finding.ranks) == ("resume-mismatch", (0, 1))
 
 
 @pytest.mark.parametrize(("trained", "told"), [(("8", "8"), True), (("8", "11"), False)])
