@@ -54,14 +54,16 @@ class Loads(Probe):
         self._watch(torch, "load")
         if _SAFETENSORS in sys.modules:
             self._watch(sys.modules[_SAFETENSORS], "load_file")
+        self._left = _MOST
         self._unloaded: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         self.around(nn.Module, "load_state_dict", self._before_taking, lambda handle: handle.remove())
 
     def step_begin(self) -> None:
-        """The training begins with what was loaded until now."""
-        for _, said in self._unloaded[:_MOST]:
+        """The step begins with what was loaded until now; a loop may load in each."""
+        told, self._unloaded = self._unloaded[: self._left], []
+        self._left -= len(told)
+        for _, said in told:
             self.context.recorder.meta.add("unloaded", **said, step=self.context.step)
-        self._unloaded.clear()
 
     def _before_taking(self, module: Any, state_dict: Any = None, strict: Any = True, *_args: Any, **_: Any) -> Any:
         if not isinstance(state_dict, Mapping) or not state_dict:

@@ -93,6 +93,18 @@ def test_what_a_model_did_not_take_is_told(tmp_path: Path, make: Callable[[], nn
     assert f"strict=False) at {__file__}:" in finding.summary
 
 
+def test_a_loop_that_loads_in_each_step_is_told_of_a_few_times(tmp_path: Path):
+    model, target = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path / "run", monitor=False):
+        for _ in range(40):
+            target.load_state_dict(renamed("module."), strict=False)
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+    assert len(load_run(tmp_path / "run").meta(0).unloaded) == 16
+
+
 def twice(model: nn.Module) -> None:
     """As a program does that tries one name after the other."""
     model.load_state_dict(renamed("module."), strict=False)
