@@ -120,7 +120,7 @@ class InputProbe(Probe):
         """Sequences are about to be split over `mesh`; what the model computed, or holds, is no input."""
         if self._told or self.context.model is None:
             return
-        held = {buffer.data_ptr() for buffer in self.context.model.buffers()}
+        held = {buffer.data_ptr() for buffer in nn.Module.buffers(self.context.model)}
         given = [t for t in _tensors(buffers) if not t.requires_grad and t.data_ptr() not in held]
         tokens = [t for t in given if not t.is_floating_point()]
         self._whole = [t.clone() for t in tokens or given]  # what follows writes the parts into the same memory

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.events import identify
 from dtobs.probes.flat import flat_parameters
+from dtobs.probes.megatron import megatron_groups
 from dtobs.recording.meta import Parameter
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -98,7 +99,9 @@ def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
     seen: set[int] = set()
     if isinstance(replicas, dist.ProcessGroup):
         declared = tuple(dist.get_process_group_ranks(replicas))
-        copies = {id(t): declared for t in (*model.parameters(), *model.buffers())}
+        copies = {id(t): declared for t in (*model.parameters(), *nn.Module.buffers(model))}
+    elif (groups := megatron_groups(model)) is not None:
+        copies = {id(p): groups.copies(p) for p in model.parameters()}
     for ddp in wrappers(model):
         members = tuple(dist.get_process_group_ranks(ddp.process_group))
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
@@ -233,11 +236,16 @@ def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> Para
         data = tuple(dist.get_process_group_ranks(ddp[0].process_group))
     if flats and not data:
         data = flats[0].ranks
+    groups = megatron_groups(model) if not data else None
+    if groups is not None:
+        data, coordinates = groups.data, groups.coordinates
     stage = next((c for name, c in coordinates.items() if _words(name) & _STAGE), 0)
     along = {"ddp": "data", "fsdp": "shard"}.get(kind, "")
     if known is not None and known.mesh_dim_names:
         wide = [name for name, size in zip(known.mesh_dim_names, known.shape, strict=True) if size > 1]
         along = wide[0] if len(wide) == 1 else along
+    if groups is not None and len(coordinates) == 1:
+        (along,) = coordinates
     return ParameterLayout(kind, data, stage, coordinates, dropout, along)
 
 

@@ -29,6 +29,7 @@ from dtobs.probes.base import Context, Probe
 from dtobs.probes.flat import Flat, accumulator, flat_parameters
 from dtobs.probes.fsdp import Gathered, fsdp_shards
 from dtobs.probes.layout import Named, is_partial, local_tensor, model_tensors, wrappers
+from dtobs.probes.megatron import MegatronGroups, megatron_groups
 from dtobs.probes.rotation import Rotation
 from dtobs.probes.sketches import Window, fine_share, sketch, sketch_shard, window
 from dtobs.recording.laws import LEDGER, SKETCHES, Ledger, Side
@@ -303,6 +304,7 @@ def find_rows(context: Context) -> tuple[list[LedgerRow], list[str]]:
     rows: list[LedgerRow] = []
     unknown: list[str] = []
     flats = {id(p): flat for flat in flat_parameters(model) for p in flat.held}
+    megatron = megatron_groups(model)
     for named in model_tensors(model, context.replicas):
         tensor = named.tensor
         if not tensor.requires_grad or id(tensor) not in trained or not isinstance(tensor, nn.Parameter):
@@ -310,7 +312,11 @@ def find_rows(context: Context) -> tuple[list[LedgerRow], list[str]]:
         flat = flats.get(id(tensor))
         if flat is not None and flat.held[0] is not tensor:
             continue  # one row for all that lies in it
-        row = _row(named, shards, inside, context) if flat is None else _flat_row(flat, shards[id(flat.parameter)])
+        row = (
+            _row(named, shards, inside, context, megatron)
+            if flat is None
+            else _flat_row(flat, shards[id(flat.parameter)])
+        )
         if row is None:
             unknown.append(named.name)
         else:
@@ -330,6 +336,7 @@ def _row(
     shards: dict[int, Gathered | None],
     inside: dict[int, DistributedDataParallel],
     context: Context,
+    megatron: MegatronGroups | None,
 ) -> LedgerRow | None:
     tensor, kept = named.tensor, weakref.ref(named.tensor)
     if id(tensor) in shards:
@@ -347,6 +354,8 @@ def _row(
         return LedgerRow(named.name, kept, (0,), shape=shape)
     if isinstance(context.replicas, dist.ProcessGroup):
         return LedgerRow(named.name, kept, tuple(dist.get_process_group_ranks(context.replicas)), shape=shape)
+    if megatron is not None:
+        return LedgerRow(named.name, kept, megatron.reducing(tensor), shape=shape)
     if id(tensor) in context.learned:
         return LedgerRow(named.name, kept, context.learned[id(tensor)], learned=True, shape=shape)
     if isinstance(tensor, DTensor):

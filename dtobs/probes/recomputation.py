@@ -187,7 +187,9 @@ class RecomputationProbe(Probe):
         """Addresses of the model's buffers."""
         if self._buffers is None:
             model = self.context.model
-            self._buffers = {buffer.data_ptr() for buffer in model.buffers()} if model is not None else set()
+            self._buffers = (
+                {buffer.data_ptr() for buffer in torch.nn.Module.buffers(model)} if model is not None else set()
+            )
         return self._buffers
 
     def _window(self, tensor: torch.Tensor) -> torch.Tensor | None:
