@@ -285,7 +285,7 @@ def _peers(view: RunView, known: list[int]) -> Off:
                 f"{what}: each of {ranks_text(known)} is wrapped in DDP over a process group of one, so no gradient"
                 " travels between them",
             )
-        return Off("data peers", "one data rank", f"{what}: the mesh has one data rank, so none reads other samples")
+        return Off("data peers", "one data rank", f"{what}: there is one data rank, so no rank reads other samples")
     if all(layout["data_ranks"] for layout in layouts.values()):
         return Off("data peers", "peers not recorded", f"{what}: of the ranks that read other samples one records")
     if any(layout["coordinates"] for layout in layouts.values()):

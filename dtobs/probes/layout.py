@@ -100,8 +100,9 @@ def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
     if isinstance(replicas, dist.ProcessGroup):
         declared = tuple(dist.get_process_group_ranks(replicas))
         copies = {id(t): declared for t in (*model.parameters(), *nn.Module.buffers(model))}
-    elif (groups := megatron_groups(model)) is not None:
-        copies = {id(p): groups.copies(p) for p in model.parameters()}
+    megatron = megatron_groups(model) if not copies else None
+    if megatron is not None:
+        copies = {id(p): megatron.copies(p) for p in model.parameters()}
     for ddp in wrappers(model):
         members = tuple(dist.get_process_group_ranks(ddp.process_group))
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
@@ -120,6 +121,8 @@ def model_tensors(model: nn.Module, replicas: Any = "auto") -> list[Named]:
             key = replica_key(tensor, mine)
             if flat is not None and flat.parts > 1:
                 key = f"mesh:{len(mine)}:{_digest(flat.ranks)}/0.flat.{flat.part}"
+            elif megatron is not None and megatron.shards(tensor):
+                key = f"mesh:{len(mine)}:{_digest(megatron.duplicates)}/0.tp.{megatron.coordinates['tp']}"
             dtype = str(tensor.dtype).removeprefix("torch.")
             row = Parameter(name, tuple(tensor.shape), dtype, key)
             found.append(Named(name, tensor, row, _copy(tensor, mine)))

@@ -49,7 +49,12 @@ class MegatronGroups:
         """The ranks that hold what this one holds of `parameter`."""
         if not getattr(parameter, "allreduce", True):
             return self.experts
-        return self.dense if getattr(parameter, "tensor_model_parallel", False) else self.duplicates
+        return self.dense if self.shards(parameter) else self.duplicates
+
+    def shards(self, parameter: torch.Tensor) -> bool:
+        """Whether each tensor-parallel rank holds another part of `parameter`."""
+        dense = getattr(parameter, "allreduce", True)
+        return "tp" in self.coordinates and dense and getattr(parameter, "tensor_model_parallel", False)
 
 
 def megatron_groups(model: nn.Module | None) -> MegatronGroups | None:
