@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 Ranks = tuple[int, ...]
 
@@ -78,7 +77,7 @@ def megatron_groups(model: nn.Module | None) -> MegatronGroups | None:
         )
         ranks = {name: _ranks(group) for name, group in dimensions.items()}
         dense, duplicates, experts = map(_ranks, others)
-    except (AttributeError, TypeError, AssertionError, LookupError):
+    except (AttributeError, TypeError, AssertionError, LookupError):  # the last one of a group that was destroyed
         return None
     me = dist.get_rank()
     places = {name: members.index(me) for name, members in ranks.items() if len(members) > 1}
@@ -90,6 +89,6 @@ def _is_megatron(module: nn.Module) -> bool:
 
 
 def _ranks(group: Any) -> Ranks:
-    if group not in distributed_c10d._world.pg_group_ranks:
-        raise LookupError("a process group that was destroyed")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError("no process group")
     return tuple(dist.get_process_group_ranks(group))
