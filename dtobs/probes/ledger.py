@@ -355,7 +355,7 @@ def _row(
     if isinstance(context.replicas, dist.ProcessGroup):
         return LedgerRow(named.name, kept, tuple(dist.get_process_group_ranks(context.replicas)), shape=shape)
     if megatron is not None:
-        return LedgerRow(named.name, kept, megatron.reducing(tensor), shape=shape)
+        return LedgerRow(named.name, kept, megatron.copies(tensor), shape=shape)
     if id(tensor) in context.learned:
         return LedgerRow(named.name, kept, context.learned[id(tensor)], learned=True, shape=shape)
     if isinstance(tensor, DTensor):

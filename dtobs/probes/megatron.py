@@ -1,10 +1,13 @@
 """What Megatron-core says of a model's parallelism: who reads other samples, and who holds copies of a parameter.
 
-Megatron-core has no DeviceMesh and no wrapper of torch's. Its ``parallel_state`` keeps the process groups, and each
-parameter says by attributes how it is spread: `tensor_model_parallel` that it is a shard of a tensor-parallel group,
-``allreduce = False`` that it is an expert's. Both are what Megatron's own optimizer and gradient norm go by
-(NVIDIA/Megatron-LM, ``megatron/core/distributed/distributed_data_parallel.py``, ``megatron/core/tensor_parallel/
-layers.py``). Nothing is imported here: a program that does not use Megatron-core pays for a look at `sys.modules`.
+Megatron-core has no DeviceMesh and no wrapper of torch's. Its ``parallel_state`` keeps the process groups, and two
+attributes of a parameter say over which of them its gradient is reduced: ``allreduce = False`` that it is an expert's,
+``sequence_parallel = True`` that tensor-parallel ranks add up theirs too (NVIDIA/Megatron-LM,
+``megatron/core/distributed/finalize_model_grads.py``). Everything else is taken for a shard of a tensor-parallel group:
+`tensor_model_parallel` says so as well, but is missing where weights are not initialized (``perform_initialization``),
+and of learnable softmax offsets.
+
+Nothing is imported here: a program that does not use Megatron-core pays for a look at `sys.modules`.
 
 Tried with megatron-core 0.16.1 on CPU and Gloo. Where a version keeps its groups elsewhere, a model is taken for one of
 which nothing is known.
@@ -32,7 +35,7 @@ class MegatronGroups:
     coordinates: dict[str, int]
     data: Ranks  #: that do the same work on different samples
     dense: Ranks  #: among which gradients are reduced
-    duplicates: Ranks  #: that hold copies of what tensor parallelism does not shard
+    duplicates: Ranks  #: that hold copies of what sequence parallelism adds up over tensor-parallel ranks
     experts: Ranks  #: the first of these two, of experts
 
     @property
@@ -40,20 +43,15 @@ class MegatronGroups:
         """The pipeline stage."""
         return self.coordinates.get("pp", 0)
 
-    def reducing(self, parameter: torch.Tensor) -> Ranks:
-        """The ranks whose gradients of `parameter` the optimizer should be given together."""
-        return self.dense if getattr(parameter, "allreduce", True) else self.experts
-
     def copies(self, parameter: torch.Tensor) -> Ranks:
-        """The ranks that hold what this one holds of `parameter`."""
-        if not getattr(parameter, "allreduce", True):
+        """The ranks that hold what this one holds of `parameter`, and whose gradients of it are reduced together."""
+        if not _dense(parameter):
             return self.experts
         return self.dense if self.shards(parameter) else self.duplicates
 
     def shards(self, parameter: torch.Tensor) -> bool:
-        """Whether each tensor-parallel rank holds another part of `parameter`."""
-        dense = getattr(parameter, "allreduce", True)
-        return "tp" in self.coordinates and dense and getattr(parameter, "tensor_model_parallel", False)
+        """Whether each tensor-parallel rank may hold another part of `parameter`."""
+        return "tp" in self.coordinates and _dense(parameter) and not getattr(parameter, "sequence_parallel", False)
 
 
 def megatron_groups(model: nn.Module | None) -> MegatronGroups | None:
@@ -86,6 +84,10 @@ def megatron_groups(model: nn.Module | None) -> MegatronGroups | None:
 
 def _is_megatron(module: nn.Module) -> bool:
     return any(kind.__module__.startswith("megatron.core.") for kind in type(module).__mro__)
+
+
+def _dense(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "allreduce", True))
 
 
 def _ranks(group: Any) -> Ranks:

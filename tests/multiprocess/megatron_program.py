@@ -16,17 +16,20 @@ from dtobs.probes.layout import find_layout, model_tensors
 
 
 class Block(nn.Module):
-    """A column-parallel layer, a norm that every rank of a tensor-parallel group has a copy of, and an expert."""
+    """A norm that all ranks have copies of, a column-parallel layer, shards that do not say so, and an expert."""
 
     __module__ = "megatron.core.transformer.stand_in"  # as dtobs finds it
 
     def __init__(self, place: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
+        for parameter in self.norm.parameters():
+            parameter.sequence_parallel = True
         torch.manual_seed(place)
         self.up = nn.Linear(8, 8)
         for parameter in self.up.parameters():
             parameter.tensor_model_parallel = True
+        self.offset = nn.Parameter(torch.randn(8))
         torch.manual_seed(100 + dist.get_rank())
         self.expert = nn.Linear(8, 2)
         for parameter in self.expert.parameters():
@@ -35,7 +38,7 @@ class Block(nn.Module):
         self.buffers: list[torch.Tensor] = []  # type: ignore[assignment]  # as Megatron's own wrapper has it
 
     def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
-        return self.expert(self.dropout(self.up(self.norm(x_BD))))
+        return self.expert(self.dropout(self.up(self.norm(x_BD)) + self.offset))
 
 
 def _parallel_state(rank: int) -> tuple[ModuleType, Any, Any]:
@@ -85,9 +88,9 @@ def train(rank: int, world: int, folder: Path, wrong: str) -> tuple[Any, dict[st
                 if not name.startswith("expert"):
                     dist.all_reduce(parameter.main_grad, group=data)
                     parameter.main_grad /= 2
-                if name.startswith("norm") and not (wrong == "norm" and step >= 20):
+                if name.startswith("norm") and not (wrong == "norm" and step >= 10):
                     dist.all_reduce(parameter.main_grad, group=tensor)
-                if wrong == "scaled" and step >= 20 and rank == 2 and name == "up.weight":
+                if wrong == "scaled" and step >= 10 and rank == 2 and name.startswith(("up", "offset")):
                     parameter.main_grad *= 3
                 parameter.grad = parameter.main_grad
             optimizer.step()

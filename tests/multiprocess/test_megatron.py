@@ -18,7 +18,7 @@ from tests.multiprocess.megatron_program import train
         ("", set()),
         ("data", {("data-overlap", (0, 2)), ("data-overlap", (1, 3))}),
         ("scaled", {("replica-divergence", (0, 2)), ("gradient-scale-mismatch", (0, 2))}),
-        ("norm", {("replica-divergence", (0, 1, 2, 3))}),
+        ("norm", {("replica-divergence", (0, 1, 2, 3)), ("gradients-not-synchronized", (0, 1, 2, 3))}),
     ],
 )
 def test_groups_of_megatron(tmp_path: Path, wrong: str, found: set[tuple[str, tuple[int, ...]]]):
@@ -26,7 +26,7 @@ def test_groups_of_megatron(tmp_path: Path, wrong: str, found: set[tuple[str, tu
     assert [place.data_ranks for place in places] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert [place.coordinates for place in places] == [{"dp": r // 2, "tp": r % 2} for r in range(4)]
     copies = [{name: key.split(":")[1] for name, key in table.items()} for table in tables]
-    assert copies == [{**copies[0], "norm.weight": "4", "up.weight": "2", "expert.weight": "1"}] * 4
+    assert copies == [{**copies[0], "norm.weight": "4", "up.weight": "2", "offset": "2", "expert.weight": "1"}] * 4
     assert tables[0]["up.weight"] == tables[2]["up.weight"] != tables[1]["up.weight"]
     view = load_run(tmp_path)
     assert [int(page["probe_failures"]) for page in view.pages] == [0] * 4
