@@ -3,9 +3,10 @@
 What it does: reads what each backward was handed (`recording.laws.LOSS_WEIGHTS`): how many tokens its loss counted and
 what weight they had together. Where every micro-batch of a step weighs 1 in itself, the gradient is as many times too
 large as there are micro-batches; where all weigh the same although they hold different numbers of tokens, a token of a
-short one counts more than one of a long one (a mean of means). Where ranks hold as many tokens and one of them gives
-all of its own a weight that is always as many times that of its peers, it has multiplied its loss by a number of its
-own. Several losses in one backward are left alone.
+short one counts more than one of a long one (a mean of means). Where the tokens of one rank always weigh as many times
+those of its peers, although each holds as many as they do or a number that changes, it has multiplied its loss by a
+number of its own. Several losses in one backward are left alone, unless all their tokens weigh the same: then they are
+the chunks of one.
 
 Why it hurts: the learning rate is not what it says, or rare short samples are learnt and long ones are not; a run with
 another number of micro-batches or ranks trains a different model.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import data_groups, outliers
+from dtobs.detectors.peers import data_groups
 from dtobs.detectors.silent.ledger_looks import judged_looks
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import LOSS_WEIGHTS
@@ -34,8 +35,15 @@ UNEVEN = 1.2
 EQUAL = 1e-4
 FACTORS_APART = 0.01
 """Weights of ranks that are this much of themselves apart are more than rounding."""
+ALMOST = 0.1
+"""Weights by token may be this much of themselves off: where labels are shifted, a loss counts a few too many."""
+STEADY = 4
+"""Where the number of tokens varies so many times as much as their weights do, the weights do not follow from it."""
 MANY = 4
 """So many backwards of one step are micro-batches; two or three may be different losses."""
+
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -121,39 +129,60 @@ def _steps(view: RunView, ranks: list[int]) -> dict[int, _Step]:
 
 
 def _whole(records: npt.NDArray[np.void]) -> dict[int, npt.NDArray[np.void]]:
-    """By step the records of its backwards, of steps that have one cross-entropy in each and nothing twice."""
+    """By step the records of its backwards, of steps that have one loss (or its chunks) in each, and nothing twice."""
     rows: dict[int, list[int]] = defaultdict(list)
     for n, step in enumerate(records["step"].tolist()):
         rows[step].append(n)
     found = {}
     for step, at in rows.items():
         here = records[at]
-        if (here["losses"] == 1).all() and here["micro"].tolist() == list(range(len(at))):
+        if one_loss_each(here).all() and here["micro"].tolist() == list(range(len(at))):
             found[step] = here
     return found
 
 
+def one_loss_each(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Which of these backwards began with one cross-entropy, or with several whose tokens weigh the same."""
+    alike: npt.NDArray[np.bool_] = np.isclose(records["least"], records["largest"], rtol=EQUAL, atol=0)
+    one: npt.NDArray[np.bool_] = (records["losses"] == 1) | ((records["losses"] > 1) & alike)
+    return one
+
+
 def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
-    """Ranks whose losses weigh always the same multiple of their peers', with as many tokens in each of these steps."""
+    """Ranks whose tokens weigh always as many times those of their peers, with as many or with varying numbers."""
     tokens = np.array([_by_rank(step.tokens, step.backwards) for step in steps.values()])
     weights = np.array([_by_rank(step.total, step.backwards) for step in steps.values()])
+    as_many = bool((tokens == tokens[:, :1]).all())
+    if not as_many:
+        weights = weights / tokens
     factors = weights / np.median(weights, axis=1, keepdims=True)
     factor = np.median(factors, axis=0)
-    constant = np.allclose(factors, factor, rtol=EQUAL, atol=0)
-    if (tokens != tokens[:, :1]).any() or not constant or np.ptp(factor) <= FACTORS_APART * factor.min():
+    spread = _spread(factors)
+    if as_many and spread > 2 * EQUAL:
+        return None
+    varies = _spread(tokens / np.median(tokens, axis=1, keepdims=True))
+    if not as_many and (spread > ALMOST or varies < max(FACTORS_APART, STEADY * spread)):
+        return None
+    least = max(FACTORS_APART, 3 * spread)
+    if np.ptp(factor) <= least * factor.min():
         return None
     values = dict(zip(ranks, np.median(weights, axis=0).tolist(), strict=True))
-    odd, majority = outliers({rank: f"{value:.4g}" for rank, value in values.items()})
-    means = [rank for rank in odd if abs(values[rank] - 1.0) <= EQUAL]
-    if not majority and means:
-        odd = sorted(set(odd) - set(means))  # theirs are means, as losses usually are
+    middle = float(np.median(factor))
+    odd = [rank for rank, its in zip(ranks, factor, strict=True) if abs(its - middle) > least * middle]
+    if 2 * len(odd) >= len(ranks):
+        near = EQUAL if as_many else ALMOST
+        means = [rank for rank in ranks if abs(values[rank] - 1.0) <= near]  # as losses usually weigh
+        odd = sorted(set(ranks) - set(means))
     others = sorted(set(ranks) - set(odd))
-    what = f"the losses of {ranks_text(odd)} weigh " + " and ".join(f"{values[rank]:.4g}" for rank in odd[:4])
+    told = "the losses of" if as_many else "each token of"
+    weigh = "weigh" if as_many else "weighs"
+    told += f" {ranks_text(odd)} {weigh} " + " and ".join(f"{values[rank]:.4g}" for rank in odd[:4])
     if others:
-        what += f" where those of {ranks_text(others)} weigh {values[others[0]]:.4g}"
+        told += f" where {'those' if as_many else 'one'} of {ranks_text(others)} {weigh} {values[others[0]]:.4g}"
+    when = "with as many tokens in every step" if as_many else "in every step, however many there are"
     return Finding(
         "gradient-scale-mismatch",
-        f"{what}, with as many tokens in every step: a rank multiplies its loss by a number of its own",
+        f"{told}, {when}: a rank multiplies its loss by a number of its own",
         tuple(odd),
         Confidence.LIKELY,
         step=min(steps),
@@ -162,6 +191,11 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
         next_step="Look for what multiplies the loss on this rank only; divide by numbers that all ranks share.",
         evidence=({"what": "loss weights", "by_rank": {str(r): w for r, w in values.items()}, "steps": len(steps)},),
     )
+
+
+def _spread(factors: Floats) -> float:
+    """How far the factor of a rank strays over the steps, as a share of itself; [steps, ranks]."""
+    return float((factors.max(axis=0) / factors.min(axis=0)).max()) - 1.0
 
 
 def _by_rank(values: list[float], backwards: list[int]) -> list[float]:

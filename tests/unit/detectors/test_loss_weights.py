@@ -36,17 +36,23 @@ def by_token(tokens: Sequence[int]) -> list[float]:
     return [n / sum(tokens) for n in tokens]
 
 
-def keep(run: FakeRun, micros: int, tokens: Tokens, weights: Callable[..., list[float]], losses: int = 1) -> FakeRun:
+def keep(run: FakeRun, micros: int, tokens: Tokens, weights: Callable[..., list[float]], **losses: float) -> FakeRun:
     """Write what each backward of twelve steps was handed; `weights` of a rank's micro-batches."""
     for rank in run.ranks:
-        backwards(rank, micros, 12, tokens, weights, losses)
+        backwards(rank, micros, 12, tokens, weights, **losses)
     return run.steps(12)
 
 
 def backwards(
-    rank: FakeRank, micros: int, steps: int, tokens: Tokens, weights: Callable[..., list[float]], losses: int = 1
+    rank: FakeRank,
+    micros: int,
+    steps: int,
+    tokens: Tokens,
+    weights: Callable[..., list[float]],
+    losses: float = 1,
+    apart: float = 1.0,
 ) -> None:
-    """Write what each backward of one rank was handed."""
+    """Write what each backward of one rank was handed: `losses`, whose tokens weigh up to `apart` times one another."""
     record = np.zeros((), LOSS_WEIGHTS.dtype)
     ring = rank.recorder.law(LOSS_WEIGHTS)
     for step in range(1, steps + 1):
@@ -54,11 +60,11 @@ def backwards(
         for micro, (counted, total) in enumerate(zip(counts, weights(counts), strict=True)):
             record["step"], record["micro"], record["losses"] = step, micro, losses
             record["tokens"], record["total"] = counted, total
-            record["least"] = record["largest"] = total / max(1, counted)
+            record["least"], record["largest"] = total / max(1, counted), apart * total / max(1, counted)
             ring.append(record)
 
 
-def found(root: Path, world: int, *args: object, **options: int) -> list[Finding]:
+def found(root: Path, world: int, *args: object, **options: float) -> list[Finding]:
     return loss_weights(keep(FakeRun(root, world), *args, **options).view())  # type: ignore[arg-type]
 
 
@@ -130,6 +136,47 @@ def test_a_rank_that_multiplies_its_loss(tmp_path: Path, factors: Sequence[float
     assert said in one.summary
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("factors", "named", "said"),
+    [
+        ((1.0, 3.0), (1,), "each token of rank 1 weighs 3.035 where one of rank 0 weighs 1.012, in every step"),
+        ((1.0, 1.0, 0.5, 1.0), (2,), "each token of rank 2 weighs 0.5062 where one of ranks 0, 1 and 3 weighs 1.012"),
+    ],
+)
+def test_a_rank_that_multiplies_the_loss_of_varying_numbers_of_tokens(
+    tmp_path: Path, factors: Sequence[float], named: tuple[int, ...], said: str, shared: bool
+):
+    """Tokens weigh 1 but for labels that are shifted by one; or as many times less as the step has on all ranks."""
+    run = FakeRun(tmp_path, len(factors))
+    for rank, factor in zip(run.ranks, factors, strict=True):
+        weights = iter([1e-3 * (1 + step % 3) if shared else 1.0 for step in range(12)])
+        backwards(rank, 2, 12, padded, lambda tokens, f=factor, w=weights: _shifted(tokens, f * next(w)))  # type: ignore[misc]
+    (one,) = loss_weights(run.steps(12).view())
+    assert (one.code, one.confidence) == ("gradient-scale-mismatch", Confidence.LIKELY)
+    if not shared:
+        assert one.ranks == named
+        assert said in one.summary
+    else:
+        assert set(one.ranks) == (set(named) if len(factors) > 2 else {0, 1})  # of two, nobody knows which
+
+
+def _shifted(tokens: Sequence[int], factor: float) -> list[float]:
+    return [factor * (n + 0.5) for n in tokens]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        lambda rank, step, micro: 60 + 30 * rank,
+        lambda rank, step, micro: (1 + rank) * (40 + 10 * (step % 4)),
+        lambda rank, step, micro: 60 + 30 * rank + (step + rank) % 3,
+    ],
+)
+def test_means_of_uneven_batches_are_no_factor_of_a_rank(tmp_path: Path, tokens: Tokens):
+    assert "gradient-scale-mismatch" not in [one.code for one in found(tmp_path, 2, 2, tokens, each(0.5))]
+
+
 def test_ranks_that_weigh_their_samples_by_what_they_are(tmp_path: Path):
     run = FakeRun(tmp_path, 2)
     for rank in run.ranks:
@@ -154,8 +201,10 @@ def test_ordinary_losses_have_no_finding(tmp_path: Path, name: str, world: int):
     assert found(tmp_path, world, *HEALTHY[name]) == []
 
 
-def test_several_losses_in_one_backward_are_left_alone(tmp_path: Path):
-    assert found(tmp_path, 2, 4, padded, each(1.0), losses=2) == []
+def test_several_losses_in_one_backward_are_left_alone_unless_they_are_chunks_of_one(tmp_path: Path):
+    assert found(tmp_path / "apart", 2, 4, padded, each(1.0), losses=2, apart=1.5) == []
+    (one,) = found(tmp_path / "chunks", 2, 4, padded, each(0.25), losses=2)
+    assert one.aspect == "mean of means"
 
 
 def test_it_can_be_declared(tmp_path: Path):
