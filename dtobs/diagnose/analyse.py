@@ -16,6 +16,7 @@ from dtobs.detectors.hangs.situation import LEFT, interpret
 from dtobs.detectors.hangs.stall import Stall, finished, last_movement_ns, moved_on, quiet_period
 from dtobs.detectors.silent.loss_weights import divided_twice
 from dtobs.detectors.silent.ranks_apart import ranks_apart
+from dtobs.detectors.silent.replica_divergence import COUNTED
 from dtobs.diagnose.gather import Evidence
 from dtobs.diagnose.model import Diagnosis
 from dtobs.diagnose.run_pictures import run_pictures
@@ -37,6 +38,8 @@ _MAX_PAST = 5
 _SEEN_LATER_STEPS = 64
 _OF_UPDATES = ("optimizer", "learning rate")
 """Settings that make copies part although they get equal gradients."""
+_OF_MODES = ("batch norm", "dropout and batch-norm layers in training mode")
+"""Settings with which batch norms count other numbers of batches."""
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
 
@@ -308,7 +311,8 @@ def rank_causes(found: Iterable[Finding]) -> list[Finding]:
 
 def _parted(finding: Finding, divergence: Finding) -> bool:
     """Whether copies of a model that differ do so because of `finding`; a law that looks at a part may see it later."""
-    of_updates = finding.code != "config-mismatch" or finding.aspect.startswith(_OF_UPDATES)
+    parting = _OF_MODES if divergence.aspect == COUNTED else _OF_UPDATES
+    of_updates = finding.code != "config-mismatch" or finding.aspect.startswith(parting)
     began = finding.code == "seed-policy" and finding.aspect == "initial parameters"
     return (
         (Trait.PARTS in finding.traits or began)

@@ -144,7 +144,10 @@ def _in_any_order(view: RunView, group: list[int]) -> list[Finding]:
         return []
     twice = _common(list(read.values()))
     begin = min(int(s.steps.min()) for s in each)
-    looked = min((s.batches[:, 0] < end).sum() for s in each) / max(1, end - begin)
+    steps = min((s.batches[:, 0] < end).sum() for s in each)
+    if steps < LEAST_STEPS:
+        return []  # each reads the same again and again, as who draws neighbours from a graph
+    looked = steps / max(1, end - begin)
     shares = {rank: float(np.isin(samples, twice).mean() / min(1.0, looked)) for rank, samples in read.items()}
     if len(twice) < LEAST_SHARED * LEAST_SAMPLES:
         return []

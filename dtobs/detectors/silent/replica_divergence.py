@@ -39,6 +39,7 @@ OTHER_WAY = (
     " batch, a condition on the rank's own data."
 )
 AHEAD = "Gather or send the parameters after the optimizer's step on every rank, so that what is sent has been updated."
+COUNTED = "counted batches"
 LAST_CALLS, LEAST_SAME_CALLS = 64, 3
 """So many steps before the copies parted are looked at; of these so many have as many collectives on all ranks."""
 LEAST_EQUAL = 8
@@ -260,7 +261,8 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         since += f" and again after step {int(copies.steps[when + 1])}"
     left_out = steps_at_rest(view, copies.ranks) | steps_left_out(view, copies.ranks)
     left_out = {r: at for r, at in left_out.items() if _between(copies, when, at)}
-    ahead = [] if left_out else copies.ahead()
+    counted = all(copies.names[n].endswith("num_batches_tracked") for n in np.flatnonzero(differs[when]))
+    ahead = [] if left_out or counted else copies.ahead()
     if left_out:
         odd, at = sorted(left_out), min(left_out.values())
         summary = (
@@ -278,6 +280,8 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         summary = f"{ranks_do(odd, 'differ')} from {ranks_text(others)} in {name}{more}, first seen {since}"
     else:
         summary = f"{ranks_text(odd)} differ in {name}{more}, first seen {since}; which of them is wrong cannot be told"
+    if counted:
+        summary += ": batch norms have counted other numbers of batches in training mode"
     calls = None if left_out else _calls_apart(view, copies, when)
     if calls is not None:
         sides = {made: [rank for rank, n in calls[1].items() if n == made] for made in sorted(set(calls[1].values()))}
@@ -291,6 +295,7 @@ def _describe(view: RunView, copies: ReplicaSet, confidence: Confidence) -> Find
         tuple(odd),
         confidence,
         step=step,
+        aspect=COUNTED if counted else "",
         evidence=(
             {
                 "what": "parameter digests",

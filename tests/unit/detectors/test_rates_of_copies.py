@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from dtobs.detectors.silent.replica_divergence import replica_divergence
+from dtobs.recording.meta import Parameter
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import PARAMETERS
 
+COUNTERS = (
+    Parameter("norm.weight", (8,), "float32", "copies:n:1"),
+    Parameter("norm.num_batches_tracked", (), "int64", "copies:n:1"),
+)
 TOLD = "; in step 7 they trained with different learning rates (0.001 on rank 0, 0.0015 on rank 1)"
 
 
@@ -37,3 +42,16 @@ def test_a_rate_of_its_own_is_told_where_the_copies_part(tmp_path: Path, rate: C
     assert found.step == 7
     assert (TOLD in found.summary) == told
     assert ("learning rate" in found.summary) == told
+
+
+def test_batch_norms_in_other_modes_are_no_copies_that_lag_behind(tmp_path: Path):
+    """Each forward of DDP sends rank 0's counters, which a rank in evaluation mode does not count on."""
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*COUNTERS).digests(1, 100 - number, step=-1)
+        for step in range(12):
+            rank.step(params_digest=99 + step + 50 * number)
+            rank.digests(10 + step, 101 + step - number)
+    (found,) = replica_divergence(run.view())
+    assert "had before" not in found.summary
+    assert found.summary.endswith(": batch norms have counted other numbers of batches in training mode")

@@ -85,6 +85,11 @@ def with_replacement(rank: int, step: int) -> np.ndarray:
     return np.random.default_rng(1000 * rank + step).integers(0, 400, BATCH).astype(object)
 
 
+def neighbours(rank: int, step: int) -> np.ndarray:
+    """Nodes of a graph: the rank's own seeds and what lies around them."""
+    return np.random.default_rng(1000 * rank + step).permutation(SAMPLES_EACH * 3)[:SAMPLES_EACH].astype(object)
+
+
 def stream(rank: int, step: int) -> np.ndarray:
     return np.arange(BATCH).astype(object) + BATCH * (2 * step + rank)
 
@@ -151,7 +156,9 @@ def test_samplers_that_shuffle_apart(
     assert [f.summary.partition("by nobody: ")[2] for f in found] == [told] * bool(told)
 
 
-@pytest.mark.parametrize("reads", [own_part, own_part_each_epoch, one_batch, with_replacement, stream, every_third])
+@pytest.mark.parametrize(
+    "reads", [own_part, own_part_each_epoch, one_batch, with_replacement, stream, every_third, neighbours]
+)
 def test_healthy_reading_is_quiet(tmp_path: Path, reads: Reads):
     assert read(tmp_path, reads) == []
 

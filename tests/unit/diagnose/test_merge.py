@@ -125,3 +125,11 @@ def test_what_makes_the_copies_of_a_model_part_comes_before_their_divergence(
     apart = Finding("replica-divergence", "differ", (0, 1), Confidence.CERTAIN, step=2)
     cause = Finding(code, "differ, too", (1,), Confidence.CERTAIN, step=step, aspect=aspect)
     assert rank_causes([apart, cause])[0] is (cause if first else apart)
+
+
+@pytest.mark.parametrize(("aspect", "first"), [("batch norm", "counted batches"), ("optimizer.eps", "")])
+def test_copies_part_by_the_setting_that_can_do_it(aspect: str, first: str):
+    setting = Finding("config-mismatch", "modes differ", (0, 1), Confidence.CERTAIN, step=1, aspect=aspect)
+    for what in ("counted batches", ""):
+        parted = Finding("replica-divergence", "copies differ", (0, 1), Confidence.CERTAIN, step=1, aspect=what)
+        assert (rank_causes([parted, setting])[0] is setting) == (what == first)
