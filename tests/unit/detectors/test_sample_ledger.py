@@ -50,9 +50,11 @@ def write(recorder: Any, steps: int, reads: Reads, rank: int) -> None:
         samples = reads(rank, step)
         if not len(samples):
             continue  # not looked at
-        record["step"], record["rows"], record["count"] = step, len(samples), len(samples)
-        record["digest"][: len(samples)] = (samples + 1) * 0x9E3779B97F4A7C15 % (1 << 63)
-        ring.append(record)
+        for first in range(0, len(samples), SAMPLES_EACH):
+            some = samples[first : first + SAMPLES_EACH]
+            record["step"], record["first"], record["rows"], record["count"] = step, first, len(samples), len(some)
+            record["digest"][: len(some)] = (some + 1) * 0x9E3779B97F4A7C15 % (1 << 63)
+            ring.append(record)
 
 
 def permuted(seed: int, length: int = 160) -> np.ndarray:
@@ -87,7 +89,7 @@ def with_replacement(rank: int, step: int) -> np.ndarray:
 
 def neighbours(rank: int, step: int) -> np.ndarray:
     """Nodes of a graph: the rank's own seeds and what lies around them."""
-    return np.random.default_rng(1000 * rank + step).permutation(SAMPLES_EACH * 3)[:SAMPLES_EACH].astype(object)
+    return permuted(1000 * rank + step, 300)[:100]
 
 
 def stream(rank: int, step: int) -> np.ndarray:
