@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dtobs.detectors.peers import data_groups, rows_of
 from dtobs.detectors.silent import DETECTORS
-from dtobs.detectors.silent.loss_weights import one_loss_each
+from dtobs.detectors.silent.loss_weights import weighed
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.errors import TargetError
 from dtobs.findings import Finding
@@ -145,8 +145,8 @@ def _loss_weights(view: RunView, group: list[int], steps: npt.NDArray[np.int64])
     for row, rank in enumerate(group):
         records = view.law(LOSS_WEIGHTS, rank)
         for step in np.intersect1d(records["step"], steps):
-            here = records[records["step"] == step]
-            if one_loss_each(here).all() and here["micro"].tolist() == list(range(len(here))):
+            here = weighed(records[records["step"] == step])
+            if len(here):
                 at = np.searchsorted(steps, step)
                 weights[row, at], tokens[row, at] = here["total"].sum(), here["tokens"].sum()
     return weights.mean(axis=0), tokens.sum(axis=0)

@@ -47,7 +47,7 @@ class Backward(Probe):
     def _begin(self, tensors: Any, *_args: Any, **_named: Any) -> tuple[int, Any]:
         depth = self._progress.begin(Phase.BACKWARD)
         self._inside += 1
-        if self._inside == 1:
+        if self._inside == 1 and not self.context.rehearsing:
             for hook in self.before:
                 hook(tensors)
         handle = None
@@ -73,7 +73,7 @@ class Backward(Probe):
     def _end(self, token: tuple[int, Any]) -> None:
         depth, handle = token
         self._inside -= 1
-        if not self._inside:
+        if not self._inside and not self.context.rehearsing:
             for hook in self.after:
                 hook()
         if handle is not None:

@@ -78,6 +78,8 @@ class Context:
     loss_scale: float | torch.Tensor | None = None
     """What this step's loss was multiplied with; a 0-d tensor where only a device knows it."""
     loss_divisor: int = 1  #: what a schedule that is running divides the sum of its micro-batches' gradients by
+    rehearsing: int = 0
+    """Calls in progress of a pipeline's dry run, by which torch learns shapes: it computes with made-up numbers."""
     stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it
     steps_open: int = 0  #: calls of optimizers' ``step`` in progress, one inside another
     capturing: Callable[[], bool] | None = None

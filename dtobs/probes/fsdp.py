@@ -1,7 +1,8 @@
 """The gathered parameters of FSDP: private to torch, and the only place where the gradient before reduction exists.
 
-Those of FSDP1 are the flat ones of `probes.flat`. Of FSDP2 this was tried with torch 2.11.0 and 2.13.0. Where a
-version keeps its state elsewhere, `fsdp_parameters` finds none gathered, and local gradients of sharded parameters are
+Those of FSDP1 are the flat ones of `probes.flat`. Of FSDP2 this was tried with torch 2.11.0, 2.13.0 and 2.14.1; the
+parameters may be distributed over a mesh that has other dimensions as well (``dp_mesh_dims``). Where a version keeps
+its state elsewhere, `fsdp_parameters` finds none gathered, and local gradients of sharded parameters are
 not measured (``local_norm`` stays NaN).
 """
 
@@ -24,7 +25,7 @@ try:
 except ImportError:
     _fsdp_param_group = None  # type: ignore[assignment]
 
-TRIED = ("2.11.0", "2.13.0")
+TRIED = ("2.11.0", "2.13.0", "2.14.1")
 
 COPY_OUT: tuple[Any, str] | None = (
     (_fsdp_param_group, "foreach_all_gather_copy_out")
@@ -72,6 +73,7 @@ class Gathered:
     shape: tuple[int, ...]  #: of what autograd sees, on this rank
     find: Callable[[], nn.Parameter | None]
     waits: Callable[[], bool]
+    along: frozenset[int] = frozenset()  #: mesh dimensions of a DTensor gradient over which FSDP adds it up
 
 
 def fsdp_shards(model: nn.Module) -> dict[int, Gathered | None]:
@@ -92,7 +94,11 @@ def _whole(flat: Flat) -> Gathered:
 def _gathered(state: Any) -> Gathered | None:
     info, placement = getattr(state, "mesh_info", None), getattr(state, "fsdp_placement", None)
     mesh, size = getattr(info, "mesh", None), getattr(state, "_orig_size", None)
-    if mesh is None or size is None or getattr(placement, "dim", None) != 0 or getattr(info, "is_spmd_mesh", False):
+    if mesh is None or size is None or getattr(placement, "dim", None) != 0:
+        return None
+    along = reduced_along(state)
+    typed = getattr(state, "_spmd_grad_placements", ())  # what autograd makes is a plain tensor, which stands for these
+    if any(made.is_partial() and dim not in along for dim, made in enumerate(typed)):
         return None
     kept = weakref.ref(state)
 
@@ -106,7 +112,13 @@ def _gathered(state: Any) -> Gathered | None:
 
     ranks = tuple(sorted(int(r) for r in mesh.mesh.flatten().tolist()))
     parts, part = int(getattr(info, "shard_mesh_size", 1)), int(getattr(info, "shard_mesh_rank", 0))
-    return Gathered(ranks, parts, part, tuple(size), find, waits)
+    return Gathered(ranks, parts, part, tuple(size), find, waits, along)
+
+
+def reduced_along(state: Any) -> frozenset[int]:
+    """The mesh dimensions along which FSDP itself adds up a DTensor gradient; none where its mesh is another one."""
+    dims: frozenset[int] = getattr(state, "_dp_dim_indices", frozenset())
+    return dims
 
 
 def _states(module: Any) -> Iterator[Any]:

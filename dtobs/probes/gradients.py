@@ -30,7 +30,7 @@ from dtobs.events import Kind
 from dtobs.probes.backward import compiled_autograd
 from dtobs.probes.base import Probe
 from dtobs.probes.flat import flat_parameters
-from dtobs.probes.fsdp import fsdp_parameters
+from dtobs.probes.fsdp import fsdp_parameters, fsdp_shards
 from dtobs.probes.layout import Bare, Named, is_partial, local_tensor, model_tensors, wrappers
 from dtobs.probes.modules import around_call, roots
 from dtobs.probes.norms import device_norm, host_square, squares, together
@@ -90,6 +90,7 @@ class GradientProbe(Probe):
         self._squares: list[Square | None] = [None] * count
         self._sampled: list[Square | None] = [None] * count
         self._partial = [False] * count
+        self._along: dict[int, frozenset[int]] = {}  # by row, the mesh dimensions over which FSDP adds it up
         self._hooked: set[int] = set()
         self._fresh: dict[int, bool] = {}  # by row: whether its gradients are freed between micro-batches
         self._all_gathered = False
@@ -225,6 +226,8 @@ class GradientProbe(Probe):
         rows = {id(t.tensor): i for i, t in enumerate(self._tensors)}
         assert self.context.model is not None
         self._all_gathered = True
+        shards = fsdp_shards(self.context.model).items()
+        self._along = {rows[sharded]: how.along for sharded, how in shards if how is not None and sharded in rows}
         for sharded, parameter in fsdp_parameters(self.context.model).items():
             if parameter is None:
                 self._all_gathered = False
@@ -279,11 +282,11 @@ class GradientProbe(Probe):
     def _take(self, index: int, gradient: torch.Tensor, *, adds: bool) -> None:
         """Read as much of a gradient as this step's turn is."""
         sampled = index in self._sample
-        if not (sampled or self._whole):
+        if not (sampled or self._whole) or self.context.rehearsing:
             return
         values = gradient
         if type(gradient) is not torch.Tensor:
-            self._partial[index] = is_partial(gradient)
+            self._partial[index] = is_partial(gradient, self._along.get(index, ()))
             values = local_tensor(gradient)
         if values.requires_grad:  # a graph of the gradient is being made
             values = values.detach()

@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import CellType
@@ -318,9 +318,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def is_partial(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a partial sum along some mesh dimension."""
-    return isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements)
+def is_partial(tensor: torch.Tensor, but: Collection[int] = ()) -> bool:
+    """Whether `tensor` is a partial sum along some mesh dimension, other than those of `but`."""
+    return isinstance(tensor, DTensor) and any(
+        placement.is_partial() and dim not in but for dim, placement in enumerate(tensor.placements)
+    )
 
 
 def _walk(module: nn.Module, prefix: str, *, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -70,6 +70,7 @@ class _Look:
     local: list[torch.Tensor] = field(default_factory=list)  # by column, [parts, 1 + SKETCHES]
     fine: torch.Tensor | None = None  # of the last of them
     held_back: bool = False
+    along: frozenset[int] = frozenset()
     bad: bool = False
     version: int = -1  #: of the parameter at the last backward, as autograd counts its changes
 
@@ -187,6 +188,7 @@ class LedgerProbe(Probe):
             if compiled or parameter is None or not parameter.requires_grad or not parameter.is_leaf:
                 look.bad = True
                 continue
+            look.along = row.gathered.along if row.gathered is not None else frozenset()
             node = accumulator(parameter) or torch.autograd.graph.get_gradient_edge(parameter).node
             # The handle knows the node only weakly, and the node keeps the parameter alive: both go when it returns.
             self._handles.append((node, node.register_prehook(self.guard(self._reader(look)))))
@@ -228,7 +230,7 @@ class LedgerProbe(Probe):
             gradient = gradients[0]
             if gradient is None:
                 return
-            if is_partial(gradient) or gradient.is_sparse or not gradient.is_floating_point():
+            if is_partial(gradient, look.along) or gradient.is_sparse or not gradient.is_floating_point():
                 look.bad = True  # a sum that is still to be made over other ranks, or nothing to sketch
                 return
             values = local_tensor(gradient)

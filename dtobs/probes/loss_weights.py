@@ -138,9 +138,11 @@ class LossWeightProbe(Probe):
             for name, value in zip(_FIELDS, row, strict=True):
                 record[name] = value
             ring.append(record)
-        losses, total = float(rows[:, 5].sum()), float(rows[:, 4].sum())
+        known = rows[rows[:, 0] > 0]  # a loss whose chunks had backwards of their own comes once more without any
+        total = float(known[:, 4].sum())
         if total > 0:
-            return losses / total
+            return float(known[:, 5].sum()) / total
+        losses = float(rows[:, 5].sum())
         scale = float(self.context.record["loss_scale"])
         return losses / scale if scale > 0 else losses
 

@@ -110,7 +110,7 @@ def trains(root: torch.nn.Module) -> bool:
 
 
 def around_call(probe: Probe, module: torch.nn.Module, begin: Callable[..., Any], end: Callable[..., object]) -> None:
-    """Call `begin(module, its arguments)` and `end(what begin returned)` around each call of `module`.
+    """Call `begin(module, its arguments)` and `end(what begin returned)` around each call of `module` but rehearsals.
 
     The call of what ``torch.compile(module)`` returned is one; the module's own call inside is then no other.
     """
@@ -119,7 +119,8 @@ def around_call(probe: Probe, module: torch.nn.Module, begin: Callable[..., Any]
 
     def when(called: torch.nn.Module, *_args: Any) -> bool:
         # While a compiler traces, only the call itself may be seen; other modules of this class are not the root.
-        return not torch.compiler.is_compiling() and reference() is called and not inside
+        unseen = inside or probe.context.rehearsing
+        return not torch.compiler.is_compiling() and reference() is called and not unseen
 
     def when_compiled(called: Any, *_args: Any) -> bool:
         return called._orig_mod is reference() and not inside

@@ -64,6 +64,7 @@ class PipelineProbe(Probe):
     def remove(self) -> None:
         """Give the stages and torch's functions back, and close the ring."""
         super().remove()
+        self.context.rehearsing = 0
         self._watched.clear()
         self._modules.clear()
         self._split.clear()
@@ -119,7 +120,12 @@ class PipelineProbe(Probe):
             self._wrap_stage(stage, chunk)
         last = torch_pipelining.last_stage(own)
         if last is not None and torch_pipelining.has_loss(schedule):
-            self._around_compute(schedule, torch_pipelining.LOSS, last, len(own) - 1, lambda *_: PipelineOp.LOSS)
+            self._around_compute(
+                schedule, torch_pipelining.LOSS, last, len(own) - 1, lambda *_args, **_named: PipelineOp.LOSS
+            )
+        for name in torch_pipelining.DRY_RUN:
+            if hasattr(schedule, name):
+                self.around(schedule, name, self._begin_rehearsal, self._end_rehearsal)
         begin = partial(self._begin_turn, torch_pipelining.divides_by(schedule))
         self.around(schedule, "step", begin, self._end_turn)
 
@@ -163,6 +169,13 @@ class PipelineProbe(Probe):
         if self._device is not None:
             self._device.anchor()
         return True
+
+    def _begin_rehearsal(self, *_args: Any, **_named: Any) -> bool:
+        self.context.rehearsing += 1
+        return True
+
+    def _end_rehearsal(self, _began: bool) -> None:
+        self.context.rehearsing -= 1
 
     def _end_turn(self, _began: bool) -> None:
         self.context.loss_divisor = 1

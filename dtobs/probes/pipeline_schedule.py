@@ -1,8 +1,9 @@
 """What is private to ``torch.distributed.pipelining``, in one place: a schedule's stages, and its messages.
 
-Uses ``schedule._stage``/``_stages``, ``_n_microbatches``, ``_loss_fn`` and the module functions ``_batch_p2p`` and
-``_wait_batch_p2p``, which all schedules call by those names (torch 2.6 has no such wait). Where a version lacks the two
-functions, computations are still recorded, messages and waits are not (`has_messages` says so).
+Uses ``schedule._stage``/``_stages``, ``_n_microbatches``, ``_loss_fn``, ``_initialize_pp_stages`` (before torch 2.13
+``_initialize_stage`` or ``_initialize_stages``) and the module functions ``_batch_p2p`` and ``_wait_batch_p2p``, which
+all schedules call by those names (torch 2.6 has no such wait). Where a version lacks the two functions, computations
+are still recorded, messages and waits are not (`has_messages` says so).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ TRIED = ("2.6", "2.8", "2.10", "2.11", "2.13", "2.14", "2.15")
 """Versions of torch that this was tried with."""
 BATCH, WAIT = "_batch_p2p", "_wait_batch_p2p"
 LOSS = "_loss_fn"
+DRY_RUN = ("_initialize_pp_stages", "_initialize_stages", "_initialize_stage")
+"""What a schedule calls in its first step, whichever its version has: one forward, since torch 2.13 one backward."""
 REDUCE = ("perform_reduce_grad", "start_gradient_reduction")  #: the second since torch 2.15, by itself for FSDP2
 COMPUTE = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from dtobs.detectors import run_detectors
 from dtobs.events import PipelineOp as Op
+from dtobs.recording.laws import LOSS_WEIGHTS
 from dtobs.recording.view import load_run
 from dtobs.timeline.bubble import ideal, measure, recent_shares
 from dtobs.timeline.pipeline import PipelineStep, pipelines, read_steps
 from tests.harness import run_ranks
-from tests.multiprocess.pipeline_programs import LOOPED, MICRO_BATCHES, ONE_STAGE, V_SHAPED, train
+from tests.multiprocess.pipeline_programs import LOOPED, MICRO_BATCHES, ONE_STAGE, V_SHAPED, train, train_by_chunks
 
 STEPS, SECONDS = 4, 0.02
 SPLIT = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
@@ -48,6 +51,24 @@ def test_every_micro_batch_is_recorded(schedule: str, tmp_path: Path) -> None:
     assert (view.steps().field("micro_batches") == MICRO_BATCHES).all()
     assert np.isfinite(view.steps().field("local_norm")).all()
     assert_parts_sum(view.steps().records)
+
+
+@pytest.mark.skipif(
+    "loss_kwargs" not in signature(torch_schedules.Schedule1F1B.step).parameters, reason="needs torch 2.13"
+)
+def test_the_dry_run_by_which_torch_learns_shapes_is_no_training(tmp_path: Path) -> None:
+    run_ranks(train_by_chunks, 2, tmp_path, STEPS)
+    view = load_run(tmp_path)
+    assert [view.meta(r).probes.get("pipeline") for r in view.ranks] == [None, None]
+    backwards = view.law(LOSS_WEIGHTS, 1)
+    chunks = backwards[backwards["losses"] == 1]
+    assert Counter(chunks["step"].tolist()) == dict.fromkeys(range(1, STEPS + 1), 2 * MICRO_BATCHES)
+    assert len(backwards) == len(chunks) + STEPS * MICRO_BATCHES  # those of the schedule begin with no cross-entropy
+    window = view.steps()
+    assert window.field("loss")[1] == pytest.approx(np.log(3), abs=0.6)
+    assert np.isfinite(window.field("local_norm")).all()
+    assert not window.field("nonfinite").any()
+    assert [f.code for f in run_detectors(view) if "nonfinite" in f.code] == []
 
 
 def assert_computations(step: PipelineStep) -> None:

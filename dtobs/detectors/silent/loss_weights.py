@@ -129,23 +129,22 @@ def _steps(view: RunView, ranks: list[int]) -> dict[int, _Step]:
 
 
 def _whole(records: npt.NDArray[np.void]) -> dict[int, npt.NDArray[np.void]]:
-    """By step the records of its backwards, of steps that have one loss (or its chunks) in each, and nothing twice."""
+    """By step what `weighed` leaves of its backwards, of steps that have anything of the kind."""
     rows: dict[int, list[int]] = defaultdict(list)
     for n, step in enumerate(records["step"].tolist()):
         rows[step].append(n)
-    found = {}
-    for step, at in rows.items():
-        here = records[at]
-        if one_loss_each(here).all() and here["micro"].tolist() == list(range(len(at))):
-            found[step] = here
-    return found
+    return {step: here for step, at in rows.items() if len(here := weighed(records[at]))}
 
 
-def one_loss_each(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Which of these backwards began with one cross-entropy, or with several whose tokens weigh the same."""
-    alike: npt.NDArray[np.bool_] = np.isclose(records["least"], records["largest"], rtol=EQUAL, atol=0)
-    one: npt.NDArray[np.bool_] = (records["losses"] == 1) | ((records["losses"] > 1) & alike)
-    return one
+def weighed(records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Of the backwards of one step those that begin with a cross-entropy, or with the chunks of one.
+
+    None where one of them begins with several losses, whose tokens weigh differently, or where a step was done twice.
+    """
+    found = records[records["losses"] > 0]
+    alike = np.isclose(found["least"], found["largest"], rtol=EQUAL, atol=0)
+    once = records["micro"].tolist() == list(range(len(records)))
+    return found if once and (alike | (found["losses"] == 1)).all() else found[:0]
 
 
 def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
