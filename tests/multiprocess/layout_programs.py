@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -234,3 +234,24 @@ def describe_flat(rank: int, world_size: int, strategy: str) -> tuple[list[int],
     )
     keys = {row.row.replica for row in model_tensors(model)}
     return list(find_layout(model).data_ranks), keys, [flat.length for flat in flat_parameters(model)]
+
+
+def sharded_along_names(rank: int, world_size: int, folder: Path, sharded: bool) -> None:
+    """Train a model of DTensors on a mesh of two dimensions, over one of which FSDP shards or copies them."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 16, bias=False))
+    distribute_module(model, mesh)
+    along = DataParallelMeshDims(shard="data") if sharded else DataParallelMeshDims(replicate="data")
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, dp_mesh_dims=along)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=folder, monitor=False):
+        torch.manual_seed(rank)
+        for _ in range(6):
+            batch = DTensor.from_local(torch.randn(2, 16), mesh, [Shard(0), Replicate()])
+            model(batch).to_local().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()

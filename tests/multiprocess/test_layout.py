@@ -6,14 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed.fsdp
 
 from dtobs.detectors import run_detectors
+from dtobs.detectors.silent.ledger_looks import judged_looks
 from dtobs.recording.view import load_run
 from tests.harness import run_ranks
 from tests.multiprocess.layout_programs import (
     describe_flat,
     describe_mesh,
     given_before_it_is_wrapped,
+    sharded_along_names,
     split_sequences,
     train_by_hand,
     train_others_by_hand,
@@ -174,3 +177,19 @@ def test_who_holds_what_of_a_flat_parameter(strategy: str, copies: list[set[int]
         together.setdefault(key, set()).add(rank)
     assert sorted(together.values(), key=min) == copies
     assert {int(key.split(":")[1]) for key in together} == {len(copies[0])}
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="needs torch 2.13")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_are_followed_where_fsdp_works_along_named_dimensions(tmp_path: Path, sharded: bool):
+    """The gradient of each rank is a DTensor then, a partial sum along the dimensions that FSDP adds it up over."""
+    run_ranks(sharded_along_names, 2, tmp_path, sharded)
+    view = load_run(tmp_path)
+    assert view.meta(0).layout["data_ranks"] == [0, 1]
+    looks = judged_looks(view)
+    assert {look.name for look in looks} == {"0.weight", "2.weight"}
+    assert {look.ranks for look in looks} == {(0, 1)}
+    for look in looks:
+        np.testing.assert_allclose(look.factors, 1.0, rtol=1e-3)
+    assert np.isfinite(view.steps().field("local_norm")).all()
+    assert [f.code for f in run_detectors(view) if f.code != "seed-policy"] == []
