@@ -156,8 +156,8 @@ class InputProbe(Probe):
 
 
 def _largest(tensors: list[torch.Tensor]) -> int:
-    """Elements of the largest of `tensors`."""
-    return max((t.numel() for t in tensors), default=0)
+    """Elements that this rank has of the largest of `tensors`."""
+    return max((local_tensor(t).numel() for t in tensors), default=0)
 
 
 def _ignore(_: object) -> None:

@@ -114,7 +114,7 @@ def _mixed(sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
     """integers[rows, at most _WORDS], spread evenly over each of the first rows."""
-    held = local_tensor(tensor)[:MOST_ROWS]
+    held = tensor[:MOST_ROWS]
     flat = held.reshape(held.shape[0], -1)
     stride = -(-flat.shape[1] // _WORDS)
     chosen = flat[:, ::stride].contiguous()
@@ -122,8 +122,8 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _batch(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors with a row for each sample: those with as many rows as the largest one."""
-    wide = [t for t in tensors if t.ndim > 1 and t.shape[0] and t.numel() > t.shape[0]]
+    """What this rank has of the tensors with a row for each sample: those with as many rows as the largest one."""
+    wide = [t for t in map(local_tensor, tensors) if t.ndim > 1 and t.shape[0] and t.numel() > t.shape[0]]
     if not wide:
         return []
     largest = max(wide, key=lambda t: t.numel())

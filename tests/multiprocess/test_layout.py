@@ -10,6 +10,7 @@ import torch.distributed.fsdp
 
 from dtobs.detectors import run_detectors
 from dtobs.detectors.silent.ledger_looks import judged_looks
+from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.recording.view import load_run
 from tests.harness import run_ranks
 from tests.multiprocess.layout_programs import (
@@ -185,6 +186,8 @@ def test_gradients_are_followed_where_fsdp_works_along_named_dimensions(tmp_path
     """The gradient of each rank is a DTensor then, a partial sum along the dimensions that FSDP adds it up over."""
     run_ranks(sharded_along_names, 2, tmp_path, sharded)
     view = load_run(tmp_path)
+    assert [int(page["probe_failures"]) for page in view.pages] == [0, 0]
+    assert [stream.batches[0].tolist() for stream in streams(view, [0, 1])] == [[1, 2], [1, 2]]
     assert view.meta(0).layout["data_ranks"] == [0, 1]
     looks = judged_looks(view)
     assert {look.name for look in looks} == {"0.weight", "2.weight"}
