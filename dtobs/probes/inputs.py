@@ -123,7 +123,8 @@ class InputProbe(Probe):
         held = {buffer.data_ptr() for buffer in nn.Module.buffers(self.context.model)}
         given = [t for t in _tensors(buffers) if not t.requires_grad and t.data_ptr() not in held]
         tokens = [t for t in given if not t.is_floating_point()]
-        self._whole = [t.clone() for t in tokens or given]  # what follows writes the parts into the same memory
+        # What follows writes the parts into the same memory. Masks and labels may be split by calls of their own.
+        self._whole = [*self._whole, *(t.clone() for t in tokens or given)][:MOST_TENSORS]
         ranks = mesh.mesh.flatten().tolist()
         if self._whole and ranks != self._mesh:
             self._mesh = ranks

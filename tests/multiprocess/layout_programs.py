@@ -43,18 +43,24 @@ class Block(nn.Module):
 def split_sequences(rank: int, world_size: int, run_dir: Path, own: bool) -> tuple[float, float]:
     """Context parallel as torch does it: sequences are split in the loop. With `own`, each rank splits other ones.
 
+    What the model holds is split after them, by a call of its own.
+
     Returns the elements that the last step's record tells, and those of this rank's part of a sequence.
     """
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Dropout(0.1), nn.Linear(8, 50))
+    model.register_buffer("places", torch.arange(32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with dtobs.attach(model, optimizer, run_dir=run_dir, monitor=False) as session:
         for step in range(24):
             seed = 100 * step + (rank if own else 0)
             tokens = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(seed))
             angles = torch.linspace(0, 1, 32).repeat(4, 1)
-            with context_parallel(mesh, buffers=[tokens, angles], buffer_seq_dims=[1, 1]):
+            with (
+                context_parallel(mesh, buffers=[tokens, angles], buffer_seq_dims=[1, 1]),
+                context_parallel(mesh, buffers=[model.places], buffer_seq_dims=[0]),
+            ):
                 for half in tokens.chunk(2):
                     model(half).square().mean().backward()
                 part = tokens.numel()
