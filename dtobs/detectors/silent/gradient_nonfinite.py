@@ -267,13 +267,19 @@ def _origin(view: RunView, step: int, bad: Collection[int]) -> tuple[tuple[int, 
 
     Stages of a pipeline hand activations on and gradients back. So where the gradients that came back were finite, they
     became bad in that stage; where even the last stage has bad ones, it was in the forward pass, of the first stage
-    that handed on a NaN.
+    that handed on a NaN. Ranks that compute experts for each other get it back from those whose loss made it, after the
+    last module; an expert's NaN goes forward to others as well.
     """
     if len(bad) < 2:
         return tuple(bad), ""
     onward = {rank: hands_on_to(view, rank) & set(view.ranks) for rank in bad}
     passes = {rank: end for rank in bad if (end := view.meta(rank).forward.get(step)) is not None}
     if not any(others & set(bad) for others in onward.values()):
+        if 0 < len(passes) < len(bad) and all(_hands_tokens_around(view, rank) for rank in bad):
+            if any(end.entered for end in passes.values()):
+                return tuple(sorted(bad)), "; they compute experts for each other, so it came to some from another"
+            others = ranks_text(sorted(set(bad) - set(passes)))
+            return tuple(sorted(passes)), f"; {others} got it back with the gradients of tokens (all-to-all)"
         if not all(_parts_of_its_model(view, rank) & set(bad) for rank in bad):
             return tuple(sorted(bad)), ""
         if set(passes) == set(bad):
@@ -303,6 +309,11 @@ def _first_stages(view: RunView, passes: Mapping[int, ForwardEnd], given: Collec
     several = any(len(view.meta(rank).pipeline.get("stages", ())) > 1 for rank in passes)
     both = [rank for rank in foremost if rank in entered]
     return both or (entered or foremost if several else foremost or entered)
+
+
+def _hands_tokens_around(view: RunView, rank: int) -> bool:
+    """Whether this rank computes for others, as experts do, and gives them gradients of that."""
+    return any(op.op.startswith("all_to_all") for op in view.meta(rank).ops.values())
 
 
 def _parts_of_its_model(view: RunView, rank: int) -> set[int]:

@@ -11,7 +11,7 @@ from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.silent.gradient_nonfinite import gradient_nonfinite
 from dtobs.events import Kind
 from dtobs.testing.fake_run import FakeRun
-from tests.unit.detectors.runs import findings, hand_on, noisy_run, only
+from tests.unit.detectors.runs import PARAMETERS, findings, hand_on, noisy_run, only
 
 NAN, INF = math.nan, math.inf
 
@@ -191,6 +191,33 @@ def test_of_ranks_that_split_layers_the_one_that_had_it_first_computed_it(tmp_pa
             rank.meta("forward", step=30, finite="a", entered="b", place=place)
     found = only(run)
     assert (found.ranks, found.confidence) == (ranks, "likely" if len(ranks) == 1 else "possible")
+
+
+@pytest.mark.parametrize(
+    ("op", "began", "entered", "ranks"),
+    [
+        ("all_to_all", (1,), "", (1,)),
+        ("all_to_all", (1,), "block.norm", (0, 1)),  # of an expert, of whichever rank
+        ("all_to_all", (0, 1), "", (0, 1)),
+        ("all_to_all", (), "", (0, 1)),
+        ("all_reduce", (1,), "", (0, 1)),  # each computed one of its own
+    ],
+)
+def test_experts_get_a_nan_back_with_the_gradients_of_tokens(
+    tmp_path: Path, op: str, began: tuple[int, ...], entered: str, ranks: tuple[int, ...]
+):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        rank.parameters(*PARAMETERS)
+        rank.collective(op)
+        for step in range(31):
+            bad = step == 30
+            rank.step(nonfinite=bad * (1 + rank.number), nonfinite_param=2 - rank.number if bad else -1)
+        if rank.number in began:
+            rank.meta("forward", step=30, finite="head", entered=entered, place=3)
+    (found,) = gradient_nonfinite(run.view())
+    assert found.ranks == ranks
+    assert ("; rank 0 got it back with the gradients of tokens" in found.summary) == (len(ranks) == 1)
 
 
 def test_a_scaler_excuses_its_overflows_before_its_first_step_ends(tmp_path: Path):
