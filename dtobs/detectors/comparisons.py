@@ -29,10 +29,10 @@ MOST = 16
 _EVALUATION_STEPS = 16
 UNTRAINED_STEPS = 32
 _UNTRAINED = {
-    UNHELD: "{} of {} get gradients, but no optimizer holds them, and they do not change: if they are to be trained,"
-    " give them to the optimizer; if not, requires_grad_(False) saves their part of the backward",
-    UNGRADED: "the optimizer holds {} of {}, which have had no gradient in any step looked at, and do not change: if"
-    " they are to be trained, look for a branch that is not called, or for a detach()",
+    UNHELD: "gradients are computed for {} of {}, which no optimizer holds and nothing changes: give what is to be"
+    " trained to the optimizer; for the rest, requires_grad_(False) saves its part of the backward",
+    UNGRADED: "no gradient came to {} of {} in any step looked at, and nothing changes there, although the optimizer"
+    " holds it: where it is to be trained, look for a branch that is not called, or for a detach()",
 }
 _LAYERS = "dropout and batch-norm layers in training mode"
 

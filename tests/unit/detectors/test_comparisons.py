@@ -232,7 +232,7 @@ ALWAYS, NEVER = set(range(100)), set[int]()
             NEVER,
             True,
             False,
-            "the optimizer holds other.weight, other.bias of rank 0, which have had no gradient in any",
+            "no gradient came to other.weight, other.bias of rank 0 in any step looked at, and nothing changes",
         ),
         ({16, 32}, True, False, ""),  # an expert that is seldom chosen
         (NEVER, False, False, ""),  # frozen, as it were
@@ -240,7 +240,7 @@ ALWAYS, NEVER = set(range(100)), set[int]()
             ALWAYS,
             False,
             False,
-            "other.weight, other.bias of rank 0 get gradients, but no optimizer holds them, and they",
+            "gradients are computed for other.weight, other.bias of rank 0, which no optimizer holds and nothing",
         ),
         (ALWAYS, False, True, ""),  # the loop updates them itself
     ],
