@@ -119,11 +119,12 @@ def around_call(probe: Probe, module: torch.nn.Module, begin: Callable[..., Any]
 
     def when(called: torch.nn.Module, *_args: Any) -> bool:
         # While a compiler traces, only the call itself may be seen; other modules of this class are not the root.
-        unseen = inside or probe.context.rehearsing
-        return not torch.compiler.is_compiling() and reference() is called and not unseen
+        if torch.compiler.is_compiling():
+            return False
+        return reference() is called and not inside and not probe.context.rehearsing
 
     def when_compiled(called: Any, *_args: Any) -> bool:
-        return called._orig_mod is reference() and not inside
+        return called._orig_mod is reference() and not inside and not probe.context.rehearsing
 
     def begin_compiled(called: Any, *args: Any, **named: Any) -> Any:
         begun = begin(called._orig_mod, *args, **named)
