@@ -122,9 +122,12 @@ def _sort(one: Judged, matters: dict[tuple[str, Ranks], _Matter]) -> None:
 
 
 def _now_and_then(matter: _Matter, looked: set[int]) -> bool:
-    """Whether micro-batches are wiped in a few steps only: a loop that skips a bad batch, not a misplaced zero_grad."""
-    since = [step for step in looked if step >= min(matter.steps)]
-    return "micro" in matter.kind and 2 * len(set(matter.steps)) < len(since)
+    """Whether micro-batches are wiped in a few steps only, or in one so far: no misplaced zero_grad does that.
+
+    It is a loop that skips a bad batch, or one whose first step begins with a rehearsal (OLMo-core's trainer).
+    """
+    since, times = [step for step in looked if step >= min(matter.steps)], len(set(matter.steps))
+    return "micro" in matter.kind and (times == 1 or 2 * times < len(since))
 
 
 def _searches(matter: _Matter) -> bool:

@@ -301,6 +301,12 @@ def test_two_backwards_of_which_one_is_thrown_away(tmp_path: Path):
     assert (found.code, found.confidence) == ("accumulation-not-normalized", Confidence.POSSIBLE)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_first_step_that_begins_with_a_rehearsal_is_no_mistake(tmp_path: Path, steps: int):
+    case = Case(micros=4, steps=steps, final=shared(lambda case, rank, g: g[:, -1].sum(0) / 4))
+    assert [one.code for one in judged(tmp_path, case)] == ["accumulation-not-normalized"] * (steps > 1)
+
+
 @pytest.mark.parametrize("name", ["wiped but the last", "wiped, the last two", "wiped, not reduced"])
 def test_backwards_that_look_for_inputs_or_weights_are_not_micro_batches(tmp_path: Path, name: str):
     """Adversarial and sharpness-aware training throw away what all but the last backward left."""
