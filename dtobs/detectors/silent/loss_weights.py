@@ -5,8 +5,8 @@ what weight they had together. Where every micro-batch of a step weighs 1 in its
 large as there are micro-batches; where all weigh the same although they hold different numbers of tokens, a token of a
 short one counts more than one of a long one (a mean of means). Where the tokens of one rank always weigh as many times
 those of its peers, although each holds as many as they do or a number that changes, it has multiplied its loss by a
-number of its own. Several losses in one backward are left alone, unless all their tokens weigh the same: then they are
-the chunks of one.
+number of its own; it may have begun to in any step. Several losses in one backward are left alone, unless all their
+tokens weigh the same: then they are the chunks of one.
 
 Why it hurts: the learning rate is not what it says, or rare short samples are learnt and long ones are not; a run with
 another number of micro-batches or ranks trains a different model.
@@ -68,7 +68,12 @@ def loss_weights(view: RunView) -> list[Finding]:
     for ranks in [*data_groups(view), *([rank] for rank in view.ranks if rank not in apart)]:
         steps = _steps(view, ranks)
         if len(steps) >= LEAST_STEPS:
-            finding = _own_factor(ranks, steps) or _not_divided(view, ranks, steps) or _mean_of_means(ranks, steps)
+            finding = (
+                _own_factor(ranks, steps)
+                or _own_factor_by_now(ranks, steps)
+                or _not_divided(view, ranks, steps)
+                or _mean_of_means(ranks, steps)
+            )
             found += [finding] if finding is not None else []
     return found
 
@@ -178,7 +183,7 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
     told += f" {ranks_text(odd)} {weigh} " + " and ".join(f"{values[rank]:.4g}" for rank in odd[:4])
     if others:
         told += f" where {'those' if as_many else 'one'} of {ranks_text(others)} {weigh} {values[others[0]]:.4g}"
-    when = "with as many tokens in every step" if as_many else "in every step, however many there are"
+    when = f"{'with as many tokens' if as_many else 'however many there are'} in every step since step {min(steps)}"
     return Finding(
         "gradient-scale-mismatch",
         f"{told}, {when}: a rank multiplies its loss by a number of its own",
@@ -190,6 +195,17 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
         next_step="Look for what multiplies the loss on this rank only; divide by numbers that all ranks share.",
         evidence=({"what": "loss weights", "by_rank": {str(r): w for r, w in values.items()}, "steps": len(steps)},),
     )
+
+
+def _own_factor_by_now(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
+    """As `_own_factor`, of the newest steps alone, and of as many before them as are like them."""
+    every, found = list(steps), None
+    for begin in range(len(every) - LEAST_STEPS, 0, -1):
+        one = _own_factor(ranks, {step: steps[step] for step in every[begin:]})
+        if one is None:
+            break
+        found = one
+    return found
 
 
 def _spread(factors: Floats) -> float:

@@ -136,11 +136,25 @@ def test_a_rank_that_multiplies_its_loss(tmp_path: Path, factors: Sequence[float
     assert said in one.summary
 
 
+@pytest.mark.parametrize(("begin", "told"), [(20, True), (33, True), (34, False)])
+def test_a_rank_that_begins_to_multiply_its_loss(tmp_path: Path, begin: int, told: bool):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        weights = iter([0.5 * (3 if rank.number and step >= begin else 1) for step in range(1, 41)])
+        backwards(rank, 2, 40, full, lambda tokens, w=weights: [next(w)] * 2)  # type: ignore[misc]
+    found = loss_weights(run.steps(40).view())
+    assert [(one.code, one.ranks, one.step) for one in found] == [("gradient-scale-mismatch", (1,), begin)] * told
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("factors", "named", "said"),
     [
-        ((1.0, 3.0), (1,), "each token of rank 1 weighs 3.035 where one of rank 0 weighs 1.012, in every step"),
+        (
+            (1.0, 3.0),
+            (1,),
+            "each token of rank 1 weighs 3.035 where one of rank 0 weighs 1.012, however many there are in every",
+        ),
         ((1.0, 1.0, 0.5, 1.0), (2,), "each token of rank 2 weighs 0.5062 where one of ranks 0, 1 and 3 weighs 1.012"),
     ],
 )
