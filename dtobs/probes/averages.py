@@ -204,10 +204,8 @@ def copies_of(model: nn.Module, known: set[int]) -> Iterator[_Copy]:
     `_places` has it) is none.
     """
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
-    wanted, taken = (
-        _shapes_of_parts(model),
-        known | _places((*model.parameters(), *nn.Module.buffers(model), *gradients)),
-    )
+    wanted = _shapes_of_parts(model)
+    taken = known | _places((*model.parameters(), *nn.Module.buffers(model), *gradients))
     wholes = {len(some): some for some in (_whole_state(model), list(_parameters(model)))}
     modules, held = _objects({count for count in wholes if count >= _LEAST_HELD})
     inner = {id(child) for module in modules for child in module._modules.values()}

@@ -15,6 +15,7 @@ another number of micro-batches or ranks trains a different model.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -154,8 +155,7 @@ def weighed(records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
     """Ranks whose tokens weigh always as many times those of their peers, with as many or with varying numbers."""
-    tokens = np.array([_by_rank(step.tokens, step.backwards) for step in steps.values()])
-    weights = np.array([_by_rank(step.total, step.backwards) for step in steps.values()])
+    tokens, weights = _by_ranks(steps.values())
     as_many = bool((tokens == tokens[:, :1]).all())
     if not as_many:
         weights = weights / tokens
@@ -198,19 +198,33 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
 
 
 def _own_factor_by_now(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
-    """As `_own_factor`, of the newest steps alone, and of as many before them as are like them."""
+    """As `_own_factor`, of the newest steps alone and as many before them as are like them.
+
+    In all steps before those a token weighed the same on all ranks: weights of domains, say, differ from the first on.
+    """
     every, found = list(steps), None
     for begin in range(len(every) - LEAST_STEPS, 0, -1):
         one = _own_factor(ranks, {step: steps[step] for step in every[begin:]})
         if one is None:
             break
         found = one
-    return found
+    if found is None:
+        return None
+    tokens, weights = _by_ranks([steps[step] for step in every if step < (found.step or 0)])
+    return found if _spread((weights / tokens).T) <= ALMOST else None
 
 
 def _spread(factors: Floats) -> float:
-    """How far the factor of a rank strays over the steps, as a share of itself; [steps, ranks]."""
+    """How far the values of a column stray over its rows, as a share of themselves, at most."""
     return float((factors.max(axis=0) / factors.min(axis=0)).max()) - 1.0
+
+
+def _by_ranks(steps: Iterable[_Step]) -> tuple[Floats, Floats]:
+    """The tokens and the weights, [steps, ranks]."""
+    tokens, weights = zip(
+        *((_by_rank(s.tokens, s.backwards), _by_rank(s.total, s.backwards)) for s in steps), strict=True
+    )
+    return np.array(tokens), np.array(weights)
 
 
 def _by_rank(values: list[float], backwards: list[int]) -> list[float]:

@@ -146,6 +146,14 @@ def test_a_rank_that_begins_to_multiply_its_loss(tmp_path: Path, begin: int, tol
     assert [(one.code, one.ranks, one.step) for one in found] == [("gradient-scale-mismatch", (1,), begin)] * told
 
 
+def test_a_rank_whose_domain_weighs_twice_for_some_time(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        weights = iter([1.0 + (rank.number + step // 10) % 2 for step in range(40)])
+        backwards(rank, 2, 40, full, lambda tokens, w=weights: [next(w)] * 2)  # type: ignore[misc]
+    assert loss_weights(run.steps(40).view()) == []
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("factors", "named", "said"),
