@@ -96,7 +96,7 @@ def _gathered(state: Any) -> Gathered | None:
     mesh, size = getattr(info, "mesh", None), getattr(state, "_orig_size", None)
     if mesh is None or size is None or getattr(placement, "dim", None) != 0:
         return None
-    along = reduced_along(state)
+    along: frozenset[int] = getattr(state, "_dp_dim_indices", frozenset())  # none where its mesh is another one
     typed = getattr(state, "_spmd_grad_placements", ())  # what autograd makes is a plain tensor, which stands for these
     if any(made.is_partial() and dim not in along for dim, made in enumerate(typed)):
         return None
@@ -113,12 +113,6 @@ def _gathered(state: Any) -> Gathered | None:
     ranks = tuple(sorted(int(r) for r in mesh.mesh.flatten().tolist()))
     parts, part = int(getattr(info, "shard_mesh_size", 1)), int(getattr(info, "shard_mesh_rank", 0))
     return Gathered(ranks, parts, part, tuple(size), find, waits, along)
-
-
-def reduced_along(state: Any) -> frozenset[int]:
-    """The mesh dimensions along which FSDP itself adds up a DTensor gradient; none where its mesh is another one."""
-    dims: frozenset[int] = getattr(state, "_dp_dim_indices", frozenset())
-    return dims
 
 
 def _states(module: Any) -> Iterator[Any]:

@@ -90,7 +90,6 @@ class GradientProbe(Probe):
         self._squares: list[Square | None] = [None] * count
         self._sampled: list[Square | None] = [None] * count
         self._partial = [False] * count
-        self._along: dict[int, frozenset[int]] = {}  # by row, the mesh dimensions over which FSDP adds it up
         self._hooked: set[int] = set()
         self._fresh: dict[int, bool] = {}  # by row: whether its gradients are freed between micro-batches
         self._all_gathered = False
@@ -98,6 +97,11 @@ class GradientProbe(Probe):
         on_device = any(t.tensor.device.type not in ("cpu", "meta") for t in self._tensors)
         distance = max(1, len(wanted) // (SAMPLE_SPREAD_ON_A_DEVICE if on_device else SAMPLE_SPREAD))
         self._sample = {*wanted[:SAMPLE_FIRST], *wanted[::distance]}
+        shards = fsdp_shards(model)
+        # By row, the mesh dimensions over which FSDP adds it up.
+        self._along = {
+            n: how.along for n, t in enumerate(self._tensors) if (how := shards.get(id(t.tensor))) is not None
+        }
         gathered = fsdp_parameters(model)
         flats = flat_parameters(model)
         gathered_later = gathered.keys() | {id(p) for flat in flats for p in flat.held}
@@ -226,8 +230,6 @@ class GradientProbe(Probe):
         rows = {id(t.tensor): i for i, t in enumerate(self._tensors)}
         assert self.context.model is not None
         self._all_gathered = True
-        shards = fsdp_shards(self.context.model).items()
-        self._along = {rows[sharded]: how.along for sharded, how in shards if how is not None and sharded in rows}
         for sharded, parameter in fsdp_parameters(self.context.model).items():
             if parameter is None:
                 self._all_gathered = False

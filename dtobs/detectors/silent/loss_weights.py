@@ -69,12 +69,7 @@ def loss_weights(view: RunView) -> list[Finding]:
     for ranks in [*data_groups(view), *([rank] for rank in view.ranks if rank not in apart)]:
         steps = _steps(view, ranks)
         if len(steps) >= LEAST_STEPS:
-            finding = (
-                _own_factor(ranks, steps)
-                or _own_factor_by_now(ranks, steps)
-                or _not_divided(view, ranks, steps)
-                or _mean_of_means(ranks, steps)
-            )
+            finding = _own_factor(ranks, steps) or _not_divided(view, ranks, steps) or _mean_of_means(ranks, steps)
             found += [finding] if finding is not None else []
     return found
 
@@ -154,8 +149,28 @@ def weighed(records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
+    """Ranks whose tokens weigh more or less than their peers' by a factor of their own, in all steps or by now.
+
+    By now: in the newest ones and as many before them as are like them, if in all before those a token weighed the same
+    on all ranks. Weights of domains, say, differ from the first step on.
+    """
+    numbers, (tokens, weights) = list(steps), _by_ranks(steps.values())
+
+    def since(first: int) -> Finding | None:
+        return _constant_factor(ranks, numbers[first:], tokens[first:], weights[first:])
+
+    fails, begin = 0, len(numbers) - LEAST_STEPS
+    if (found := since(0)) is not None or (found := since(begin)) is None:
+        return found
+    while begin - fails > 1:  # the more steps, the less alike
+        middle = (begin + fails) // 2
+        one = since(middle)
+        fails, begin, found = (middle, begin, found) if one is None else (fails, middle, one)
+    return found if _spread((weights[:begin] / tokens[:begin]).T) <= ALMOST else None
+
+
+def _constant_factor(ranks: list[int], numbers: list[int], tokens: Floats, weights: Floats) -> Finding | None:
     """Ranks whose tokens weigh always as many times those of their peers, with as many or with varying numbers."""
-    tokens, weights = _by_ranks(steps.values())
     as_many = bool((tokens == tokens[:, :1]).all())
     if not as_many:
         weights = weights / tokens
@@ -183,35 +198,18 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
     told += f" {ranks_text(odd)} {weigh} " + " and ".join(f"{values[rank]:.4g}" for rank in odd[:4])
     if others:
         told += f" where {'those' if as_many else 'one'} of {ranks_text(others)} {weigh} {values[others[0]]:.4g}"
-    when = f"{'with as many tokens' if as_many else 'however many there are'} in every step since step {min(steps)}"
+    when = f"{'with as many tokens' if as_many else 'however many there are'} in every step since step {min(numbers)}"
     return Finding(
         "gradient-scale-mismatch",
         f"{told}, {when}: a rank multiplies its loss by a number of its own",
         tuple(odd),
         Confidence.LIKELY,
-        step=min(steps),
+        step=min(numbers),
         aspect="loss",
         expect="loss-weights",
         next_step="Look for what multiplies the loss on this rank only; divide by numbers that all ranks share.",
-        evidence=({"what": "loss weights", "by_rank": {str(r): w for r, w in values.items()}, "steps": len(steps)},),
+        evidence=({"what": "loss weights", "by_rank": {str(r): w for r, w in values.items()}, "steps": len(numbers)},),
     )
-
-
-def _own_factor_by_now(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
-    """As `_own_factor`, of the newest steps alone and as many before them as are like them.
-
-    In all steps before those a token weighed the same on all ranks: weights of domains, say, differ from the first on.
-    """
-    every, found = list(steps), None
-    for begin in range(len(every) - LEAST_STEPS, 0, -1):
-        one = _own_factor(ranks, {step: steps[step] for step in every[begin:]})
-        if one is None:
-            break
-        found = one
-    if found is None:
-        return None
-    tokens, weights = _by_ranks([steps[step] for step in every if step < (found.step or 0)])
-    return found if _spread((weights / tokens).T) <= ALMOST else None
 
 
 def _spread(factors: Floats) -> float:
