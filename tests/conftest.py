@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 SHARES = 80
-"""`.ci/run` runs one exhaustive test of so many, others for another commit."""
+"""`.ci/run` runs one exhaustive test of so many, others for another commit; `exhaustive(one_in=4)` is its own share."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,13 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With a commit's hash in DTOBS_TEST_SHARE, take the mark off the exhaustive tests whose turn it is."""
     commit = os.environ.get("DTOBS_TEST_SHARE", "")
     for item in items if commit else ():
-        if item.get_closest_marker("exhaustive") and its_turn(item.nodeid, commit):
+        mark = item.get_closest_marker("exhaustive")
+        if mark is not None and its_turn(item.nodeid, commit, mark.kwargs.get("one_in", SHARES)):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "exhaustive"]
 
 
-def its_turn(test: str, commit: str) -> bool:
+def its_turn(test: str, commit: str, shares: int) -> bool:
     """Whether a test is in the share of a commit: the same for the same two, and each test in turn."""
-    return (zlib.crc32(test.encode()) + zlib.crc32(commit.encode())) % SHARES == 0
+    return (zlib.crc32(test.encode()) + zlib.crc32(commit.encode())) % shares == 0
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,7 @@ from tests.harness import run_ranks
 DEBUG = ("--preset", "debug", "--data.sequence", "32", "--data.batch", "2")
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_sharding_divides_the_state_and_leaves_the_activations() -> None:
     held = {
         world: [r.value for r in run_ranks(memory.held, world, (*DEBUG, "--parallel.shard", str(world)), timeout=240)]

@@ -43,7 +43,9 @@ def test_every_example_is_tested():
     assert all((EXAMPLES / name / "README.md").exists() for name in folders)
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive(one_in=4) if n == "fsdp2_loop" else ()) for n in HEALTHY]
+)
 def test_healthy_example(name: str, tmp_path: Path):
     run = tmp_path / "run"
     with start(name, HEALTHY[name], "--run-dir", run) as job:

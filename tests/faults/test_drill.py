@@ -39,6 +39,7 @@ def test_a_drill_finds_its_fault_and_leaves_nothing_behind(tmp_path, fault, code
     assert (drill["fault"], drill["found"], drill["passed"]) == (fault, code, True)
 
 
+@pytest.mark.exhaustive(one_in=4)
 @pytest.mark.slow
 def test_a_hang_stays_the_verdict_when_somebody_kills_everything_before_the_alarm(tmp_path):
     arguments = [sys.executable, "-m", "dtobs", "drill", "--endings", "--way", "kill-all", "--when", "before"]

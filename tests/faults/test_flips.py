@@ -16,6 +16,7 @@ from dtobs.findings import Confidence, Finding
 STEP = STRUCK[0]
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_flip_is_found_in_the_recording_and_its_effect_measured_apart(tmp_path: Path):
     wanted = [
         None,

@@ -65,6 +65,7 @@ def test_an_outlier_in_fp8_is_found_and_its_twin_is_quiet(tmp_path: Path) -> Non
     assert finding.evidence[0]["amax"] == pytest.approx(2.0**14, rel=0.01)
 
 
+@pytest.mark.exhaustive(one_in=4)
 @pytest.mark.timeout(700)
 def test_healthy_fp16_reports_its_scale_and_few_zeros(tmp_path: Path) -> None:
     view = train(tmp_path, 2, "--precision", "fp16", "--precision.loss_scale", "4e6", "--data.batch", "2")

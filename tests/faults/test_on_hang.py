@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from dtobs.drills.job import Job
 from tests.faults.programs import run_job
 from tests.harness import start_ranks, torchrun
@@ -33,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_abort_restarts_the_job_and_it_ends_from_its_checkpoint(tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

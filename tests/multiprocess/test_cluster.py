@@ -130,6 +130,7 @@ def test_another_takes_over_from_a_lead_that_is_gone(nodes: list[Node]):
     assert third.found() == []
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_monitor_that_comes_back_leads_again(nodes: list[Node]):
     lead, second, _ = nodes
     second.until(lambda: second.run.directory.contact(0).exists())

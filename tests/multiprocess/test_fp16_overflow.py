@@ -75,6 +75,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
             assert math.isfinite(found["global_loss"][-1]), name
 
 
+@pytest.mark.exhaustive(one_in=4)
 @pytest.mark.timeout(900)
 def test_a_scale_that_is_too_large_comes_down_on_all_ranks_alike(tmp_path: Path) -> None:
     cache = ("--data.cache", str(tmp_path / "corpora"))

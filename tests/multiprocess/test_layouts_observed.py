@@ -84,7 +84,7 @@ CASES = {
     "fsdp2-fp16": Case(2, ("--parallel.shard", "2", "--precision", "fp16"), 1),
     "expert": Case(2, ("--preset", "debug-moe", "--parallel.expert", "2"), 1, ("expert",)),
 }
-ALWAYS = ("tensor-sequence", "pipeline-zbv", "hsdp", "expert")  # hsdp is ddp and fsdp2 at once
+ALWAYS = ("tensor-sequence", "pipeline-zbv", "hsdp")  # hsdp is ddp and fsdp2 at once
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.exhaustive) for n in CASES])

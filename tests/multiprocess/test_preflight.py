@@ -60,6 +60,7 @@ runpy.run_module("dtobs.preflight", run_name="__main__")
 """
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_rank_that_contributes_wrong_values_below_torchrun(tmp_path: Path):
     (tmp_path / "faulty.py").write_text(FAULTY)
     with torchrun([tmp_path / "faulty.py", "--json"], nproc=3, timeout=SECONDS) as command:
@@ -70,6 +71,7 @@ def test_a_rank_that_contributes_wrong_values_below_torchrun(tmp_path: Path):
     assert "all_gather" in found["summary"]
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_rank_that_stops_in_the_middle():
     with preflight("--silence", "8", "--join-timeout", "15") as command:
         rank = until(lambda: child(command, rank=1))

@@ -77,6 +77,7 @@ def test_torchrun_on_a_plain_loop(tmp_path: Path):
     assert "all_reduce" in {op.op for op in view.meta(1).ops.values()}
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_torch_that_is_too_old_costs_each_rank_one_line(tmp_path: Path):
     program = tmp_path / "train.py"
     loop = script(tmp_path / "loop").read_text()
@@ -140,6 +141,7 @@ def test_data_loader_workers_and_children_do_not_attach(tmp_path: Path):
     assert (view.ranks, view.attempt, len(view.rank_steps(0))) == ([0], 0, 3)
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_processes_that_train_without_a_group_are_counted(tmp_path: Path):
     child = script(tmp_path).rename(tmp_path / "child.py")
     train = tmp_path / "train.py"
@@ -155,6 +157,7 @@ def test_processes_that_train_without_a_group_are_counted(tmp_path: Path):
     assert "nothing was recorded: no rank built a torch optimizer" in job.stderr
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_program_that_attaches_for_itself_is_left_to_it(tmp_path: Path):
     train = tmp_path / "train.py"
     train.write_text("import dtobs\ndtobs.attach(run_dir='own')\n" + LOOP.format(strike="pass", workers=0))
@@ -187,6 +190,7 @@ def test_what_cannot_be_run(tmp_path: Path, words: list[str], message: str):
     assert message in job.stderr
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_the_screen_ends_with_the_command(tmp_path: Path):
     """On a terminal of its own: the screen shows the run, the output goes to a file, the exit code comes through."""
     train = script(tmp_path, strike="print('step', step); step == 2 and sys.exit(5)")
@@ -220,6 +224,7 @@ def test_the_screen_ends_with_the_command(tmp_path: Path):
     assert json.loads((tmp_path / "here" / "run.json").read_text())["world_size"] == 1
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_who_is_missing_at_the_rendezvous_is_said(tmp_path: Path):
     program = tmp_path / "train.py"
     program.write_text(
@@ -256,6 +261,7 @@ def test_an_error_before_there_is_a_process_group_is_told(asks: bool, tmp_path: 
     assert verdict is not None and (verdict.ranks, verdict.confidence.value) == ((1,), "certain")
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_an_error_that_a_launcher_of_processes_handles_is_told(tmp_path: Path):
     """``torch.multiprocessing.spawn`` handles what a rank raises, and has it leave with exit code 1."""
     program = tmp_path / "train.py"
@@ -279,7 +285,8 @@ def test_an_error_that_a_launcher_of_processes_handles_is_told(tmp_path: Path):
     assert "needs a launcher" not in job.stderr
 
 
-@pytest.mark.parametrize("another_asks", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.exhaustive(one_in=4)
+@pytest.mark.parametrize("another_asks", [False, True])
 def test_an_error_of_a_spawned_rank_before_its_process_group_is_told(another_asks: bool, tmp_path: Path):
     program = tmp_path / "train.py"
     asks = f"dist.init_process_group('gloo', 'file://{tmp_path}/store', rank=rank, world_size=2)"
@@ -303,6 +310,7 @@ def test_an_error_of_a_spawned_rank_before_its_process_group_is_told(another_ask
     assert verdict is not None and (verdict.ranks, verdict.confidence.value) == ((1,), "certain")
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_rank_that_does_not_come_out_of_its_download_is_named(tmp_path: Path):
     """Nobody has built a model or an optimizer yet."""
     program = tmp_path / "train.py"

@@ -65,6 +65,7 @@ def test_a_tokenizer_of_its_own_trains(tmp_path: Path) -> None:
     assert result["global_loss"][-1] < result["global_loss"][0] < np.log(300) + 1
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_reading_ahead_trains_the_same_and_resumes_the_same(tmp_path: Path) -> None:
     # Validation every other step lies between what was read ahead and its use.
     arguments = ("--accumulate", "2", "--data.validate_every", "2", "--checkpoint.every", "3")

@@ -20,7 +20,10 @@ from tests.multiprocess import runtime_curves
 from tests.multiprocess.runtime_curves import command_on_ranks, curves
 from tests.multiprocess.test_runtime_checkpoints import tail
 
-BACKGROUND = {"foreground": (), "background": ("--checkpoint.background",)}
+BACKGROUND = [
+    pytest.param((), id="foreground", marks=pytest.mark.exhaustive(one_in=4)),
+    pytest.param(("--checkpoint.background",), id="background"),
+]
 
 
 @contextmanager
@@ -78,7 +81,7 @@ def train_collecting_warnings(
     return result, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("mode", BACKGROUND.values(), ids=BACKGROUND)
+@pytest.mark.parametrize("mode", BACKGROUND)
 def test_a_full_disk_costs_one_checkpoint(mode: tuple[str, ...], tmp_path: Path) -> None:
     arguments = ("--parallel.shard", "2", "--model.dropout", "0.1", "--data.cache", str(tmp_path / "corpora"))
     saves = ("--checkpoint.every", "2", *mode)
@@ -111,7 +114,7 @@ def test_a_read_only_folder_is_a_warning_a_save(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("mode", BACKGROUND.values(), ids=BACKGROUND)
+@pytest.mark.parametrize("mode", BACKGROUND)
 def test_what_cannot_be_removed_is_told_once_and_costs_no_checkpoint(mode: tuple[str, ...], tmp_path: Path) -> None:
     run, cache = tmp_path / "run", ("--data.cache", str(tmp_path / "corpora"))
     saves = ("--checkpoint.every", "2", "--checkpoint.keep", "2", "--checkpoint.strict", *mode)
@@ -126,7 +129,7 @@ def test_what_cannot_be_removed_is_told_once_and_costs_no_checkpoint(mode: tuple
     assert [manifests.verify(path).step for path in manifests.complete(run / "checkpoints")] == [8, 6]
 
 
-@pytest.mark.parametrize("mode", BACKGROUND.values(), ids=BACKGROUND)
+@pytest.mark.parametrize("mode", BACKGROUND)
 def test_strict_stops_at_the_first_failed_save(mode: tuple[str, ...], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -194,6 +197,7 @@ def test_a_full_run_directory_does_not_stop_the_training(tmp_path: Path) -> None
     assert "finished: 60 steps" in out
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_the_log_goes_on_once_there_is_room(tmp_path: Path) -> None:
     run = tmp_path / "small" / "run"
     with mounted(tmp_path / "small", "size=24m"):
@@ -205,6 +209,7 @@ def test_the_log_goes_on_once_there_is_room(tmp_path: Path) -> None:
     assert "step      9/9  loss " in log
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_full_run_directory_stops_a_strict_training_with_its_one_line(tmp_path: Path) -> None:
     run = tmp_path / "small" / "run"
     with mounted(tmp_path / "small", "size=24m"):

@@ -79,6 +79,7 @@ def run_on_a_terminal(tmp_path: Path, viewer: str, steps: str, *, press_q: bool)
         os.close(ours)
 
 
+@pytest.mark.exhaustive(one_in=4)
 @pytest.mark.timeout(120)
 def test_the_viewer_ends_with_the_training(tmp_path: Path) -> None:
     code, shown = run_on_a_terminal(tmp_path, VIEWER, "5", press_q=False)

@@ -240,7 +240,7 @@ def compiled(rank: int, world: int, folder: Path, how: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("how", ["in place", "wrapped"])
+@pytest.mark.parametrize("how", ["in place", pytest.param("wrapped", marks=pytest.mark.exhaustive(one_in=4))])
 def test_compiled_models_are_neither_recompiled_nor_broken_up(tmp_path: Path, how: str):
     observed = run_ranks(compiled, 1, tmp_path / "run", how, timeout=120)
     plain = run_ranks(compiled, 1, tmp_path / "no", how, timeout=120, env={"DTOBS_DISABLE": "1"})

@@ -185,6 +185,7 @@ def _monitors_ended(running: Job, number: int) -> bool:
     return bool(said) and all(entry["ended"] for entry in said.values())
 
 
+@pytest.mark.exhaustive(one_in=4)
 def test_a_machine_that_is_powered_off(tmp_path: Path):
     with job(2, tmp_path, "c10d") as running:
         lead = running.lead()

@@ -11,21 +11,16 @@ from tests.harness import RankFailure
 from tests.plain.subjects import PROGRAMS
 from tests.plain.ways import by_command, findings, forked
 
-ALWAYS = {
-    "ddp",
-    "fsdp2",
-    "zero1_by_hand",
-    "local_sgd",
-    "grad_scaler",
-}
-"""These run every time; of the others a share by commit, see `tests/conftest.py`."""
+ALWAYS, OFTEN = {"ddp", "fsdp2", "local_sgd"}, {"zero1_by_hand", "grad_scaler"}
+"""These run every time, those in one commit of four; of the others a share by commit, see `tests/conftest.py`."""
 NOT_TWICE_THE_SAME = {"hogwild"}
 NOTHING_TO_RECORD = dict.fromkeys(("hogwild", "one_process_without_an_optimizer"), ("nothing was recorded",))
 """Without optimizer or process group nobody tells dtobs where a training is."""
 
 
 def each(always: set[str]) -> list[object]:
-    return [pytest.param(n, marks=() if n in always else pytest.mark.exhaustive) for n in sorted(PROGRAMS)]
+    often, rest = pytest.mark.exhaustive(one_in=4), pytest.mark.exhaustive
+    return [pytest.param(n, marks=() if n in always else often if n in OFTEN else rest) for n in sorted(PROGRAMS)]
 
 
 @pytest.mark.parametrize("name", each(ALWAYS))
