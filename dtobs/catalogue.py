@@ -261,7 +261,7 @@ _ROWS: tuple[Row, ...] = (
         "hangs",
         Severity.CRITICAL,
         "The process group never comes about: ranks are missing at the rendezvous",
-        "Look at the ranks named: their hosts' launchers and logs, and the line where they are instead; check that "
+        "Look at the ranks that do not come: their hosts' launchers and logs, and the line where they are; check that "
         "MASTER_ADDR and MASTER_PORT are reachable from them.",
         Trait.DEADLOCK | Trait.TRANSIENT,
     ),
@@ -270,7 +270,8 @@ _ROWS: tuple[Row, ...] = (
         "hangs",
         Severity.CRITICAL,
         "An NCCL communicator never came about",
-        "Look at the ranks named; check NCCL_SOCKET_IFNAME and the firewall between the hosts; run `dtobs preflight`.",
+        "Look at the ranks that do not begin; check NCCL_SOCKET_IFNAME and the firewall between the hosts; run "
+        "`dtobs preflight`.",
         Trait.MACHINE,
     ),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,16 +19,18 @@ from dtobs.logs.pace import paces, spikes
 from dtobs.logs.places import places
 from dtobs.logs.ranks import RankMap, resolve, world_size
 from dtobs.logs.reader import LogFile
-from dtobs.logs.templates import ANCHORS, Role
+from dtobs.logs.templates import ANCHORS, TEMPLATES, Role
 from dtobs.words import count, ranks_text
 
 _STEPS_AFTER = 3
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
-_LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died", "rendezvous-closed")
+_LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died", "rendezvous-closed", "store-lost")
+_WAITED = ("work-timeout", "watchdog-stuck", "hccl-timeout", "hccl-start")
 _ENGINE_WAITS = 4
+_QUOTED, _QUOTED_BEFORE = 160, 60
 _LAST_LINES = 20
 _MAX_RANKS_SHOWN = 4096
-_CANCELLED = "CANCELLED AT"
+_CANCELLED, _GLOO = "CANCELLED AT", "/gloo/"
 _CRASHED = ("uncaught-exception", "device-out-of-memory", "device-fault", "illegal-address", "disk-full")
 INTERRUPTED, ENDED_WELL, NO_FURTHER = (
     "the job was interrupted from outside",
@@ -103,23 +106,28 @@ def judge(evidence: LogEvidence, several_files: bool, notes: list[str], bytes_re
         bytes_read,
         tuple(groups),
         step=max((track.step for track in tracks.values() if track.step is not None), default=None),
-        understood=bool(signs or tracks or world or heard.ranks),
+        understood=bool(signs or tracks or world or heard.ranks or _of_nccl(evidence)),
     )
+
+
+def _of_nccl(evidence: LogEvidence) -> bool:
+    return any(writer.kind == "nccl" for _, writer in evidence.writers)
 
 
 def _causes(
     live: list[Sign], ended: list[LoggedEnding], groups: list[GroupFrontier], heard: Heard, evidence: LogEvidence
 ) -> list[Finding]:
-    stuck = frozenset(r for s in live if s.kind in ("work-timeout", "watchdog-stuck") and (r := rank_of(s)) is not None)
+    stuck = frozenset(r for s in live if s.kind in _WAITED and (r := rank_of(s)) is not None)
     scene = Scene(
         roots=[*(s for s in live if is_root(s)), *_told_in_table(evidence, live)],
         endings=ended,
         stuck_ranks=stuck,
         complaining=frozenset(s.rank for s in live if s.rank is not None and s.role in (Role.CASCADE, Role.STUCK)),
-        timed_out=any(s.kind == "work-timeout" for s in live),
+        timed_out=any(s.kind in ("work-timeout", "hccl-timeout", "hccl-start") for s in live),
         cancelled_at={s.file: s.order for s in reversed(live) if s.kind == "interrupted" and _CANCELLED in s.text},
         bare=[s for s in live if s.kind == "bare-exception" and not _went_on(s, evidence, ended)],
         said=_said(live),
+        without_gradient={int(s.fields["rank"]): s.fields["names"] for s in live if s.kind == "without-gradient"},
         fatal_sites={s.rank: s.fields["site"] for s in live if s.kind == "fatal-site"},
     )
     found = crashes(scene)
@@ -281,14 +289,14 @@ def _notes(
         e.signal is not None and e.file == s.file and e.order < s.order for e in ended for s in outside[:1]
     )
     if outside and not came_first and not any(f.confidence is Confidence.CERTAIN for f in findings):
-        notes.append(f"{INTERRUPTED}: {' '.join(outside[0].text.split())[:160]} ({outside[0].where})")
-    lost = [s for s in live if s.kind in _LOST and (s.kind != "gloo-closed" or "type" in s.fields)]
+        notes.append(f"{INTERRUPTED}: {_quoted(outside[0])}")
+    ended_so = [e for e in ended if e.signal == signal.SIGTERM]
+    if ended_so and not outside and not findings:
+        who = ranks_text(sorted({e.rank for e in ended_so if e.rank is not None})) or "a rank"
+        notes.append(f"{INTERRUPTED}: {who} ended by {ended_so[0].words()} ({ended_so[0].where})")
+    lost = [s for s in live if s.kind in _LOST and (s.kind != "gloo-closed" or "type" in s.fields or _GLOO in s.text)]
     if lost and not findings:
-        who = "a rank" if lost[0].rank is None else ranks_text([lost[0].rank])
-        notes.append(
-            f"{who} lost a peer and nothing here says why, the log of the other side may:"
-            f" {' '.join(lost[0].text.split())[:160]} ({lost[0].where})"
-        )
+        notes.append(_lost(lost))
     if not findings and (waits := [s for s in live if s.kind == "engine-waits"]) and len(waits) >= _ENGINE_WAITS:
         notes.append(
             f"vLLM's engine waited for its workers many times ({waits[-1].where}): their stacks say where they stand"
@@ -309,6 +317,29 @@ def _notes(
         if named:
             notes.append(f"the launcher lists {ranks_text(named)} as failed, the first of them by the clock only")
     return notes
+
+
+def _lost(signs: list[Sign]) -> str:
+    """A note on ranks that lost somebody, and on whom they lost."""
+    first = signs[0]
+    ranks = sorted({s.rank for s in signs if s.kind == first.kind and s.rank is not None})
+    who = ranks_text(ranks) if ranks else "a rank"
+    if first.kind == "store-lost":
+        what = "lost the store, which rank 0 or its launcher holds as a rule: their logs may say why"
+    elif first.kind == "rendezvous-closed":
+        who, what = "a launcher", "found the rendezvous closed, by another node's or after too many failures"
+    else:
+        what = "lost a peer and nothing here says why, the log of the other side may"
+    return f"{who} {what}: {_quoted(first)}"
+
+
+def _quoted(sign: Sign) -> str:
+    """What a line says around the words that make it a sign, and where it stands."""
+    text = " ".join(sign.text.split())
+    found = [at for row in TEMPLATES if row.kind == sign.kind for word in row.literals if (at := text.find(word)) >= 0]
+    begin = max(0, min(found, default=0) - _QUOTED_BEFORE) if len(text) > _QUOTED else 0
+    begin = max(text.rfind(" ", 0, begin) + 1, begin - _QUOTED_BEFORE // 2)
+    return f"{'…' if begin else ''}{text[begin : begin + _QUOTED]} ({sign.where})"
 
 
 def _not_registered(live: list[Sign]) -> list[str]:

@@ -16,8 +16,10 @@ from typing import Any
 
 from dtobs.catalogue import CRASHED, after_signal
 from dtobs.findings import CATALOGUE, Confidence, Finding
+from dtobs.logs import fingerprints
 from dtobs.logs.endings import DEADLY, LoggedEnding
 from dtobs.logs.evidence import Sign
+from dtobs.logs.frontier import rank_of
 from dtobs.logs.templates import Role
 from dtobs.logs.traces import is_installed
 from dtobs.words import numbers, ranks_text, verb
@@ -39,7 +41,6 @@ _WITHOUT_MULTICAST = (
     "Set NCCL_NVLS_ENABLE=0 to go on without it, more slowly; have the Fabric Manager and the NVSwitches of the host"
     " looked at."
 )
-_DIFFERS = re.compile(r"Tensor (?:Tensor )?(?:shapes|dtypes|device)|Op type|Tensor dtypes: ")
 _LAUNCHER = re.compile(r"elastic|ChildFailedError|SignalException|CalledProcessError|exitcode")
 _UNITS = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 _HOLDS = re.compile(r"Process (\d{1,10}) has (\d{1,6}\.\d\d) ([KMG]iB) memory in use")
@@ -65,6 +66,7 @@ class Scene:
     bare: Sequence[Sign] = ()  #: exceptions without a traceback, of which nothing shows that they were got over
     fatal_sites: dict[int | None, str] = field(default_factory=dict)  #: where Python stood when a signal ended it
     said: Mapping[str, str] = field(default_factory=dict)  #: beside a crash, by kind: "heap", "device-assert"
+    without_gradient: Mapping[int, str] = field(default_factory=dict)  #: by rank, the parameters that DDP lists
 
     def cancelled(self, ending: LoggedEnding) -> bool:
         """Whether the scheduler had taken the job back before it tells that this rank was killed."""
@@ -87,6 +89,15 @@ _CRASHED_SOMEWHERE = (
 _OUT_OF_RANGE = (
     "A kernel was given a value that it does not allow, such as a label or an index out of range: run the step with"
     " CUDA_LAUNCH_BLOCKING=1 to see which call, or with its batch on the CPU."
+)
+_MOST_PARAMETERS = 10_000_000
+_OTHER_MODELS = (
+    "Print the number of parameters on each rank before DDP wraps the model. A count of 0, or one that no model has, is"
+    " of a rank that was in another call at that moment."
+)
+_NCCL_AND_DEVICE = (
+    "Look at what NCCL tells before this line (NCCL_DEBUG=INFO) and at the driver's log of the host; run"
+    " `dtobs preflight`."
 )
 _HEAP = (
     "A native extension wrote beyond its memory or freed it twice: run the rank with PYTHONFAULTHANDLER=1 and"
@@ -116,21 +127,8 @@ def _code(sign: Sign) -> str:
     if sign.kind == "xid" and sign.fields.get("xid") in _XID_OF_PROGRAMS:
         return "illegal-address" if sign.fields["xid"] in ("13", "31") else ""
     if sign.kind == "fingerprint":
-        return _fingerprint_code(sign)
+        return fingerprints.code_of(sign)
     return sign.code
-
-
-def _fingerprint_code(sign: Sign) -> str:
-    mine, theirs = (_operation(sign.fields.get(name, "")) for name in ("mine", "theirs"))
-    if mine == theirs and "Sequence number" in sign.text and not _DIFFERS.search(sign.text):
-        return "call-site-mismatch"
-    if mine == theirs:
-        return "dtype-mismatch" if "Tensor dtypes" in sign.text and "shapes" not in sign.text else "shape-mismatch"
-    return "collective-mismatch"
-
-
-def _operation(fingerprint: str) -> str:
-    return fingerprint.partition("OpType=")[2].partition(",")[0].strip(")")
 
 
 def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
@@ -141,9 +139,14 @@ def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
     first = min(signs, key=lambda s: s.order)
     ranks = _ranks(signs, scene, code)
     supposed = all(s.kind in (*_SUPPOSED, *_TOLD_LATE, *_USUALLY) for s in signs)
-    confidence = Confidence.CERTAIN if ranks and not supposed else Confidence.LIKELY
-    step = _WITHOUT_MULTICAST if first.kind == "nvls" else ""
+    supposed |= first.kind == "fingerprint" and fingerprints.is_unfilled(first.fields.get("theirs", ""))
+    absent = first.kind == "ddp-shapes" and (_never_counted(first.fields) or "mine" in first.fields)
+    confidence = Confidence.CERTAIN if ranks and not supposed and not absent else Confidence.LIKELY
+    step = _WITHOUT_MULTICAST if first.kind == "nvls" else _OTHER_MODELS if absent else ""
     text = _summary(code, first, signs, ranks)
+    if code == "unused-parameters":
+        names = "; ".join(scene.without_gradient.get(rank, "") for rank in ranks[:1])
+        text += f": {_cut(names)}" if names else ""
     return Finding(code, text, ranks, confidence, evidence=_records(signs), next_step=step)
 
 
@@ -154,7 +157,9 @@ def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
         return tuple(sorted({int(s.fields[name]) for s in pairs for name in ("rank", "other")}))
     if told := {int(s.fields["rank"]) for s in signs if s.kind in _NAMING}:
         return tuple(sorted(told))
-    ranks = {sign.rank for sign in signs if sign.rank is not None}
+    if code == "unused-parameters" and scene.without_gradient:
+        return tuple(sorted(scene.without_gradient))
+    ranks = {rank for sign in signs if (rank := rank_of(sign)) is not None}
     if ranks:
         return tuple(sorted(ranks))
     failed = {e.rank for e in scene.endings if e.rank is not None and e.code == 1}
@@ -174,8 +179,10 @@ def _odd_of_fingerprints(signs: Sequence[Sign]) -> tuple[int, ...]:
     for sign in signs:
         fields = sign.fields
         if sign.kind == "fingerprint" and "other" in fields:
-            calls[int(fields["rank"])] = _operation(fields["mine"]) + _shape(fields["mine"])
-            calls.setdefault(int(fields["other"]), _operation(fields["theirs"]) + _shape(fields["theirs"]))
+            calls[int(fields["rank"])] = fingerprints.operation(fields["mine"]) + fingerprints.shape(fields["mine"])
+            calls.setdefault(
+                int(fields["other"]), fingerprints.operation(fields["theirs"]) + fingerprints.shape(fields["theirs"])
+            )
         elif "other" in fields and "theirs" in fields:
             calls |= {int(fields["rank"]): fields["mine"], int(fields["other"]): fields["theirs"]}
         elif sign.rank is not None:
@@ -186,10 +193,6 @@ def _odd_of_fingerprints(signs: Sequence[Sign]) -> tuple[int, ...]:
     largest = max((len(ranks) for ranks in groups.values()), default=0)
     rest = sorted(rank for ranks in groups.values() if len(ranks) < largest for rank in ranks)
     return tuple(rest or sorted(calls))
-
-
-def _shape(fingerprint: str) -> str:
-    return fingerprint.partition("TensorShape=")[2].partition("]")[0]
 
 
 def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ...]) -> str:
@@ -217,6 +220,13 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         return f"{who} found no space left{f' in {path}' if path else ''}{site}: {told}"
     if code == "nccl-misuse":
         return f"NCCL refused the call of {who}: {_cut(_most_telling(signs))}"
+    if first.kind == "fingerprint" and "other" in first.fields:
+        one, other = (f"rank {first.fields[name]} calls {fingerprints.call_text(first.fields[call])}"
+                      for name, call in (("rank", "mine"), ("other", "theirs")))  # fmt: skip
+        return f"{one} where {other}{site}"
+    if first.kind == "ddp-shapes" and "mine" in first.fields:
+        rank, mine, other, theirs = (first.fields[name] for name in ("rank", "mine", "other", "theirs"))
+        return f"DDP got {theirs} as the number of parameters of rank {other}, and {mine} of rank {rank}"
     if first.kind in _RECEIVED and "got" in first.fields:
         got, wanted = first.fields["got"], first.fields["wanted"]
         receiver = "a rank" if first.rank is None else ranks_text([first.rank])
@@ -229,6 +239,11 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
     if code == "unused-parameters":
         return f"a backward on {who} left out parameters that DDP waits for{site}"
     return f"{who}: {told}{site}"
+
+
+def _never_counted(fields: Mapping[str, str]) -> bool:
+    """Whether a rank's number of parameters is none: it was in no exchange of them, but in another call."""
+    return any(not 0 < int(fields.get(name, 1)) <= _MOST_PARAMETERS for name in ("mine", "theirs"))
 
 
 def _most_telling(signs: Sequence[Sign]) -> str:
@@ -337,7 +352,8 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
     if not quiet:
         return None
     first = quiet[0]
-    on = f" on {first.host}" if first.host else ""
+    hosts = sorted({e.host for e in quiet if e.host})
+    on = f" on {' and '.join(hosts)}" if 0 < len(hosts) <= 2 else f" on {len(hosts)} hosts" if hosts else ""
     site = "" if first.signal == signal.SIGKILL else scene.fatal_site(ranks)
     heap = scene.said.get("heap", "") if first.signal == signal.SIGABRT else ""
     heap = f" and found its heap corrupted ({heap})" if heap else ""
@@ -369,12 +385,6 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
         text = f"the process of {who} is gone, as vLLM tells, and no line here says why"
         step = "Look above this line for the worker's own last words, and in the host's kernel log for a kill."
         return [Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(workers), next_step=step)]
-    if died := [s for s in live if s.kind == "ray-died"]:
-        text = "ray tells that the process of a rank is gone, and no line here says why"
-        step = (
-            "Look at ray's log of this worker (session_latest/logs/worker-*), and in its host's kernel log for a kill."
-        )
-        return [Finding("rank-dead", text, (), Confidence.POSSIBLE, evidence=_records(died), next_step=step)]
     ended = [e for e in scene.endings if e.signal is None and e.code > 0]
     blames = [s for s in live if s.role in (Role.CASCADE, Role.STUCK) and not _LAUNCHER.search(s.text)]
     if not blames and not ended and (aborted := [s for s in live if s.kind == "aborted"]):
@@ -385,8 +395,14 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
         waited = any(s.role is Role.STUCK for s in blames) or None in upset
         ended = [e for e in ended if e.rank is not None and e.rank not in upset and not waited]
         lost = f", while {ranks_text(sorted(r for r in upset if r is not None))} lost the connection to a peer"
-    if bare := _bare_exception(scene, ended, bool(blames)):
+    if bare := _bare_exception(scene, ended, bool(blames)) or _of_device(scene, live):
         return [bare]
+    if not ended and (died := [s for s in live if s.kind == "ray-died"]):
+        text = "ray tells that the process of a rank is gone, and no line here says why"
+        step = (
+            "Look at ray's log of this worker (session_latest/logs/worker-*), and in its host's kernel log for a kill."
+        )
+        return [Finding("rank-dead", text, (), Confidence.POSSIBLE, evidence=_records(died), next_step=step)]
     if not ended:
         return []
     ranks = tuple(sorted({e.rank for e in ended if e.rank is not None}))
@@ -416,6 +432,19 @@ def _bare_exception(scene: Scene, ended: Sequence[LoggedEnding], blames: bool) -
         "uncaught-exception", text, ranks, Confidence.LIKELY if known else Confidence.POSSIBLE,
         evidence=_records([last]), next_step="Look at the traceback of this line, which is not among the lines given.",
     )  # fmt: skip
+
+
+def _of_device(scene: Scene, live: Sequence[Sign]) -> Finding | None:
+    """What a kernel asserts, or NCCL tells of a call of CUDA, where no exception says more."""
+    if assertion := scene.said.get("device-assert", ""):
+        signs = [s for s in live if s.kind == "device-assert"]
+        text, step = f"a kernel of a rank failed: {assertion}", _OUT_OF_RANGE
+    elif signs := [s for s in live if s.kind == "nccl-cuda"]:
+        text, step = f"NCCL could not use the device: {signs[0].fields['what']}", _NCCL_AND_DEVICE
+    else:
+        return None
+    ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
+    return Finding("uncaught-exception", text, ranks, Confidence.LIKELY, evidence=_records(signs), next_step=step)
 
 
 def _signalled(signs: Sequence[Sign], scene: Scene) -> Finding:

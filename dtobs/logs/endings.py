@@ -97,6 +97,9 @@ def _of_sign(sign: Sign, ranks: RankMap) -> list[LoggedEnding]:
         rank = int(fields["rank"]) if "rank" in fields else sign.rank
         pid = int(fields["pid"]) if "pid" in fields else None
         return [LoggedEnding(rank, code, sign.where, sign.text, sign.order, fields.get("host", ""), pid)]
+    if sign.kind == "died-with":  # the launcher's command names the process it started last, not this one
+        number = getattr(signal, fields["signal"], signal.SIGKILL)
+        return [LoggedEnding(sign.rank, -number, sign.where, sign.text, sign.order)]
     if sign.kind == "srun-task":
         told = _srun_code(fields["how"])
         tasks = numbers(fields["tasks"]) if told is not None else []

@@ -133,6 +133,8 @@ def frontiers(signs: list[Sign]) -> list[GroupFrontier]:
             work = pending.pop((rank, sign.fields.get("seq", "")), None)
             if "seq" in sign.fields:
                 _stuck(standing, sign, work)
+    if not any(s.stuck is not None for group in groups.values() for s in group.standings.values()) and not pending:
+        _add_dumped(groups, signs)
     mixed = not groups and _of_several_groups(pending)
     for (owner, seq), work in pending.items():
         if mixed and "pg_name" not in work.fields:  # groups that no line names: only equal numbers belong together
@@ -144,6 +146,16 @@ def frontiers(signs: list[Sign]) -> list[GroupFrontier]:
         for standing in group.standings.values():
             standing.site = standing.site or sites.get(standing.rank, "")
     return [part for group in groups.values() for part in _told_apart(group)]
+
+
+def _add_dumped(groups: dict[str, GroupFrontier], signs: list[Sign]) -> None:
+    """Ranks that tell of a time-out of their own and not of the call: it is the first that they have not completed."""
+    for sign in signs:
+        if sign.kind != "dump-signal" or "this local rank" not in sign.fields.get("source", ""):
+            continue
+        standing = _standing(groups, sign, rank) if (rank := rank_of(sign)) is not None else None
+        if standing is not None and standing.completed is not None and (standing.issued or 0) > standing.completed:
+            standing.stuck = standing.completed + 1
 
 
 def _of_several_groups(pending: dict[tuple[int, str], Sign]) -> bool:

@@ -19,6 +19,19 @@ from dtobs.words import count, ranks_do, ranks_text, verb
 
 _NUMBER = re.compile(r"\d{1,7}")
 _LINES_OF_HALF_A_MINUTE = 3
+_OF_BEFORE = "the store still counts an earlier attempt or another job"
+_IB_STATUS = {
+    "4": "its memory is not registered: suspect GPUDirect, drivers or limits of locked memory, not the link",
+    "5": "flushed, which follows from an earlier error",
+    "10": "the peer refused access to its memory",
+    "12": "nothing came back from the peer: its link, its port or its process",
+    "13": "the peer was not ready to receive for too long",
+}
+"""Of libibverbs' `ibv_wc_status`, what NCCL prints most."""
+_WATCHDOG_STEP = (
+    "Take the stacks of these ranks (py-spy dump --native): a call of CUDA that does not come back, or a thread that"
+    " keeps Python's lock, stops the watchdog; the network does more rarely."
+)
 _STORE = ("store-waits", "store-barrier", "store-connect", "store-bind", "rendezvous", "gloo-mesh")
 
 
@@ -121,7 +134,11 @@ def _hccl_start(live: Sequence[Sign]) -> list[Finding]:
     if not signs:
         return []
     text = f"HCCL's communicator never came about: {signs[0].fields['what']}"
-    return [_finding("nccl-init-stuck", text, (), Confidence.POSSIBLE, signs)]
+    step = (
+        "See that no process of an earlier training holds the devices (npu-smi info), and check HCCL_SOCKET_IFNAME and"
+        " the firewall between the hosts."
+    )
+    return [_finding("nccl-init-stuck", text, (), Confidence.POSSIBLE, signs, step)]
 
 
 def _timed_out(library: str, kind: str, live: Sequence[Sign], heard: Heard) -> list[Finding]:
@@ -155,10 +172,14 @@ def _store(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     missing = tuple(rank for rank in range(heard.world) if rank not in heard.ranks)
     if counted is not None:
         joined, size = int(counted.fields["joined"]), int(counted.fields["size"])
+        if joined > size:
+            text = f"{joined} ranks are counted at a barrier of {size}, so it never ends: {_OF_BEFORE}"
+            return [_finding("rendezvous-incomplete", text, (), Confidence.LIKELY, signs)]
         ranks = missing if len(missing) == size - joined else ()
         who = f": {ranks_text(ranks)} {verb(len(ranks), 'are')} not heard of" if ranks else ""
         text = f"only {joined} of {size} ranks came to the rendezvous{who}"
     elif bound := next((s for s in signs if s.kind == "store-bind"), None):
+        bound = next((s for s in live if s.kind in ("store-bind", "store-port") and "port" in s.fields), bound)
         port = f"port {bound.fields['port']}" if "port" in bound.fields else "its port"
         ranks, text = (), f"the rendezvous could not listen on {port}: another process may have it already"
         step = "See who listens there (ss -ltnp), perhaps a job before; end it, or take another --master-port."
@@ -206,10 +227,7 @@ def _incomplete_barrier(key: str, signs: list[Sign], heard: Heard) -> list[Findi
     confidence = Confidence.LIKELY if lines >= _LINES_OF_HALF_A_MINUTE else Confidence.POSSIBLE
     who = f"{ranks_text(waiting)} {verb(len(waiting), 'are')} seen to wait"
     if joined > size:
-        text = (
-            f"{joined} ranks are counted at a barrier ({key}) of {size}, so it never ends: the store still counts an"
-            f" earlier attempt or another job; {who}"
-        )
+        text = f"{joined} ranks are counted at a barrier ({key}) of {size}, so it never ends: {_OF_BEFORE}; {who}"
         return [_finding("rendezvous-incomplete", text, (), confidence, signs)]
     missing = size - joined
     if not missing:
@@ -272,6 +290,8 @@ def _links(live: Sequence[Sign]) -> list[Finding]:
     text = f"InfiniBand connections broke {' '.join(word for word in words if word)}".rstrip()
     if request := next((s.fields["what"] for s in signs if "what" in s.fields), ""):
         text = f"libfabric's connections broke: {request}"
+    if status := next((s.fields["status"] for s in signs if s.fields.get("status") not in (None, "5")), ""):
+        text += f" with status {status}" + (f" ({_IB_STATUS[status]})" if status in _IB_STATUS else "")
     if call := next((s.fields for s in signs if "call" in s.fields), None):
         text = f"InfiniBand's {call['call']} failed" + (f": {call['event']}" if "event" in call else "")
     return [_finding("network-stalled", text, ranks, Confidence.LIKELY, signs)]
@@ -281,10 +301,10 @@ def _watchdogs(live: Sequence[Sign]) -> list[Finding]:
     signs = [s for s in live if s.kind == "watchdog-stuck"]
     if not signs:
         return _unnumbered(live) or _unanswered(live)
-    ranks = {s.rank for s in signs if s.rank is not None}
+    ranks = {rank for s in signs if (rank := rank_of(s)) is not None}
     who = f" of {ranks_text(ranks)}" if ranks else ""
     text = f"NCCL or CUDA calls hang: the watchdog{who} made no progress, and no line says in which collective"
-    return [_finding("network-stalled", text, (), Confidence.POSSIBLE, signs)]
+    return [_finding("network-stalled", text, (), Confidence.POSSIBLE, signs, _WATCHDOG_STEP)]
 
 
 def _unanswered(live: Sequence[Sign]) -> list[Finding]:

@@ -45,12 +45,14 @@ _LOGGER = re.compile(
 _STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT)(?:: ?| [FP] )")
 _HOST = re.compile(r"(?!E[A-Z]\d{4}:)([A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}): (?=[\[{T(*\dWEI ])")
 _TIME = re.compile(
-    r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \||\t)? ?"
+    r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d{1,9})?)?"
+    r"(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \||\t)? ?"
 )
 _SYSLOG = re.compile(
     r"(?:<\d{1,3}>)?[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d ([\w.\-]{1,80}) (?:[\w.\-/]{1,60}\[\d{1,9}\]: )?"
     r"|([\w.\-]{1,80}) [\w.\-/]{1,60}\[\d{1,9}\]: "
 )
+_QUOTED = re.compile(r"[> `]{1,8}(?=\[(?:rank|default)\d|\[E\d{3,4} |\d{4}-\d\d-\d\d[T ]\d\d:)")
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]? (?=\S)")
 _NUMBER = re.compile(r"\[\d{3,9}\] (?=\[)")
 _C10 = re.compile(r"\[[EWIF](?:\d{3,4} [\d:.]{8,20})? ?([A-Za-z_0-9]+\.(?:cpp|hpp|cc|h)):\d+\] ?")
@@ -167,7 +169,7 @@ def split(text: str, column: re.Pattern[str] | None = None) -> tuple[Origin, str
     rank = local = task = outer = pid = None
     node = ""
     for _ in range(_LAYERS):
-        if not text or text[0] not in "[(<0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz":
+        if not text or text[0] not in "[(<>`0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz":
             break
         if column is not None and (found := column.match(text)):
             node, column = node or found[1], None
@@ -189,7 +191,7 @@ def split(text: str, column: re.Pattern[str] | None = None) -> tuple[Origin, str
             node, pid = node or (found[2] or ""), int(found[1])
         elif found := _named(text):
             node = node or found[1]
-        elif (found := _CLOCK.match(text)) or (found := _C10.match(text)) or (found := _logger(text)):
+        elif (found := _CLOCK.match(text) or _C10.match(text) or _QUOTED.match(text)) or (found := _logger(text)):
             pass
         else:
             break

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 _NUMBER = r"[+-]?(?:\d{1,20}(?:,\d{3}){0,5}(?:\.\d{0,20})?(?:[eE][+-]?\d{1,3})?|nan|inf|NaN|Inf|infinity|NAN|INF)"
 _STEP = re.compile(
-    r"(?:\b(?:global[_ ]step|global step|[Ss]teps?|STEP|[Ii]teration|[Ii]ter|ITER|it|batch|Batch)\b['\"\]]?\s{0,4}[:=#]?\s{0,4}\[?)(\d{1,12})(?!\d)"
+    r"(?:\b(?:global[_ ]step|global step|[Ss]teps?|STEP|[Ii]teration|[Ii]ter|ITER|(?<!/)it|batch|Batch)\b['\"\]]?\s{0,4}[:=#]?\s{0,4}\[?)(\d{1,12})(?!\d)"
 )
 _BAR = re.compile(r"(?<!\d)(\d{1,12})/(\d{1,12}) \[[\d:?]{1,12}<")
 _LOSS = re.compile(

@@ -109,13 +109,14 @@ def _transport(live: Sequence[Sign]) -> list[Finding]:
     if not sockets or not (better or problem):
         return []
     ranks = tuple(sorted({int(s.fields["rank"]) for s in sockets}))
+    sure = bool(better) or not all("libibverbs" in s.text for s in problem)  # most hosts without it have no InfiniBand
     reason = problem[0] if problem else better[0]
     return [
         Finding(
             "transport-fallback",
             "NCCL sends between hosts through sockets although it has or seeks something faster",
             ranks,
-            Confidence.LIKELY,
+            Confidence.LIKELY if sure else Confidence.POSSIBLE,
             evidence=tuple({"what": s.text, "rank": s.rank, "where": s.where} for s in (sockets[0], reason)),
         )
     ]

@@ -147,7 +147,7 @@ def _launched(signs: list[Sign], evidence: LogEvidence) -> list[int]:
         return []
     found: dict[int, set[int]] = {}
     for sign in signs:
-        if sign.kind in ("closing", "exit-code") and "pid" in sign.fields:
+        if sign.kind in ("closing", "exit-code", "interrupted") and "pid" in sign.fields:
             found.setdefault(sign.file, set()).add(int(sign.fields["pid"]))
     for entry in evidence.failures:
         if entry.pid is not None:

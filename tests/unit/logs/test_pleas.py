@@ -102,7 +102,7 @@ OFFLOAD = """
         (KILLED, ("rank-dead", (5,))),
         (DUPLICATE, ("nccl-misuse", (0, 1))),
         (FINGERPRINT, ("shape-mismatch", (0, 1))),
-        (ECC, ("device-fault", ())),
+        (ECC, ("device-fault", (1,))),
         (JOINED, ("rendezvous-incomplete", ())),
         (OFFLOAD, ("network-stalled", ())),
     ],

@@ -1,0 +1,95 @@
+"""What is told beside the code and the ranks of logs as threads show them: words, notes and next steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtobs.diagnose import diagnose_logs
+from dtobs.findings import Confidence
+from tests.unit.logs.strangers import trace
+from tests.unit.logs.strangers_threads import BARS
+
+CALL = "CollectiveFingerPrint(SequenceNumber={}, OpType={}, TensorShape=[{}], TensorDtypes=BFloat16, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda))"
+DIFFER = "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: {}, but Rank 0 is running collective: {}.Collectives differ in the following aspects: {}"
+SHAPES = DIFFER.format(
+    CALL.format(3104, "ALLREDUCE", 1958), CALL.format(3104, "ALLREDUCE", 511), "Tensor shapes: 1958vs 511"
+)
+UNFILLED = DIFFER.format(
+    CALL.format(101, "ALLGATHER", 1),
+    "CollectiveFingerPrint(SequenceNumber=0OpType=REDUCE)",
+    "Op type: ALLGATHERvs REDUCE",
+)
+PARAMETERS = "RuntimeError: DDP expects same model across all ranks, but Rank 5 has 128 params, while rank 0 has inconsistent {} params."
+BUSY = (
+    "[W socket.cpp:401] [c10d] The server socket has failed to bind to [::]:47531 (errno: 98 - Address already in use).\n"
+    "[E socket.cpp:435] [c10d] The server socket has failed to listen on any local network address."
+)
+STATUS = "n1:19:20 [1] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.0.0.9<53249> with error {}, opcode 32564"
+
+
+def diagnosed(folder: Path, text: str):
+    path = folder / "pasted.log"
+    path.write_text(text + "\n")
+    return diagnose_logs([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "step", "confidence"),
+    [
+        (trace("t.py:9", SHAPES, 1), "rank 1 calls ALLREDUCE of shape [1958] in BFloat16 (#3104) where rank 0 calls ALLREDUCE of shape [511]", "shape", "certain"),
+        (trace("t.py:9", UNFILLED, 1), "where rank 0 calls REDUCE at", "", "likely"),
+        (trace("t.py:9", PARAMETERS.format(1506656875), 0), "DDP got 1506656875 as the number of parameters of rank 0, and 128 of rank 5", "another call", "likely"),
+        (BUSY, "could not listen on port 47531", "ss -ltnp", "likely"),
+        (STATUS.format(12), "with status 12 (nothing came back from the peer", "", "likely"),
+        (STATUS.format(4), "with status 4 (its memory is not registered", "", "likely"),
+        ("srun: error: nid1: task 3: Segmentation fault\nsrun: error: nid2: task 9: Segmentation fault", "ranks 3 and 9 ended by signal 11 (SIGSEGV) on nid1 and nid2", "", "possible"),
+        ("step 3 loss 2.0\n[E ProcessGroupNCCL.cpp:1296] [PG 0 Rank 2] Heartbeat monitor timed out! watchdog got stuck for 600 seconds", "watchdog of rank 2 made no progress", "py-spy", "possible"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed. srun: error: node6156: task 0: Out Of Memory", "rank 0 was killed", "", "likely"),
+    ],
+)  # fmt: skip
+def test_what_a_person_reads(tmp_path: Path, text: str, told: str, step: str, confidence: str):
+    verdict = diagnosed(tmp_path, text).verdict
+    assert verdict is not None
+    assert told in verdict.summary
+    assert step in verdict.next_step
+    assert verdict.confidence is Confidence(confidence)
+
+
+LONG = "x" * 400
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (BARS, "the last progress line tells step 19"),
+        ('[rank7]:[W804 01:02:03.4 TCPStore.cpp:125] [PG ID 0 PG GUID 0 Rank 7] Failed to check the "should dump" flag on TCPStore, with error: Broken pipe', "rank 7 lost the store, which rank 0 or its launcher holds as a rule"),
+        (trace("t.py:9", "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:2526: Connection reset by peer"), "a rank lost a peer"),
+        ("step 3 loss 2.0\nWARNING:torch.distributed.elastic.multiprocessing.api:Sending process 10224 closing signal SIGHUP", "the job was interrupted from outside"),
+        (trace("t.py:9", "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGTERM"), "the job was interrupted from outside: rank 0 ended by signal 15 (SIGTERM)"),
+        (f"bar {LONG} Received 1 death signal, shutting down workers", "Received 1 death signal, shutting down workers"),
+        (trace("t.py:9", "torch.distributed.elastic.rendezvous.api.RendezvousClosedError"), "a launcher found the rendezvous closed"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_job_without_a_cause_is_a_note(tmp_path: Path, text: str, note: str):
+    found = diagnosed(tmp_path, text)
+    assert found.verdict is None
+    assert any(note in told for told in found.notes), found.notes
+
+
+def test_lines_of_nccl_alone_are_known(tmp_path: Path):
+    found = diagnosed(
+        tmp_path, "n7:551:612 [3] NCCL INFO Channel 00/02 : 0 1\nn7:551:612 [3] NCCL INFO comm 0x5 destroyed"
+    )
+    assert not any("dtobs knows" in note for note in found.notes)
+
+
+def test_sockets_without_a_library_of_infiniband_are_supposed_only(tmp_path: Path):
+    found = diagnosed(
+        tmp_path,
+        "n7:551:612 [0] NCCL INFO Failed to open libibverbs.so[.1]\n"
+        "n7:551:612 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0",
+    )
+    (finding,) = found.findings
+    assert (finding.code, finding.confidence) == ("transport-fallback", Confidence.POSSIBLE)
