@@ -118,6 +118,7 @@ def _causes(
     live: list[Sign], ended: list[LoggedEnding], groups: list[GroupFrontier], heard: Heard, evidence: LogEvidence
 ) -> list[Finding]:
     stuck = frozenset(r for s in live if s.kind in _WAITED and (r := rank_of(s)) is not None)
+    alone = [s for s in live if s.role is Role.ADVICE and not _went_on(s, evidence, ended)]
     scene = Scene(
         roots=[*(s for s in live if is_root(s)), *_told_in_table(evidence, live)],
         endings=ended,
@@ -125,7 +126,8 @@ def _causes(
         complaining=frozenset(s.rank for s in live if s.rank is not None and s.role in (Role.CASCADE, Role.STUCK)),
         timed_out=any(s.kind in ("work-timeout", "hccl-timeout", "hccl-start") for s in live),
         cancelled_at={s.file: s.order for s in reversed(live) if s.kind == "interrupted" and _CANCELLED in s.text},
-        bare=[s for s in live if s.kind == "bare-exception" and not _went_on(s, evidence, ended)],
+        bare=[s for s in alone if s.kind == "bare-exception"],
+        device=[s for s in alone if s.kind != "bare-exception"],
         said=_said(live),
         without_gradient={int(s.fields["rank"]): s.fields["names"] for s in live if s.kind == "without-gradient"},
         fatal_sites={s.rank: s.fields["site"] for s in live if s.kind == "fatal-site"},

@@ -64,6 +64,7 @@ class Scene:
     timed_out: bool
     cancelled_at: dict[int, int] = field(default_factory=dict)  #: by file, the line that cancels the job
     bare: Sequence[Sign] = ()  #: exceptions without a traceback, of which nothing shows that they were got over
+    device: Sequence[Sign] = ()  #: what kernels assert and NCCL tells of a device, got over by nobody
     fatal_sites: dict[int | None, str] = field(default_factory=dict)  #: where Python stood when a signal ended it
     said: Mapping[str, str] = field(default_factory=dict)  #: beside a crash, by kind: "heap", "device-assert"
     without_gradient: Mapping[int, str] = field(default_factory=dict)  #: by rank, the parameters that DDP lists
@@ -395,7 +396,7 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
         waited = any(s.role is Role.STUCK for s in blames) or None in upset
         ended = [e for e in ended if e.rank is not None and e.rank not in upset and not waited]
         lost = f", while {ranks_text(sorted(r for r in upset if r is not None))} lost the connection to a peer"
-    if bare := _bare_exception(scene, ended, bool(blames)) or _of_device(scene, live):
+    if bare := _bare_exception(scene, ended, bool(blames)) or _of_device(scene):
         return [bare]
     if not ended and (died := [s for s in live if s.kind == "ray-died"]):
         text = "ray tells that the process of a rank is gone, and no line here says why"
@@ -434,12 +435,12 @@ def _bare_exception(scene: Scene, ended: Sequence[LoggedEnding], blames: bool) -
     )  # fmt: skip
 
 
-def _of_device(scene: Scene, live: Sequence[Sign]) -> Finding | None:
+def _of_device(scene: Scene) -> Finding | None:
     """What a kernel asserts, or NCCL tells of a call of CUDA, where no exception says more."""
-    if assertion := scene.said.get("device-assert", ""):
-        signs = [s for s in live if s.kind == "device-assert"]
+    assertion = scene.said.get("device-assert", "")
+    if signs := [s for s in scene.device if s.kind == "device-assert"]:
         text, step = f"a kernel of a rank failed: {assertion}", _OUT_OF_RANGE
-    elif signs := [s for s in live if s.kind == "nccl-cuda"]:
+    elif signs := [s for s in scene.device if s.kind == "nccl-cuda"]:
         text, step = f"NCCL could not use the device: {signs[0].fields['what']}", _NCCL_AND_DEVICE
     else:
         return None

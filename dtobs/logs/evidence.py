@@ -29,7 +29,7 @@ _MAX_SIGNS = 400_000
 _MAX_PAIRS = 100_000
 _MAX_TEXT = 600
 _LOSSES = 4096
-_WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced", "bare-exception"})
+_WORDS_OF_ANOTHER = frozenset({"segfault", "closing", "forced", "bare-exception", "device-assert", "nccl-cuda"})
 """Rows that say nothing of an exception: what its message may quote of another process, and that it is one."""
 _STACK_OF_A_LOG = "Call stack:"
 """What Python's logging prints before the place of a line that it could not write."""

@@ -1,7 +1,7 @@
 """The lines that mean something, in one table: what each is, in which role, and the fields to take from it.
 
 A role says what a line can be blamed for. ROOT: what is told there ends a rank by itself. STUCK: a rank waited too
-long. CASCADE: the rank tells that another one is gone. TEARDOWN: somebody ends the job. ADVICE: words without a fact.
+long. CASCADE: the rank tells that another one is gone. TEARDOWN: somebody ends the job. ADVICE: counts where nothing else says more.
 INFO: a fact of the job. The first row that fits a line names it, so the particular stand before the general. Every
 `literal` is sought before the regular expression is run, and no expression can backtrack without bound.
 
@@ -133,7 +133,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("nccl-twice", ROOT, "has already checked in", r"rank (?P<rank>\d{1,7}) of \d{1,7} ranks has already checked in", "nccl-misuse"),
     _row("nccl-version", ROOT, ("NCCL WARN Mismatched NCCL version", "version mismatch detected"), "", "nccl-misuse"),
     _row("nccl-remote", CASCADE, ("ncclRemoteError", "remote process exited or there was a network error", "NCCL communicator was aborted", "NCCL communicator encountered error", "remote error detected from rank", "connection closed by remote peer", "Connection closed by remote peer", "socketProgress: Connection", "NCCL Error 6:")),
-    _row("nccl-cuda", INFO, "NCCL WARN Cuda failure", r"NCCL WARN (?P<what>Cuda failure (?:\d{1,4} )?'[^'\r\n]{1,120}')"),
+    _row("nccl-cuda", ADVICE, "NCCL WARN Cuda failure", r"NCCL WARN (?P<what>Cuda failure (?:\d{1,4} )?'[^'\r\n]{1,120}')"),
     _row("nccl-system", CASCADE, ("ncclSystemError", "ncclInternalError", "unhandled system error")),
     _row("nccl-ended", INFO, "Abort COMPLETE", r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})"),
     _row("nccl-init", INFO, "Init START", r"rank (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7})(?:.{0,160}commId (?P<comm>0x[0-9a-f]{1,20}))?"),
@@ -208,7 +208,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
     _row("completed", INFO, ("worker group successfully finished", "train_runtime", "`Trainer.fit` stopped", "Training completed", "Training complete", "training complete", "Finished training", "finished training", "Training finished", "training done", "Training done", "Training is done", "exiting program at iteration", "Training finished successfully")),
     _row("heap", INFO, ("double free or corruption", "free(): ", "malloc(): ", "malloc_consolidate(): ", "corrupted size vs. prev_size", "corrupted double-linked list", "munmap_chunk(): "), r"^(?P<what>double free or corruption(?: \(\S{1,12}\))?|(?:free|malloc\w{0,20}|munmap_chunk)\(\): [a-z][^\r\n]{1,80}|corrupted [^\r\n]{1,60})"),
-    _row("device-assert", INFO, "Assertion `", r"\.cuh?:\d{1,7}: (?P<kernel>\w{1,120}(?:::\w{1,120}){0,8})[^`]{1,120}Assertion `(?P<what>[^`'\r\n]{1,120})[`'] failed"),
+    _row("device-assert", ADVICE, "Assertion `", r"\.cuh?:\d{1,7}: (?P<kernel>\w{1,120}(?:::\w{1,120}){0,8})[^`]{1,120}Assertion `(?P<what>[^`'\r\n]{1,120})[`'] failed"),
     _row("completed", INFO, "finished: ", r"^finished: \d{1,12} steps?\b"),  # runtime.train
     _row("completed", INFO, " passed", r"(?<!failed, )\b\d{1,7} passed(?:, \d{1,7} (?:skipped|deselected|xfailed|xpassed|warnings?)){0,4} in [\d.]{1,12}s"),  # pytest
     # --- facts of the job ---

@@ -120,6 +120,17 @@ row(
 )  # fmt: skip
 # --- nothing wrong ---
 row(
+    "a device that NCCL could not use, and did without",
+    "n4:185:188 [0] transport.cc:154 NCCL WARN Cuda failure 'peer access'\n" + "\n".join(f"step {n} loss 2.5" for n in range(5)),
+    None,
+)  # fmt: skip
+row(
+    "a kernel's assertion in an attempt before the last",
+    "step 3 loss 2.0\na.cu:9: nll_loss_kernel: block: [0,0,0], thread: [5,0,0] Assertion `t < n_classes` failed.\n"
+    "INFO will restart worker group. 2/3 attempts left\n" + "\n".join(f"step {n} loss 2.5" for n in range(3, 9)) + "\nTraining complete",
+    None,
+)  # fmt: skip
+row(
     "a failed save between bars with a record glued to them",
     BARS.replace("\n", "\n" + trace("t.py:91", "OSError: [Errno 28] No space left on device") + "\n", 1),
     None,
