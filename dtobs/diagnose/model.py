@@ -7,6 +7,7 @@ from typing import Any
 
 from dtobs.diagnose.pictures import Pictures
 from dtobs.findings import Finding
+from dtobs.logs import INTERRUPTED
 
 SCHEMA = "dtobs.diagnosis/1"
 
@@ -65,6 +66,16 @@ class Diagnosis:
     notes: tuple[str, ...] = ()  #: what a reader should know beside: unreadable files, a pause that is no stall yet
     pictures: Pictures = field(default_factory=Pictures)
     told_step: int | None = None  #: the latest step that a log tells, also of nobody it names
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether logs tell that a person, a signal or the scheduler ended the job."""
+        return any(note.startswith(INTERRUPTED) for note in self.notes)
+
+    @property
+    def without_verdict(self) -> str:
+        """What to say where there is no verdict."""
+        return "interrupted from outside, nothing else found" if self.interrupted else "nothing found"
 
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as ``dtobs.diagnosis/1``; `dtobs/reports/diagnosis.schema.json` describes it."""

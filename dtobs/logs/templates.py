@@ -1,9 +1,9 @@
 """The lines that mean something, in one table: what each is, in which role, and the fields to take from it.
 
 A role says what a line can be blamed for. ROOT: what is told there ends a rank by itself. STUCK: a rank waited too
-long. CASCADE: the rank tells that another one is gone. TEARDOWN: somebody ends the job. ADVICE: counts where nothing else says more.
-INFO: a fact of the job. The first row that fits a line names it, so the particular stand before the general. Every
-`literal` is sought before the regular expression is run, and no expression can backtrack without bound.
+long. CASCADE: the rank tells that another one is gone. TEARDOWN: somebody ends the job. ADVICE: counts where nothing
+else says more. INFO: a fact of the job. The first row that fits a line names it, so the particular stand before the
+general. Every `literal` is sought before the regular expression is run, and no expression can backtrack without bound.
 
 Templates of torch 1.13 to 2.15, NCCL 2.10 to 2.29, DeepSpeed, SLURM and Kubernetes; versions differ in a few words.
 """

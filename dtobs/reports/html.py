@@ -29,7 +29,7 @@ def render(diagnosis: Diagnosis) -> str:
         _environment(diagnosis),
         _notes(diagnosis),
     ]
-    title = diagnosis.verdict.code if diagnosis.verdict else "nothing found"
+    title = diagnosis.verdict.code if diagnosis.verdict else diagnosis.without_verdict
     return document(f"{title} – {diagnosis.target}", parts)
 
 
@@ -37,7 +37,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
     verdict = diagnosis.verdict
     run = _origin(diagnosis)
     if verdict is None:
-        return f'<h1 class="good">Nothing found</h1>{run}'
+        heading, style = diagnosis.without_verdict, "warning" if diagnosis.interrupted else "good"
+        return f'<h1 class="{style}">{heading[:1].upper() + heading[1:]}</h1>{run}'
     return (
         f'<h1 class="{verdict.severity}">{_prose(verdict.summary[:1].upper() + verdict.summary[1:])}</h1>{run}'
         f"<p><code>{escape(verdict.code)}</code> {verdict.severity}, {verdict.confidence}{_place(verdict)}</p>"

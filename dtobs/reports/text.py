@@ -51,7 +51,7 @@ def render(diagnosis: Diagnosis, width: int = 100, *, colour: bool = False) -> s
 def _verdict(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
     verdict = diagnosis.verdict
     if verdict is None:
-        heading = paint("nothing found", "good")
+        heading = paint(diagnosis.without_verdict, "warning" if diagnosis.interrupted else "good")
         size = f" ({count(diagnosis.world_size, 'rank')})" if diagnosis.world_size else ""
         return f"{heading} in {diagnosis.target}{size}"
     lines = [

@@ -8,6 +8,7 @@ import pytest
 
 from dtobs.diagnose import diagnose_logs
 from dtobs.findings import Confidence
+from dtobs.reports import html, text
 from tests.unit.logs.strangers import trace
 from tests.unit.logs.strangers_threads import BARS
 
@@ -29,9 +30,9 @@ BUSY = (
 STATUS = "n1:19:20 [1] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.0.0.9<53249> with error {}, opcode 32564"
 
 
-def diagnosed(folder: Path, text: str):
+def diagnosed(folder: Path, said: str):
     path = folder / "pasted.log"
-    path.write_text(text + "\n")
+    path.write_text(said + "\n")
     return diagnose_logs([str(path)])
 
 
@@ -76,6 +77,16 @@ def test_what_ends_a_job_without_a_cause_is_a_note(tmp_path: Path, text: str, no
     found = diagnosed(tmp_path, text)
     assert found.verdict is None
     assert any(note in told for told in found.notes), found.notes
+
+
+def test_a_job_that_the_scheduler_ended_is_headed_so(tmp_path: Path):
+    found = diagnosed(
+        tmp_path,
+        "step 3 loss 2.0\nslurmstepd: error: *** JOB 8 ON gpu-3 CANCELLED AT 2025-06-14T09:12:55 DUE TO TIME LIMIT ***",
+    )
+    assert text.render(found).startswith("interrupted from outside, nothing else found in ")
+    assert '<h1 class="warning">Interrupted from outside, nothing else found</h1>' in html.render(found)
+    assert text.render(diagnosed(tmp_path, "step 3 loss 2.0")).startswith("nothing found in ")
 
 
 def test_lines_of_nccl_alone_are_known(tmp_path: Path):
