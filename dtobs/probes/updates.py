@@ -63,6 +63,7 @@ class _Look:
     after: torch.Tensor | None = None
     sums: torch.Tensor | None = None  # int64[3] of what was left
     summed: int = 0
+    moments: tuple[weakref.ref[torch.Tensor], ...] = ()  #: the optimizer's, as it found them
     drift: Any = (0, 0, 0)
 
 
@@ -173,7 +174,8 @@ class UpdateProbe(Probe):
         if before is None:
             return None
         group = optimizer.param_groups[row.group]
-        return _Look(number, step, first, count, _flags(group), self._numbers(row, group), before)
+        moments = tuple(map(weakref.ref, _moments(row)))
+        return _Look(number, step, first, count, _flags(group), self._numbers(row, group), before, moments=moments)
 
     def _numbers(self, row: _Row, group: dict[str, Any]) -> list[float | torch.Tensor]:
         """Learning rate, weight decay, betas, eps, and the steps done: floats, or copies of what a device holds."""
@@ -242,13 +244,21 @@ class UpdateProbe(Probe):
         return torch.stack(found), covered
 
     def _forget_if_changed(self, look: _Look) -> None:
-        """A learning rate that another hook of the step has set: which one was used is not known."""
+        """What another hook of the step has changed: which learning rate was used is not known, nor from which moments.
+
+        torchft's LocalSGD loads in such a hook what a peer has, with moments of that peer.
+        """
         row = self._rows[look.row]
         optimizer, group = row.optimizer(), row.group
         groups = optimizer.param_groups if optimizer is not None else []
         now, then = groups[group].get("lr") if group < len(groups) else None, look.numbers[0]
         if isinstance(then, float) and (not isinstance(now, (int, float)) or now != then):
             look.numbers[0] = math.nan
+        step, done = _state(row).get("step"), look.numbers[-1]
+        counted = isinstance(done, float) and isinstance(step, torch.Tensor) and step.is_cpu
+        others = any(then() is not now for then, now in zip(look.moments, _moments(row), strict=False))
+        if others or (counted and float(step) != done + 1):
+            look.numbers[:4] = [math.nan] * 4
 
     def _finish(self, look: _Look) -> None:
         """Read a window again and write it down."""
@@ -312,6 +322,12 @@ def _state(row: _Row) -> Any:
     """What the optimizer keeps of the row's parameter."""
     optimizer, parameter = row.optimizer(), row.parameter()
     return optimizer.state.get(parameter, {}) if optimizer is not None and parameter is not None else {}
+
+
+def _moments(row: _Row) -> list[torch.Tensor]:
+    """Those of the row's moments that there are."""
+    state = _state(row)
+    return [moment for name in _MOMENTS[row.kind] if isinstance(moment := state.get(name), torch.Tensor)]
 
 
 def _flags(group: dict[str, Any]) -> int:

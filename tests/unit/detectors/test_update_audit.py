@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,28 @@ def test_sums_of_words_see_each_bit(dtype: torch.dtype):
 @pytest.mark.parametrize("name", ["adamw foreach", "sgd momentum"])
 def test_what_hooks_of_the_step_do_is_quiet(tmp_path: Path, name: str, prepare: Callable[..., object]):
     assert found(train(tmp_path, OPTIMIZERS[name], prepare=prepare)) == []
+
+
+@pytest.mark.parametrize("at", [0, 9])
+@pytest.mark.parametrize("name", ["adamw foreach", "sgd momentum"])
+def test_a_peers_state_that_is_loaded_within_the_step_is_no_mistake(tmp_path: Path, name: str, at: int):
+    """torchft's LocalSGD does so, in a hook that was there before ours."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer, steps = OPTIMIZERS[name](parameters), iter(range(1000))
+
+        def join(*_: object) -> None:
+            if next(steps) == at:
+                state = copy.deepcopy(optimizer.state_dict())
+                for of_parameter in state["state"].values():
+                    for each in of_parameter.values():
+                        each += 1.0
+                optimizer.load_state_dict(state)
+
+        optimizer.register_step_post_hook(join)
+        return optimizer
+
+    assert found(train(tmp_path, make)) == []
 
 
 def test_an_optimizer_that_nobody_knows_is_only_watched_at_rest(tmp_path: Path):
