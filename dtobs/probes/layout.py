@@ -211,9 +211,17 @@ def wrapper_around(module: nn.Module) -> nn.Module:
         things = gc.get_objects()
         kinds = {kind for kind in set(map(type, things)) if issubclass(kind, DistributedDataParallel)}
         for each in things if kinds else ():
-            if type(each) in kinds and each._modules.get("module") is module:
+            inside = each._modules.get("module") if type(each) in kinds else None
+            if inside is module or (inside is not None and _trains_no_more(inside, module)):
                 return next(iter(wrappers(each)), module)
     return module
+
+
+def _trains_no_more(outer: nn.Module, module: nn.Module) -> bool:
+    """Whether `module` is a part of `outer` and has all that is trained of it: what peft wraps is generated with."""
+    own = {id(p) for p in module.parameters()}
+    trained = [p for p in outer.parameters() if p.requires_grad]
+    return bool(trained) and all(id(p) in own for p in trained) and any(part is module for part in outer.modules())
 
 
 def find_layout(model: nn.Module | None, mesh: DeviceMesh | None = None) -> ParameterLayout:

@@ -205,7 +205,17 @@ def wrap(rank: int, world_size: int) -> list[bool]:
     """Whether the DDP around a model is found, and none around another."""
     inner, other = nn.Linear(4, 4), nn.Linear(4, 4)
     outer = DistributedDataParallel(inner)
-    return [wrapper_around(inner) is outer, wrapper_around(outer) is outer, wrapper_around(other) is other]
+    adapted, beside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
+    adapted[0].requires_grad_(False)
+    around, both = DistributedDataParallel(nn.ModuleDict({"base": adapted})), nn.ModuleList([beside, nn.Linear(4, 4)])
+    DistributedDataParallel(both)
+    return [
+        wrapper_around(inner) is outer,
+        wrapper_around(outer) is outer,
+        wrapper_around(other) is other,
+        wrapper_around(adapted) is around,
+        wrapper_around(beside) is beside,
+    ]
 
 
 def given_before_it_is_wrapped(rank: int, world_size: int, folder: Path, kind: str) -> None:

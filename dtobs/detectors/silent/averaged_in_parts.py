@@ -235,6 +235,8 @@ def _all_differ(looks: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
 def _one_model(view: RunView, parted: _Parted) -> Finding | None:
     """The finding where everything parted, and the parts exchange what they compute and its gradients."""
     settings = [settings_of(view, rank, 1 << 62) for rank in parted.ranks]
+    if _copies_of_all(view, parted):
+        return None  # their gradients are averaged: what parts them is another matter, of `replica_divergence`
     if parted.alike or settings != settings[:1] * len(settings) or not _own_inputs(view, parted):
         return None
     sets = [part for part in parted.parts if len(part) > 1]
@@ -255,6 +257,13 @@ def _one_model(view: RunView, parted: _Parted) -> Finding | None:
         f" but the gradients of the model are {where}: {since}. If each rank has a part of every sequence, gradients"
         " have to be averaged over all of them",
     )
+
+
+def _copies_of_all(view: RunView, parted: _Parted) -> bool:
+    """Whether all that parted is known to be one copy on all these ranks, as DDP over all of them says."""
+    params = [view.meta(rank).params for rank in parted.ranks]
+    keys = {tuple(held[row].replica for row in parted.apart) for held in params}
+    return len(keys) == 1 and all(key.startswith("copies:") for key in keys.pop())
 
 
 def _tensors(parted: list[_Parted]) -> Iterator[Finding]:

@@ -34,12 +34,13 @@ def exchanging(
     inputs: Callable[[int], int] = lambda rank: rank,
     kind: Kind = Kind.COLLECTIVE,
     splits: bool = False,
+    copies: Callable[[int], str] = lambda rank: f"copies:2:{PARTS[rank]}",
 ) -> FakeRun:
     """Four ranks: gradients are averaged over 0 and 2, and over 1 and 3; 0 and 1, and 2 and 3, pass activations."""
     run = FakeRun(root, 4, layout=None)
     groups = [run.group(f"sequence {n}", (2 * n, 2 * n + 1)) for n in range(2)]
     for number, rank in enumerate(run.ranks):
-        rank.parameters(*(Parameter(name, (8,), "float32", f"copies:2:{PARTS[number]}") for name in ("a", "b")))
+        rank.parameters(*(Parameter(name, (8,), "float32", copies(number)) for name in ("a", "b")))
         rank.digests(7, value(number, -1), step=-1)
         rank.collective("all_gather", groups[number // 2])  # says which group it is
         if splits:
@@ -82,6 +83,7 @@ QUIET = {
     "metrics only": {"phases": (Phase.OPTIMIZER,)},
     "features without a gradient": {"phases": (Phase.FORWARD,)},
     "messages, as between stages": {"kind": Kind.P2P},
+    "copies under one DDP, which averages them": {"copies": lambda rank: "copies:4:0"},
     "the same inputs, as tensor-parallel ranks have": {"inputs": lambda rank: rank // 2},
 }
 
