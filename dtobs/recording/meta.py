@@ -19,7 +19,7 @@ from dtobs.errors import RecordingDisabled
 from dtobs.host.stacks import in_package
 from dtobs.recording.lines import Lines
 from dtobs.recording.rundir import private_folder
-from dtobs.words import ranks_text
+from dtobs.words import count, ranks_text
 
 MAX_BYTES = 8 << 20
 PASS_FIELDS = ("step", "sampler", "shuffles", "seed", "epoch", "replicas", "samples")
@@ -82,7 +82,7 @@ class Group:
     backend: str = ""
 
     def __str__(self) -> str:
-        return self.description or self.name
+        return self.description or self.name or f"a group of {count(len(self.ranks), 'rank')} without a name"
 
 
 @dataclass(frozen=True)

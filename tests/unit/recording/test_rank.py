@@ -11,7 +11,7 @@ from dtobs.diagnose.status import statuses
 from dtobs.events import Kind, Phase, RankState, identify, phase_name
 from dtobs.exporters.sources import RANK_STATES
 from dtobs.host.process import ProcessState
-from dtobs.recording.meta import Op
+from dtobs.recording.meta import Group, Op
 from dtobs.recording.rank import State
 from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRun
@@ -162,3 +162,8 @@ def test_names_of_phases():
     assert phase_name(Phase.BACKWARD) == "backward"
     assert phase_name(40, {40: "evaluate"}) == "evaluate"
     assert phase_name(41) == "phase 41"
+
+
+def test_a_group_without_a_name_is_told_by_its_size():
+    assert str(Group("", (0, 1))) == "a group of 2 ranks without a name"
+    assert str(Group("3", (0, 1), "tensor")) == "tensor"
