@@ -1,10 +1,13 @@
 """What each token counts in the loss, read from the graph that backward is handed; and the loss itself.
 
 From the tensor given to ``backward`` it is a few nodes to the cross-entropy, which knows how many targets it counted;
-the gradient that reaches it is the weight they have together. Where a loop reports no loss of its own, the value that
-backward was given is the step's loss, freed of its weight (a loss scale, a number of micro-batches).
+the gradient that reaches it is the weight they have together. Where there is none, what the loss was multiplied with or
+divided by is passed until its mean or sum: the gradient that reaches that is the weight of the whole loss. Where a loop
+reports no loss of its own, the value that backward was given is the step's loss, freed of its weight (a loss scale, a
+number of micro-batches).
 
-Blind where the loss is fused into a kernel, compiled, or weighs classes: then only the value is known.
+Blind where the loss is fused into a kernel or compiled, or is a sum of several of which none is a cross-entropy: then
+only the value is known.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ NODES = 64
 BACKWARDS = 64
 """Of one step that are recorded."""
 _NONE, _MEAN = 0, 1  # the reductions as the graph numbers them
+_SCALES = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0", "CloneBackward0", "_DDPSinkBackward")
+_REDUCING = ("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "BinaryCrossEntropy")
+"""Losses of torch that are one node of the graph and reduce as it is told to; others end in a mean or a sum."""
 _FIELDS = ("losses", "tokens", "least", "largest", "total", "loss")
 
 
@@ -42,6 +48,7 @@ class LossWeightProbe(Probe):
         self._rotation = Rotation(0)
         self._looking = False
         self._found: list[list[torch.Tensor]] = []  # of the backward in progress, by loss: the four numbers of it
+        self._whole: list[torch.Tensor] | None = None  # the same of a loss that is no cross-entropy
         self._value: torch.Tensor | None = None
         self._seen: list[torch.Tensor] = []  # one row of _FIELDS for each backward of the step
         self._handles: list[Any] = []
@@ -70,16 +77,19 @@ class LossWeightProbe(Probe):
         root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
             self._value = _whole(root)
-            for node in loss_nodes(root.grad_fn) if not compiled_autograd() else ():
-                self._handles.append((node, node.register_prehook(self.guard(self._reader(node)))))
+            nodes = [(node, self._reader(node)) for node in loss_nodes(root.grad_fn)]
+            if not nodes and (reducing := reducing_node(root.grad_fn)) is not None:
+                nodes = [(reducing, self._whole_reader(reducing))]
+            for node, reader in nodes if not compiled_autograd() else ():
+                self._handles.append((node, node.register_prehook(self.guard(reader))))
         self._rotation.spent(time.perf_counter_ns() - begin)
 
     def backward_end(self) -> None:
         """Put together what was seen."""
         while self._handles:
             self._handles.pop()[1].remove()
-        value, found = self._value, self._found
-        self._value, self._found = None, []
+        value, found, whole = self._value, self._found, self._whole
+        self._value, self._found, self._whole = None, [], None
         if value is None:
             return
         begin = time.perf_counter_ns()
@@ -88,7 +98,7 @@ class LossWeightProbe(Probe):
                 tokens, least, largest, total = (torch.stack(column) for column in zip(*found, strict=True))
                 seen = [tokens.sum(), least.min(), largest.max(), total.sum()]
             else:
-                seen = [value.new_full((), math.nan, dtype=torch.float64)] * 4
+                seen = whole or [value.new_full((), math.nan, dtype=torch.float64)] * 4
             count = value.new_full((), len(found), dtype=torch.float64)
             least, largest, total, loss = (
                 each.to(torch.float64).reshape(()) / self.context.loss_divisor for each in (*seen[1:], value)
@@ -179,6 +189,44 @@ class LossWeightProbe(Probe):
             self._rotation.spent(time.perf_counter_ns() - begin)
 
         return read
+
+    def _whole_reader(self, node: Any) -> Any:
+        """Given the gradient of a mean or a sum, note the weight of the whole loss, and of how many elements it is."""
+
+        def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            gradient = _whole(gradients[0])
+            if gradient is None or gradient.numel() != 1:
+                return
+            begin = time.perf_counter_ns()
+            with torch.no_grad():
+                elements, is_mean = _reduced(node)
+                each = gradient.to(torch.float64).abs().reshape(()) / (max(elements, 1) if is_mean else 1)
+                self._whole = [torch.full_like(each, elements), each, each, each * elements]
+            self._rotation.spent(time.perf_counter_ns() - begin)
+
+        return read
+
+
+def reducing_node(root: Any) -> Any:
+    """The mean or the sum that a loss is but for numbers it was multiplied with; None where it is something else."""
+    node = root
+    for _ in range(NODES):
+        if node.name().startswith((*_REDUCING, "MeanBackward0", "SumBackward0")):
+            return node if getattr(node, "_saved_reduction", _MEAN) != _NONE else None
+        following = [each for each, _ in node.next_functions if each is not None]
+        if node.name() not in _SCALES or len(following) != 1:
+            return None
+        node = following[0]
+    return None
+
+
+def _reduced(node: Any) -> tuple[int, bool]:
+    """Of how many elements the node makes one, and whether it is their mean."""
+    if node.name() == "MeanBackward0":
+        return int(node._saved_self_sym_numel), True
+    if node.name() == "SumBackward0":
+        return math.prod(map(int, node._saved_self_sym_sizes)), False
+    return int(node._saved_target.numel()), int(node._saved_reduction) == _MEAN
 
 
 def loss_nodes(root: Any) -> list[Any]:

@@ -103,8 +103,8 @@ LOSS_WEIGHTS = Law(
     "loss_weights",
     _record(
         ("micro", "<u4"),  # which backward of the step
-        ("losses", "<u4"),  # token losses found in its graph
-        ("tokens", "<f8"),  # targets that count
+        ("losses", "<u4"),  # cross-entropies found in its graph
+        ("tokens", "<f8"),  # targets that count; without a cross-entropy the elements that the loss is a mean or sum of
         ("least", "<f8"),  # weight of a token in what backward was given: least and largest over the losses found
         ("largest", "<f8"),
         ("total", "<f8"),  # sum of all weights

@@ -5,8 +5,9 @@ what weight they had together. Where every micro-batch of a step weighs 1 in its
 large as there are micro-batches; where all weigh the same although they hold different numbers of tokens, a token of a
 short one counts more than one of a long one (a mean of means). Where the tokens of one rank always weigh as many times
 those of its peers, although each holds as many as they do or a number that changes, it has multiplied its loss by a
-number of its own; it may have begun to in any step. Several losses in one backward are left alone, unless all their
-tokens weigh the same: then they are the chunks of one.
+number of its own; it may have begun to in any step. Of a loss that is no cross-entropy only that is asked, and only
+where its weight is as many times that of its peers to the last digits: then it is no number that follows from data.
+Several losses in one backward are left alone, unless all their tokens weigh the same: then they are the chunks of one.
 
 Why it hurts: the learning rate is not what it says, or rare short samples are learnt and long ones are not; a run with
 another number of micro-batches or ranks trains a different model.
@@ -15,7 +16,7 @@ another number of micro-batches or ranks trains a different model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +37,8 @@ UNEVEN = 1.2
 EQUAL = 1e-4
 FACTORS_APART = 0.01
 """Weights of ranks that are this much of themselves apart are more than rounding."""
+EXACT = 1e-3
+"""The share of themselves that weights may stray which do not follow from data."""
 ALMOST = 0.1
 """Weights by token may be this much of themselves off: where labels are shifted, a loss counts a few too many."""
 STEADY = 4
@@ -70,7 +73,10 @@ def loss_weights(view: RunView) -> list[Finding]:
         steps = _steps(view, ranks)
         if len(steps) >= LEAST_STEPS:
             finding = _own_factor(ranks, steps) or _not_divided(view, ranks, steps) or _mean_of_means(ranks, steps)
-            found += [finding] if finding is not None else []
+        else:
+            steps = _steps(view, ranks, _of_one_loss)
+            finding = _own_factor(ranks, steps, _exact_factor) if len(steps) >= LEAST_STEPS else None
+        found += [finding] if finding is not None else []
     return found
 
 
@@ -102,7 +108,7 @@ def weights_of(view: RunView, ranks: list[int]) -> dict[int, tuple[float, float]
     """
     found = {}
     for rank in ranks:
-        steps = _whole(view.law(LOSS_WEIGHTS, rank, NEWEST)).values()
+        steps = _whole(view.law(LOSS_WEIGHTS, rank, NEWEST), weighed).values()
         sums = np.array([(here["total"].sum(), here["tokens"].sum()) for here in steps], np.float64)
         if len(sums) < LEAST_STEPS or not (np.isfinite(sums) & (sums > 0)).all():
             return {}
@@ -111,9 +117,19 @@ def weights_of(view: RunView, ranks: list[int]) -> dict[int, tuple[float, float]
     return found
 
 
-def _steps(view: RunView, ranks: list[int]) -> dict[int, _Step]:
-    """The steps in which all `ranks` were looked at and had one loss in each backward."""
-    tables = [_whole(view.law(LOSS_WEIGHTS, rank, NEWEST)) for rank in ranks]
+Records = npt.NDArray[np.void]
+
+
+def _of_one_loss(records: Records) -> Records:
+    """The backwards of one step, where each is of a mean or a sum and none of a cross-entropy; else none of them."""
+    whole = (records["losses"] == 0) & np.isfinite(records["tokens"])
+    once = records["micro"].tolist() == list(range(len(records)))
+    return records if once and whole.all() else records[:0]
+
+
+def _steps(view: RunView, ranks: list[int], choose: Callable[[Records], Records] | None = None) -> dict[int, _Step]:
+    """The steps in which all `ranks` were looked at and had one loss in each backward, as `choose` leaves them."""
+    tables = [_whole(view.law(LOSS_WEIGHTS, rank, NEWEST), choose or weighed) for rank in ranks]
     common = set.intersection(*(set(table) for table in tables)) if tables else set()
     found: dict[int, _Step] = {}
     for step in sorted(common):
@@ -129,15 +145,15 @@ def _steps(view: RunView, ranks: list[int]) -> dict[int, _Step]:
     return found
 
 
-def _whole(records: npt.NDArray[np.void]) -> dict[int, npt.NDArray[np.void]]:
-    """By step what `weighed` leaves of its backwards, of steps that have anything of the kind."""
+def _whole(records: Records, choose: Callable[[Records], Records]) -> dict[int, Records]:
+    """By step what `choose` leaves of its backwards, of steps that have anything of the kind."""
     rows: dict[int, list[int]] = defaultdict(list)
     for n, step in enumerate(records["step"].tolist()):
         rows[step].append(n)
-    return {step: here for step, at in rows.items() if len(here := weighed(records[at]))}
+    return {step: here for step, at in rows.items() if len(here := choose(records[at]))}
 
 
-def weighed(records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+def weighed(records: Records) -> Records:
     """Of the backwards of one step those that begin with a cross-entropy, or with the chunks of one.
 
     None where one of them begins with several losses, whose tokens weigh differently, or where a step was done twice.
@@ -148,7 +164,10 @@ def weighed(records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return found if once and (alike | (found["losses"] == 1)).all() else found[:0]
 
 
-def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
+Judge = Callable[[list[int], list[int], Floats, Floats], "Finding | None"]
+
+
+def _own_factor(ranks: list[int], steps: dict[int, _Step], judge: Judge | None = None) -> Finding | None:
     """Ranks whose tokens weigh more or less than their peers' by a factor of their own, in all steps or by now.
 
     By now: in the newest ones and as many before them as are like them, if in all before those a token weighed the same
@@ -157,7 +176,7 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step]) -> Finding | None:
     numbers, (tokens, weights) = list(steps), _by_ranks(steps.values())
 
     def since(first: int) -> Finding | None:
-        return _constant_factor(ranks, numbers[first:], tokens[first:], weights[first:])
+        return (judge or _constant_factor)(ranks, numbers[first:], tokens[first:], weights[first:])
 
     fails, begin = 0, len(numbers) - LEAST_STEPS
     if (found := since(0)) is not None or (found := since(begin)) is None:
@@ -198,10 +217,43 @@ def _constant_factor(ranks: list[int], numbers: list[int], tokens: Floats, weigh
     told += f" {ranks_text(odd)} {weigh} " + " and ".join(f"{values[rank]:.4g}" for rank in odd[:4])
     if others:
         told += f" where {'those' if as_many else 'one'} of {ranks_text(others)} {weigh} {values[others[0]]:.4g}"
-    when = f"{'with as many tokens' if as_many else 'however many there are'} in every step since step {min(numbers)}"
+    when = "with as many tokens" if as_many else "however many there are"
+    return _multiplied(f"{told}, {when}", odd, values, numbers)
+
+
+def _exact_factor(ranks: list[int], numbers: list[int], tokens: Floats, weights: Floats) -> Finding | None:
+    """Ranks whose loss always weighs exactly as many times that of their peers, and so does each of its elements.
+
+    One of both alone follows from batches of different sizes: a mean of each, or a sum over all.
+    """
+    by_loss, by_element = (_exact(each) for each in (weights, weights / tokens))
+    factor = by_loss if by_loss is not None else by_element
+    alike = [known is not None and np.ptp(known) <= FACTORS_APART * known.min() for known in (by_loss, by_element)]
+    if factor is None or any(alike):
+        return None
+    middle = float(np.median(factor))
+    odd = [rank for rank, its in zip(ranks, factor, strict=True) if abs(its - middle) > FACTORS_APART * middle]
+    values = dict(zip(ranks, np.median(weights, axis=0).tolist(), strict=True))
+    if 2 * len(odd) >= len(ranks):
+        odd = [rank for rank in ranks if abs(values[rank] - 1.0) > EXACT] or list(ranks)
+    usual = [rank for rank in ranks if rank not in odd] or [ranks[int(np.argmin(factor))]]
+    more = [rank for rank in odd if rank not in usual]
+    base = float(factor[ranks.index(usual[0])])
+    times = " and ".join(f"{factor[ranks.index(rank)] / base:.4g}" for rank in more[:4])
+    told = f"the losses of {ranks_text(more)} weigh {times} times those of {ranks_text(usual)}"
+    return _multiplied(told, odd, values, numbers)
+
+
+def _exact(weights: Floats) -> Floats | None:
+    """By rank, how many times the usual weight its own is in every step; None where that changes."""
+    factors = weights / np.median(weights, axis=1, keepdims=True)
+    return np.asarray(np.median(factors, axis=0)) if _spread(factors) <= EXACT else None
+
+
+def _multiplied(told: str, odd: list[int], values: dict[int, float], numbers: list[int]) -> Finding:
     return Finding(
         "gradient-scale-mismatch",
-        f"{told}, {when}: a rank multiplies its loss by a number of its own",
+        f"{told} in every step since step {min(numbers)}: a rank multiplies its loss by a number of its own",
         tuple(odd),
         Confidence.LIKELY,
         step=min(numbers),

@@ -233,3 +233,54 @@ def test_it_can_be_declared(tmp_path: Path):
     run = keep(FakeRun(tmp_path, 2), 1, padded, each(1.0))
     run.rank(0).meta("policy", token_weights=True)
     assert loss_weights(run.view()) == []
+
+
+def of_a_rank(root: Path, size: Callable[[int, int], int], weight: Callable[[int, int, int], float]) -> list[Finding]:
+    """Four ranks, two backwards a step, none of a cross-entropy; `weight` of (rank, step, elements)."""
+    run = FakeRun(root, 4)
+    record = np.zeros((), LOSS_WEIGHTS.dtype)
+    for rank in run.ranks:
+        ring = rank.recorder.law(LOSS_WEIGHTS)
+        for step in range(1, 25):
+            record["tokens"] = size(rank.number, step)
+            record["total"] = weight(rank.number, step, size(rank.number, step))
+            for micro in range(2):
+                record["step"], record["micro"] = step, micro
+                ring.append(record)
+    return loss_weights(run.steps(24).view())
+
+
+SAME, UNEVEN = (lambda rank, step: 640), (lambda rank, step: 320 + 64 * ((3 * rank + step) % 5))
+
+
+@pytest.mark.parametrize("size", [SAME, UNEVEN], ids=["batches of one size", "batches of several"])
+def test_a_rank_that_multiplies_a_loss_of_another_kind(tmp_path: Path, size: Callable[[int, int], int]):
+    (one,) = of_a_rank(tmp_path, size, lambda rank, step, n: (3.0 if rank == 2 else 1.0) * step)
+    assert (one.code, one.ranks, one.expect) == ("gradient-scale-mismatch", (2,), "loss-weights")
+    assert one.summary.startswith(
+        "the losses of rank 2 weigh 3 times those of ranks 0, 1 and 3 in every step since step 1"
+    )
+
+
+def test_a_rank_that_begins_to_multiply_it(tmp_path: Path):
+    (one,) = of_a_rank(tmp_path, SAME, lambda rank, step, n: 3.0 if rank == 2 and step > 9 else 1.0)
+    assert (one.ranks, one.step) == ((2,), 10)
+    assert "the losses of rank 2 weigh 3 times those of ranks 0, 1 and 3" in one.summary
+
+
+OWN = {
+    "means of batches of several sizes": (UNEVEN, lambda rank, step, n: 1.0),
+    "means of batches that are smaller on one rank": (
+        lambda rank, step: 320 if rank else 640,
+        lambda rank, step, n: 1.0,
+    ),
+    "sums over all ranks": (lambda rank, step: 320 if rank else 640, lambda rank, step, n: n / 1600),
+    "sums of batches of several sizes": (UNEVEN, lambda rank, step, n: n / 1600),
+    "a weight that follows from the data": (SAME, lambda rank, step, n: 2.0 + rank + 0.05 * ((rank + step) % 3)),
+    "the same schedule on all": (SAME, lambda rank, step, n: 1.0 / step),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_weights_of_other_losses_that_are_no_mistake(tmp_path: Path, name: str):
+    assert of_a_rank(tmp_path, *OWN[name]) == []

@@ -76,6 +76,36 @@ def test_weights(tmp_path: Path, name: str):
     assert view.rank_steps(0)["loss"].tolist() == pytest.approx([math.log(50)] * 3, rel=0.1)
 
 
+def target(out: Tensor) -> Tensor:
+    return torch.full_like(out, 0.25).detach()
+
+
+ELEMENTS = 64 * 50
+WHOLE: dict[str, tuple[Loss, float | None]] = {
+    "a mean of squares": (lambda out, _: (out - target(out)).square().mean(), 1.0),
+    "three times torch's": (lambda out, _: 3 * F.mse_loss(out, target(out)), 3.0),
+    "a sum of torch's, divided by hand": (lambda out, _: F.mse_loss(out, target(out), reduction="sum") / 160, 20.0),
+    "each by itself, then their mean": (lambda out, _: F.mse_loss(out, target(out), reduction="none").mean(), 1.0),
+    "distances": (lambda out, _: F.l1_loss(out, target(out)) / 4, 0.25),
+    "with logits": (lambda out, _: F.binary_cross_entropy_with_logits(out, target(out)), 1.0),
+    "something to be made large": (lambda out, _: -(out.sum() / ELEMENTS), 1.0),
+    "a sum of two": (lambda out, _: out.square().mean() + out.abs().mean(), None),
+    "a root": (lambda out, _: out.square().mean().sqrt(), None),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_weight_of_a_loss_that_is_no_cross_entropy(tmp_path: Path, name: str):
+    loss, weight = WHOLE[name]
+    view = train(tmp_path, loss)
+    found = view.law(LOSS_WEIGHTS, 0)
+    assert found["losses"].tolist() == [0] * 9
+    assert found["total"].tolist() == pytest.approx([math.nan if weight is None else weight] * 9, rel=1e-5, nan_ok=True)
+    assert found["tokens"].tolist() == pytest.approx([math.nan if weight is None else ELEMENTS] * 9, nan_ok=True)
+    # What was handed to the backward is the loss, as before.
+    assert view.rank_steps(0)["loss"] == pytest.approx(found["loss"].reshape(3, 3).sum(axis=1))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_logits_that_are_split_over_ranks(tmp_path: Path, reduction: str):
     """As tensor parallelism with `loss_parallel` has them: loss and gradient are DTensors."""
