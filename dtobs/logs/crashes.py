@@ -91,7 +91,6 @@ _OUT_OF_RANGE = (
     "A kernel was given a value that it does not allow, such as a label or an index out of range: run the step with"
     " CUDA_LAUNCH_BLOCKING=1 to see which call, or with its batch on the CPU."
 )
-_MOST_PARAMETERS = 10_000_000
 _OTHER_MODELS = (
     "Print the number of parameters on each rank before DDP wraps the model. A count of 0, or one that no model has, is"
     " of a rank that was in another call at that moment."
@@ -141,9 +140,9 @@ def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
     ranks = _ranks(signs, scene, code)
     supposed = all(s.kind in (*_SUPPOSED, *_TOLD_LATE, *_USUALLY) for s in signs)
     supposed |= first.kind == "fingerprint" and fingerprints.is_unfilled(first.fields.get("theirs", ""))
-    absent = first.kind == "ddp-shapes" and (_never_counted(first.fields) or "mine" in first.fields)
-    confidence = Confidence.CERTAIN if ranks and not supposed and not absent else Confidence.LIKELY
-    step = _WITHOUT_MULTICAST if first.kind == "nvls" else _OTHER_MODELS if absent else ""
+    counts = first.kind == "ddp-shapes" and "mine" in first.fields  # of parameters, by which nobody's shape is known
+    confidence = Confidence.CERTAIN if ranks and not supposed and not counts else Confidence.LIKELY
+    step = _WITHOUT_MULTICAST if first.kind == "nvls" else _OTHER_MODELS if counts else ""
     text = _summary(code, first, signs, ranks)
     if code == "unused-parameters":
         names = "; ".join(scene.without_gradient.get(rank, "") for rank in ranks[:1])
@@ -240,11 +239,6 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
     if code == "unused-parameters":
         return f"a backward on {who} left out parameters that DDP waits for{site}"
     return f"{who}: {told}{site}"
-
-
-def _never_counted(fields: Mapping[str, str]) -> bool:
-    """Whether a rank's number of parameters is none: it was in no exchange of them, but in another call."""
-    return any(not 0 < int(fields.get(name, 1)) <= _MOST_PARAMETERS for name in ("mine", "theirs"))
 
 
 def _most_telling(signs: Sequence[Sign]) -> str:
