@@ -9,7 +9,7 @@ import pytest
 from dtobs.diagnose import diagnose_logs
 from dtobs.findings import Confidence
 from dtobs.reports import html, text
-from tests.unit.logs.strangers import trace
+from tests.unit.logs.strangers import ROWS, late, trace
 from tests.unit.logs.strangers_threads import BARS
 
 CALL = "CollectiveFingerPrint(SequenceNumber={}, OpType={}, TensorShape=[{}], TensorDtypes=BFloat16, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda))"
@@ -23,6 +23,8 @@ UNFILLED = DIFFER.format(
     "Op type: ALLGATHERvs REDUCE",
 )
 PARAMETERS = "RuntimeError: DDP expects same model across all ranks, but Rank 5 has 128 params, while rank 0 has inconsistent {} params."
+EXCERPTS = {name: text for name, text, _ in ROWS}
+QUOTED = "\n".join(f"> {late(13, 7).replace('[Rank 13]', '[Rank 1]')}" for _ in range(2))
 BUSY = (
     "[W socket.cpp:401] [c10d] The server socket has failed to bind to [::]:47531 (errno: 98 - Address already in use).\n"
     "[E socket.cpp:435] [c10d] The server socket has failed to listen on any local network address."
@@ -42,6 +44,9 @@ def diagnosed(folder: Path, said: str):
         (trace("t.py:9", SHAPES, 1), "rank 1 calls ALLREDUCE of shape [1958] in BFloat16 (#3104) where rank 0 calls ALLREDUCE of shape [511]", "shape", "certain"),
         (trace("t.py:9", UNFILLED, 1), "where rank 0 calls REDUCE at", "", "likely"),
         (trace("t.py:9", PARAMETERS.format(1506656875), 0), "DDP got 1506656875 as the number of parameters of rank 0, and 128 of rank 5", "another call", "likely"),
+        (EXCERPTS["times without seconds before two groups that each have a Rank 1"], "rank 13 waits in ALLTOALL_BASE of 1,379,328 elements (#216 of group PG 119)", "", "possible"),
+        (EXCERPTS["a barrier that counts an earlier attempt"], "16 ranks are counted at a barrier of 4", "", "likely"),
+        (QUOTED, "rank 13 waits in", "", "possible"),
         (BUSY, "could not listen on port 47531", "ss -ltnp", "likely"),
         (STATUS.format(12), "with status 12 (nothing came back from the peer", "", "likely"),
         (STATUS.format(4), "with status 4 (its memory is not registered", "", "likely"),
@@ -66,7 +71,7 @@ LONG = "x" * 400
     [
         (BARS, "the last progress line tells step 19"),
         ('[rank7]:[W804 01:02:03.4 TCPStore.cpp:125] [PG ID 0 PG GUID 0 Rank 7] Failed to check the "should dump" flag on TCPStore, with error: Broken pipe', "rank 7 lost the store, which rank 0 or its launcher holds as a rule"),
-        (trace("t.py:9", "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:2526: Connection reset by peer"), "a rank lost a peer"),
+        ("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:2526: Connection reset by peer", "a rank lost a peer"),
         ("step 3 loss 2.0\nWARNING:torch.distributed.elastic.multiprocessing.api:Sending process 10224 closing signal SIGHUP", "the job was interrupted from outside"),
         (trace("t.py:9", "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGTERM"), "the job was interrupted from outside: rank 0 ended by signal 15 (SIGTERM)"),
         (f"bar {LONG} Received 1 death signal, shutting down workers", "Received 1 death signal, shutting down workers"),
