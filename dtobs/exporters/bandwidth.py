@@ -41,5 +41,5 @@ def bus_bandwidth(look: MonitorSnapshot) -> Iterator[tuple[tuple[str, ...], floa
 
 def _kind_of(group: Group) -> str:
     """What groups alike are called; a number, which each of them has of its own, is no name."""
-    name = str(group)
+    name = group.description or group.name
     return name if name.strip("0123456789") and len(name) <= 64 else "unnamed"

@@ -48,7 +48,7 @@ class LossWeightProbe(Probe):
         self._rotation = Rotation(0)
         self._looking = False
         self._found: list[list[torch.Tensor]] = []  # of the backward in progress, by loss: the four numbers of it
-        self._whole: list[torch.Tensor] | None = None  # the same of a loss that is no cross-entropy
+        self._other: list[torch.Tensor] | None = None  # the same of a loss that is no cross-entropy
         self._value: torch.Tensor | None = None
         self._seen: list[torch.Tensor] = []  # one row of _FIELDS for each backward of the step
         self._handles: list[Any] = []
@@ -77,10 +77,7 @@ class LossWeightProbe(Probe):
         root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
             self._value = _whole(root)
-            nodes = [(node, self._reader(node)) for node in loss_nodes(root.grad_fn)]
-            if not nodes and (reducing := reducing_node(root.grad_fn)) is not None:
-                nodes = [(reducing, self._whole_reader(reducing))]
-            for node, reader in nodes if not compiled_autograd() else ():
+            for node, reader in self._readers(root.grad_fn) if not compiled_autograd() else ():
                 self._handles.append((node, node.register_prehook(self.guard(reader))))
         self._rotation.spent(time.perf_counter_ns() - begin)
 
@@ -88,8 +85,8 @@ class LossWeightProbe(Probe):
         """Put together what was seen."""
         while self._handles:
             self._handles.pop()[1].remove()
-        value, found, whole = self._value, self._found, self._whole
-        self._value, self._found, self._whole = None, [], None
+        value, found, other = self._value, self._found, self._other
+        self._value, self._found, self._other = None, [], None
         if value is None:
             return
         begin = time.perf_counter_ns()
@@ -98,7 +95,7 @@ class LossWeightProbe(Probe):
                 tokens, least, largest, total = (torch.stack(column) for column in zip(*found, strict=True))
                 seen = [tokens.sum(), least.min(), largest.max(), total.sum()]
             else:
-                seen = whole or [value.new_full((), math.nan, dtype=torch.float64)] * 4
+                seen = other or [value.new_full((), math.nan, dtype=torch.float64)] * 4
             count = value.new_full((), len(found), dtype=torch.float64)
             least, largest, total, loss = (
                 each.to(torch.float64).reshape(()) / self.context.loss_divisor for each in (*seen[1:], value)
@@ -161,6 +158,12 @@ class LossWeightProbe(Probe):
         said = self.context.recorder.page.get("loss")
         return not self.context.record["losses"] and (math.isnan(said) or said == self._own_loss)
 
+    def _readers(self, root: Any) -> list[tuple[Any, Any]]:
+        """The nodes to listen to and what reads each: cross-entropies, or the mean or sum that the loss is."""
+        found = [(node, self._reader(node)) for node in loss_nodes(root)]
+        other = reducing_node(root) if not found else None
+        return found if other is None else [(other, self._other_reader(other))]
+
     def _reader(self, node: Any) -> Any:
         """Given the gradient of a loss, note how many targets it counts and with what weight."""
         reduction = int(node._saved_reduction)
@@ -190,7 +193,7 @@ class LossWeightProbe(Probe):
 
         return read
 
-    def _whole_reader(self, node: Any) -> Any:
+    def _other_reader(self, node: Any) -> Any:
         """Given the gradient of a mean or a sum, note the weight of the whole loss, and of how many elements it is."""
 
         def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -201,7 +204,7 @@ class LossWeightProbe(Probe):
             with torch.no_grad():
                 elements, is_mean = _reduced(node)
                 each = gradient.to(torch.float64).abs().reshape(()) / (max(elements, 1) if is_mean else 1)
-                self._whole = [torch.full_like(each, elements), each, each, each * elements]
+                self._other = [torch.full_like(each, elements), each, each, each * elements]
             self._rotation.spent(time.perf_counter_ns() - begin)
 
         return read

@@ -82,7 +82,7 @@ class Group:
     backend: str = ""
 
     def __str__(self) -> str:
-        return self.description or self.name or f"a group of {count(len(self.ranks), 'rank')} without a name"
+        return self.description or self.name or f"unnamed ({count(len(self.ranks), 'rank')})"
 
 
 @dataclass(frozen=True)

@@ -234,9 +234,9 @@ def _all_differ(looks: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
 
 def _one_model(view: RunView, parted: _Parted) -> Finding | None:
     """The finding where everything parted, and the parts exchange what they compute and its gradients."""
-    settings = [settings_of(view, rank, 1 << 62) for rank in parted.ranks]
     if _copies_of_all(view, parted):
         return None  # their gradients are averaged: what parts them is another matter, of `replica_divergence`
+    settings = [settings_of(view, rank, 1 << 62) for rank in parted.ranks]
     if parted.alike or settings != settings[:1] * len(settings) or not _own_inputs(view, parted):
         return None
     sets = [part for part in parted.parts if len(part) > 1]

@@ -48,6 +48,7 @@ MANY = 4
 
 
 Floats = npt.NDArray[np.float64]
+Records = npt.NDArray[np.void]
 
 
 @dataclass
@@ -70,9 +71,13 @@ def loss_weights(view: RunView) -> list[Finding]:
     apart = {rank for group in data_groups(view) for rank in group}
     found = []
     for ranks in [*data_groups(view), *([rank] for rank in view.ranks if rank not in apart)]:
-        steps = _steps(view, ranks)
+        steps = _steps(view, ranks, weighed)
         if len(steps) >= LEAST_STEPS:
-            finding = _own_factor(ranks, steps) or _not_divided(view, ranks, steps) or _mean_of_means(ranks, steps)
+            finding = (
+                _own_factor(ranks, steps, _constant_factor)
+                or _not_divided(view, ranks, steps)
+                or _mean_of_means(ranks, steps)
+            )
         else:
             steps = _steps(view, ranks, _of_one_loss)
             finding = _own_factor(ranks, steps, _exact_factor) if len(steps) >= LEAST_STEPS else None
@@ -87,7 +92,7 @@ def divided_twice(view: RunView) -> list[str]:
     """
     told = []
     for ranks in data_groups(view):
-        steps = _steps(view, ranks)
+        steps = _steps(view, ranks, weighed)
         sums = [weight for step in steps.values() for weight in _by_rank(step.total, step.backwards)]
         factor = _factor(view, set(ranks))
         if len(steps) < LEAST_STEPS or factor is None or factor > 1.5:
@@ -117,9 +122,6 @@ def weights_of(view: RunView, ranks: list[int]) -> dict[int, tuple[float, float]
     return found
 
 
-Records = npt.NDArray[np.void]
-
-
 def _of_one_loss(records: Records) -> Records:
     """The backwards of one step, where each is of a mean or a sum and none of a cross-entropy; else none of them."""
     whole = (records["losses"] == 0) & np.isfinite(records["tokens"])
@@ -127,9 +129,9 @@ def _of_one_loss(records: Records) -> Records:
     return records if once and whole.all() else records[:0]
 
 
-def _steps(view: RunView, ranks: list[int], choose: Callable[[Records], Records] | None = None) -> dict[int, _Step]:
+def _steps(view: RunView, ranks: list[int], choose: Callable[[Records], Records]) -> dict[int, _Step]:
     """The steps in which all `ranks` were looked at and had one loss in each backward, as `choose` leaves them."""
-    tables = [_whole(view.law(LOSS_WEIGHTS, rank, NEWEST), choose or weighed) for rank in ranks]
+    tables = [_whole(view.law(LOSS_WEIGHTS, rank, NEWEST), choose) for rank in ranks]
     common = set.intersection(*(set(table) for table in tables)) if tables else set()
     found: dict[int, _Step] = {}
     for step in sorted(common):
@@ -165,9 +167,10 @@ def weighed(records: Records) -> Records:
 
 
 Judge = Callable[[list[int], list[int], Floats, Floats], "Finding | None"]
+"""Given ranks, the numbers of steps, and tokens and weights as [steps, ranks]."""
 
 
-def _own_factor(ranks: list[int], steps: dict[int, _Step], judge: Judge | None = None) -> Finding | None:
+def _own_factor(ranks: list[int], steps: dict[int, _Step], judge: Judge) -> Finding | None:
     """Ranks whose tokens weigh more or less than their peers' by a factor of their own, in all steps or by now.
 
     By now: in the newest ones and as many before them as are like them, if in all before those a token weighed the same
@@ -176,7 +179,7 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step], judge: Judge | None =
     numbers, (tokens, weights) = list(steps), _by_ranks(steps.values())
 
     def since(first: int) -> Finding | None:
-        return (judge or _constant_factor)(ranks, numbers[first:], tokens[first:], weights[first:])
+        return judge(ranks, numbers[first:], tokens[first:], weights[first:])
 
     fails, begin = 0, len(numbers) - LEAST_STEPS
     if (found := since(0)) is not None or (found := since(begin)) is None:

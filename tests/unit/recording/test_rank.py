@@ -165,5 +165,5 @@ def test_names_of_phases():
 
 
 def test_a_group_without_a_name_is_told_by_its_size():
-    assert str(Group("", (0, 1))) == "a group of 2 ranks without a name"
+    assert str(Group("", (0, 1))) == "unnamed (2 ranks)"
     assert str(Group("3", (0, 1), "tensor")) == "tensor"
