@@ -322,6 +322,14 @@ _ROWS: tuple[Row, ...] = (
         "Check the links between the hosts of this group; run `dtobs preflight`.",
         Trait.RECOVERABLE | Trait.MACHINE,
     ),
+    (
+        "no-progress",
+        "hangs",
+        Severity.WARNING,
+        "Ranks stand still in the midst of training, and none of them waits for another",
+        "Look at the line shown and at what it waits for; where it is meant to wait there: with session.pause().",
+        Trait.RECOVERABLE,
+    ),
     *silent_codes.ROWS,
     # performance
     *(

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from dtobs.detectors import hangs, run_detectors
 from dtobs.detectors.comparisons import comparisons_off
-from dtobs.detectors.hangs.describe import waiters, where
+from dtobs.detectors.hangs.describe import waiters, waits_there, where
 from dtobs.detectors.hangs.endings import End, all_told, endings
 from dtobs.detectors.hangs.situation import LEFT, interpret
 from dtobs.detectors.hangs.stall import Stall, finished, last_movement_ns, moved_on, quiet_period
@@ -417,7 +417,8 @@ def _pause(view: RunView, quiet: Stall) -> str:
         f"; {waiters(situation, absence)}, for rank {absence.rank}, which is {where(situation, absence.rank)}"
         for absence in situation.absences[:1]
     ]
-    return (
-        f"nothing has moved for {duration_text(quiet.seconds)}; it counts as a hang after "
-        f"{duration_text(quiet.threshold_seconds)} ({quiet.why}){''.join(waits)}"
-    )
+    limit, first = duration_text(quiet.threshold_seconds), quiet.ranks[0]
+    counts = f", which is more than {limit}" if quiet.exceeded else f"; it counts as a hang after {limit}"
+    alone = f"; rank {first} is {where(situation, first)}{waits_there(situation, first)}"
+    said = "".join(waits) or ("" if situation.blocked else alone)
+    return f"nothing has moved for {duration_text(quiet.seconds)}{counts} ({quiet.why}){said}"

@@ -64,6 +64,7 @@ PROBES = (
     ProbeEntry("following", "following:Following"),
     ProbeEntry("forward", "modules:Forward"),
     ProbeEntry("optimizer", "modules:OptimizerSteps"),
+    ProbeEntry("loops", "loops:TrainingLoops"),
     ProbeEntry("averages", "averages:AverageProbe"),  # wraps calls in mid-run, over those that others have wrapped
 )
 

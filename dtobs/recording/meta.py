@@ -2,8 +2,8 @@
 
 File ``ranks/<5-digit rank>/meta-<attempt>.jsonl``. Entries have a type ``t``: ``group``, ``op``, ``site``, ``phase``,
 ``params``, ``process``, ``exception``, ``probe``, ``policy``, ``layout``, ``pipeline``, ``law``, ``settings``,
-``pass``, ``save``, ``written``, ``torn``, ``unloaded``, ``unobserved``, ``lines``. A last line cut by a kill is left
-out.
+``pass``, ``save``, ``written``, ``torn``, ``unloaded``, ``unobserved``, ``lines``, ``loop``. A last line cut by a kill
+is left out.
 """
 
 from __future__ import annotations
@@ -227,6 +227,19 @@ class ForwardEnd:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """Lines `first` to `last` of a file, in which training goes round; `inner`: of several around it the innermost."""
+
+    file: str
+    first: int
+    last: int
+    inner: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.first}-{self.last}"
+
+
+@dataclass(frozen=True)
 class Recomputed:
     """A region that a backward computed again with other values than its forward had.
 
@@ -268,6 +281,7 @@ class Meta:
     forward: dict[int, ForwardEnd] = field(default_factory=dict)  #: by step, of forward passes that ended in a NaN
     recomputed: list[Recomputed] = field(default_factory=list)  #: in order
     unobserved: list[dict[str, Any]] = field(default_factory=list)  #: what trains and is not followed
+    loops: list[Loop] = field(default_factory=list)  #: in which the program trains
     lines: Lines | None = None  #: at which lines of code it was, when the monitor asked last
     damaged: int = 0  #: lines that could not be understood
 
@@ -360,6 +374,8 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "unobserved":
             said = {name: decode(str, e[name]) for name in ("what", "why")}
             meta.unobserved.append({**said, "step": decode(int, e["step"])})
+        case "loop":
+            meta.loops.append(decode(Loop, e))
         case "lines":
             meta.lines = decode(Lines, e)
         case "settings":

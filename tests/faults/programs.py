@@ -59,3 +59,23 @@ def paused_job(rank: int, world_size: int, run_dir: Path, go: Path) -> None:
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def still_job(rank: int, world_size: int, run_dir: Path, go: Path, behind: bool) -> None:
+    """Steps, and a wait of every rank by itself until `go` is there: in the midst of them, or behind their loop."""
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=run_dir, hang_timeout=2.0):
+        for step in range(12):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 7 and not behind:
+                _wait_for(go)
+        if behind:
+            _wait_for(go)
+
+
+def _wait_for(go: Path) -> None:
+    while not go.exists():
+        time.sleep(0.2)

@@ -9,7 +9,7 @@ from pathlib import Path
 from dtobs.drills.job import Job
 from dtobs.recording.journal import read_journal
 from dtobs.recording.rundir import RunDirectory
-from tests.faults.programs import paused_job, run_job
+from tests.faults.programs import paused_job, run_job, still_job
 from tests.harness import start_ranks
 
 DEADLINE_SECONDS = 120.0
@@ -38,6 +38,25 @@ def test_all_ranks_suspended_for_less_than_the_limit(tmp_path: Path):
         assert group.wait(DEADLINE_SECONDS), group.stacks()
         assert [result.value for result in group.results()] == [12, 12]
     nobody_accused(run)
+
+
+def test_ranks_that_stand_still_by_themselves_are_hung_within_the_loop_that_trains_and_idle_behind_it(tmp_path: Path):
+    inside, behind = (RunDirectory(tmp_path / name) for name in ("inside", "behind"))
+    go = tmp_path / "go"
+    with (
+        start_ranks(still_job, 2, inside.root, go, False) as hung,
+        start_ranks(still_job, 2, behind.root, go, True) as idle,
+    ):
+        wait_until(lambda: read_journal(inside.findings) and behind.monitor_json.exists())
+        time.sleep(3 * HANG_TIMEOUT)
+        (entry,) = read_journal(inside.findings)
+        go.touch()
+        assert hung.wait(DEADLINE_SECONDS), hung.stacks()
+        assert idle.wait(DEADLINE_SECONDS), idle.stacks()
+    assert (entry.finding.code, entry.finding.ranks, entry.finding.confidence) == ("no-progress", (0, 1), "likely")
+    assert "where it waits for a sleep to end, within the loop that trains (" in entry.finding.summary
+    assert [e.event for e in read_journal(inside.findings)][1:] == ["cleared"], "they went on"
+    assert [e.finding.summary for e in read_journal(behind.findings)] == []
 
 
 def test_eight_ranks_on_two_cores(tmp_path: Path):

@@ -18,6 +18,7 @@ from dtobs.detectors.hangs import (
     groups,
     lost_nodes,
     network_stalled,
+    no_progress,
     p2p_unmatched,
     rank_dead,
     rank_exited_early,
@@ -55,6 +56,7 @@ RULES: tuple[Callable[[Situation, frozenset[int]], Told], ...] = (
     network_stalled.find,
     uncaught_exception.unexplained,
     rank_dead.aborted,
+    no_progress.find,
 )
 """In the order in which they explain: what says why a rank does not move comes before what only sees that it does not.
 
