@@ -7,7 +7,7 @@
 # Variables, on the command line or in the environment:
 #   NPROC=2        ranks of `make train`
 #   ARGS=          flags of runtime.train, e.g. make train ARGS="--steps 50 --preset debug"
-#   JOBS=          test files of `make test` and `make check` at a time; default: one more than there are cores
+#   JOBS=          test files of `make test` and `make check` at a time; default: two more than there are cores
 #   PYTEST_ARGS=   flags of pytest, e.g. make test PYTEST_ARGS="tests/unit -k ring"
 #   PYTHON=        the interpreter .venv is made from; default: the first Python ≥ 3.11 found
 #   OMP_NUM_THREADS=1   threads a rank
@@ -15,8 +15,8 @@
 NPROC ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
-# Ranks that wait for each other leave a core idle every now and then.
-JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
+# Ranks that wait for each other, and tests that wait for them, leave cores idle for two fifths of the time.
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 2)
 ifndef PYTHON
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
   "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v "$$p"; break; }; done)

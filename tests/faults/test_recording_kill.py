@@ -14,7 +14,7 @@ from dtobs.recording.view import load_run
 from tests.harness import Gate, start_ranks
 from tests.harness.recording_writer import check_digests, check_events, check_pages, check_steps, write_until
 
-KILLS = 20
+KILLS = 10
 
 
 @pytest.mark.slow
