@@ -2,7 +2,8 @@
 
 What backward begins with is looked at each time: a loss, or what a pipeline's stage hands on. Where it is not finite,
 the graph still holds what entered each module with parameters, unless a checkpoint computes it again or a device holds
-it: of the last one that was entered by finite values and the first one that was not, the names are kept.
+it: of the last one that was entered by finite values and the first one that was not, the names are kept; and whether
+something that was computed behind all of them was still finite, as the logarithms of probabilities in a loss.
 
 Saved tensors are read without unpacking them (`_raw_saved_*` and ``SavedTensor.data``), since the hooks of a checkpoint
 would compute them. Both are private to torch, as is the order of the nodes (`_sequence_nr`). Where a version has none
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy.typing as npt
@@ -33,6 +35,8 @@ MOST_ENTRIES, MOST_SECONDS, MOST_NODES = 16, 2.0, 200_000
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ToCopyBackward0"})
 """What stands between a parameter and the operator that uses it."""
 
+_PASSED = ("_raw_saved_self", "_raw_saved_result")
+"""What an operator without parameters keeps of what goes through it; others keep what a program compares that with."""
 _NO_INPUTS = ("_raw_saved_result", "_raw_saved_running_")
 
 
@@ -72,11 +76,13 @@ class ForwardValues(Probe):
     def _note(self, step: int, roots: Sequence[torch.Tensor]) -> None:
         began, model = time.perf_counter(), self.context.model
         known = names(model) if model is not None else {}
-        finite, entered, place = where_it_arose([root.grad_fn for root in roots], known)
+        finite, entered, place, behind = where_it_arose([root.grad_fn for root in roots], known)
         self._seconds += time.perf_counter() - began
         if (step, finite, entered) not in self._written and len(self._written) < MOST_ENTRIES:
             self._written.add((step, finite, entered))
-            self.context.recorder.meta.add("forward", step=step, finite=finite, entered=entered, place=place)
+            self.context.recorder.meta.add(
+                "forward", step=step, finite=finite, entered=entered, place=place, behind=behind
+            )
 
 
 def names(model: nn.Module) -> dict[int, str]:
@@ -87,26 +93,29 @@ def names(model: nn.Module) -> dict[int, str]:
     return {each: name.rpartition(".")[0] or "the root module" for each, name in seen.items()} | units
 
 
-def where_it_arose(roots: Sequence[Any], known: dict[int, str]) -> tuple[str, str, int]:
+def where_it_arose(roots: Sequence[Any], known: dict[int, str]) -> tuple[str, str, int, bool]:
     """Of the modules of `known` the last one that finite values entered, and the first one after it that others did.
 
     "" where there is none. And the how-manieth operator with parameters, from 0, the latter is: all of them where there
-    is none. `roots` are nodes of autograd. Raises nothing: what cannot be read is left out.
+    is none; and whether what followed on all of them was still finite. `roots` are nodes of autograd. Raises nothing:
+    what cannot be read is left out.
     """
     if not _READABLE or not all(hasattr(root, "_sequence_nr") for root in roots if root is not None):
-        return "", "", 0
-    used = [(node._sequence_nr(), node, found) for node in _nodes(roots) if (found := _parameters(node))]
+        return "", "", 0, False
+    nodes = sorted(_nodes(roots), key=lambda node: getattr(node, "_sequence_nr", int)())
+    used = [(number, node, found) for number, node in enumerate(nodes) if (found := _parameters(node))]
     finite = ""
-    for place, (_, node, parameters) in enumerate(sorted(used, key=lambda one: one[0])):
+    for place, (_, node, parameters) in enumerate(used):
         name = next((known[id(p)] for p in parameters if id(p) in known), "")
         if not name:
             continue
         entered = [is_finite(value) for value in _entered(node, parameters)]
         if not all(entered):
-            return finite, name, place
+            return finite, name, place, False
         if entered or _is_lookup(node):
             finite = name
-    return finite, "", len(used)
+    later = (value for node in nodes[used[-1][0] + 1 :] for value in _saved(node, _PASSED)) if finite else ()
+    return finite, "", len(used), any(is_finite(value) for value in islice(later, 1))
 
 
 def is_finite(value: torch.Tensor) -> bool:
@@ -145,9 +154,13 @@ def _parameters(node: Any) -> list[torch.Tensor]:
 def _entered(node: Any, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The floating-point tensors of the host that an operator has kept, but for its parameters."""
     own = {p.untyped_storage().data_ptr() for p in map(local_tensor, parameters)}
-    for attribute in dir(type(node)):
-        if not attribute.startswith("_raw_saved_") or attribute.startswith(_NO_INPUTS):
-            continue
+    kept = [name for name in dir(type(node)) if name.startswith("_raw_saved_") and not name.startswith(_NO_INPUTS)]
+    return (value for value in _saved(node, kept) if value.untyped_storage().data_ptr() not in own)
+
+
+def _saved(node: Any, attributes: Iterable[str]) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of the host that an operator has kept as one of `attributes`."""
+    for attribute in attributes:
         try:
             saved = getattr(node, attribute)
             kept = [one.data for one in (saved if isinstance(saved, Sequence) else (saved,)) if one.unpack_hook is None]
@@ -155,9 +168,7 @@ def _entered(node: Any, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Te
             continue
         for tensor in kept:
             value = local_tensor(tensor) if isinstance(tensor, torch.Tensor) else None
-            if value is None or not _is_readable(value) or not value.is_cpu:
-                continue
-            if value.untyped_storage().data_ptr() not in own:
+            if value is not None and _is_readable(value) and value.is_cpu:
                 yield value
 
 

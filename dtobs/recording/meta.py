@@ -217,13 +217,15 @@ class Corrupt:
 class ForwardEnd:
     """A forward pass that ended in a NaN: `finite` is the last module with a finite input, `entered` the next without.
 
-    `place` counts the operators with parameters before the latter. "" where there is none, or nobody knows.
+    `place` counts the operators with parameters before the latter. "" where there is none, or nobody knows. `behind`:
+    what followed on all of them was still finite.
     """
 
     step: int
     finite: str
     entered: str
     place: int
+    behind: bool = False
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def _origin(diagnosis: Diagnosis) -> str:
     known = dict(diagnosis.pictures.environment)
     hosts = dict.fromkeys(status.host for status in diagnosis.ranks.values() if status.host)
     parts = [
-        f"{escape(diagnosis.target)}, {count(diagnosis.world_size, 'rank')}",
+        escape(diagnosis.target) + (f", {count(diagnosis.world_size, 'rank')}" if diagnosis.world_size else ""),
         f"started {escape(_moment(known['started']))}" if "started" in known else "",
         f"on {escape(', '.join(list(hosts)[:4]))}{' …' if len(hosts) > 4 else ''}" if hosts else "",
         f"command <code>{escape(known['argv'])}</code>" if "argv" in known else "",

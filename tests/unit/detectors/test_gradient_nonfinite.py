@@ -118,6 +118,16 @@ def test_of_a_ranks_stages_the_one_in_which_it_arose_counts(tmp_path: Path):
     )
 
 
+def test_a_nan_of_the_loss_is_not_laid_at_the_last_module(tmp_path: Path):
+    run = noisy_run(tmp_path, 3)
+    for rank in run.ranks:
+        rank.meta("nonfinite", seen="parameters", row=0, step=21)
+    run.rank(1).meta("forward", step=12, finite="head", entered="", place=3, behind=True)
+    assert only(run).summary.endswith(
+        "in step 12, behind the last module (head), such as in the loss: what followed on that was still finite"
+    )
+
+
 @pytest.mark.parametrize("step", [12, 30])
 def test_a_forward_pass_tells_whose_nan_it_was_that_no_gradient_showed(tmp_path: Path, step: int):
     run = noisy_run(tmp_path, 3)

@@ -66,6 +66,21 @@ def test_behind_the_last_module():
     assert arose(model, model(torch.randint(20, (2, 5))).sum() * math.nan) == ("head", "")
 
 
+@pytest.mark.parametrize("bad", ["weight", "label", "logits"])
+@pytest.mark.parametrize("squares", [True, False])
+def test_a_loss_that_makes_it_is_told_from_a_head_that_does(bad: str, squares: bool):
+    model, factor = Model(), math.nan if bad == "weight" else 1.0
+    out = model(torch.randint(20, (2, 5))) * (math.nan if bad == "logits" else 1.0)
+    if squares:
+        loss = functional.mse_loss(out, torch.full_like(out, math.nan if bad == "label" else 0.5)) * factor
+    else:
+        weight = torch.ones(20)
+        weight[3] = math.nan if bad == "label" else 1.0
+        loss = functional.cross_entropy(out.flatten(0, 1), torch.full((10,), 3), weight) * factor
+    assert not loss.isfinite()
+    assert where_it_arose([loss.grad_fn], names(model)) == ("head", "", 14, bad != "logits")
+
+
 def test_in_the_batch():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3))
     batch = torch.randn(2, 1, 8, 8)
@@ -133,12 +148,12 @@ def test_a_rank_with_many_micro_batches_and_two_stages_writes_each_down_once(tmp
 
 def test_another_torch_tells_nothing(monkeypatch: pytest.MonkeyPatch):
     assert torch.__version__.startswith(TRIED)
-    assert where_it_arose([object(), None], {}) == ("", "", 0)
+    assert where_it_arose([object(), None], {}) == ("", "", 0, False)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     loss = model(torch.full((2, 4), math.nan)).sum()
-    assert where_it_arose([loss.grad_fn], names(model)) == ("", "0", 0)
+    assert where_it_arose([loss.grad_fn], names(model)) == ("", "0", 0, False)
     monkeypatch.setattr("dtobs.probes.forward_values._READABLE", False)
-    assert where_it_arose([loss.grad_fn], names(model)) == ("", "", 0)
+    assert where_it_arose([loss.grad_fn], names(model)) == ("", "", 0, False)
 
 
 def test_a_graph_that_is_gone_tells_nothing():
