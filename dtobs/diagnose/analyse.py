@@ -289,8 +289,9 @@ def _before_the_capture(earlier: Finding, now: Iterable[Finding]) -> bool:
 
 
 def _only_possible(earlier: Finding) -> bool:
-    """Whether it was a guess about an end that is better understood now."""
-    return earlier.confidence is Confidence.POSSIBLE and CATALOGUE[earlier.code].family == "hangs"
+    """Whether it was a guess about an end that is better understood now; that nothing moved is none."""
+    guess = CATALOGUE[earlier.code].family == "hangs" and earlier.code != "no-progress"
+    return guess and earlier.confidence is Confidence.POSSIBLE
 
 
 def rank_causes(found: Iterable[Finding]) -> list[Finding]:

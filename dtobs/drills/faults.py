@@ -92,6 +92,7 @@ _BY_ALL = (
     _by_all("extra-receive", "p2p-unmatched", "receive_once_more", wrappers=("ddp", "fsdp", "tp", "by-hand")),
     _by_all("crossed-groups", "group-deadlock", "cross_two_groups", wrappers=("ddp", "fsdp", "by-hand")),
     _by_all("skipped-group", "rendezvous-incomplete", "skip_a_group", "odd", wrappers=("ddp", "by-hand")),
+    _by_all("all-absent", "no-progress", "stay_away_alike"),
     _by_all("dead-link", "network-stalled", "drop_what_arrives", needs="packet-filter"),
 )
 _HEALTHY = (

@@ -153,6 +153,11 @@ def cross_two_groups(odd: bool) -> None:
         dist.all_reduce(torch.ones(4), group=group)
 
 
+def stay_away_alike(_odd: bool) -> None:
+    """Every rank waits for something of its own: none of them for another."""
+    stay_away()
+
+
 def skip_a_group(odd: bool) -> None:
     """A process group that all make but the odd rank, which stands elsewhere for ever."""
     if odd:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dtobs.codec import DecodeError, decode, encode, parse
 from dtobs.errors import RecordingDisabled
-from dtobs.host.stacks import in_package
+from dtobs.host.stacks import Frame, in_package
 from dtobs.recording.lines import Lines
 from dtobs.recording.rundir import private_folder
 from dtobs.words import count, ranks_text
@@ -239,6 +239,10 @@ class Loop:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.first}-{self.last}"
+
+    def has(self, frame: Frame) -> bool:
+        """Whether a frame of a stack is at one of its lines."""
+        return frame.file == self.file and self.first <= frame.line <= self.last
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ STALLS = [
     ("uneven-inputs", "ddp"),
     ("dead-link", "ddp"),
     ("dead-link", "pp"),
+    ("all-absent", "ddp"),
+    ("all-absent", "pp"),
     ("extra-receive", "by-hand"),
     ("crossed-groups", "by-hand"),
     ("skipped-group", "ddp"),

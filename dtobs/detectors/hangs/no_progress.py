@@ -58,9 +58,6 @@ def _stands_in(situation: Situation, rank: int) -> Loop | None:
         return None
     if situation.view.cores.get(rank, 1.0) > RESTING_CORES or " the terminal " in capture.ranks[rank].waits_for:
         return None
-    loops = [
-        loop
-        for loop in situation.view.meta(rank).loops
-        if any(frame.file == loop.file and loop.first <= frame.line <= loop.last for frame in stack.frames)
-    ]
-    return min(loops, key=lambda loop: loop.last - loop.first, default=None)
+    loops = sorted(situation.view.meta(rank).loops, key=lambda loop: loop.last - loop.first)
+    around = (loop for frame in stack.frames for loop in loops if loop.has(frame))
+    return next(around, None)

@@ -52,6 +52,13 @@ def test_in_a_loop_farther_out_it_is_only_possible(training):
     assert finding.confidence == "possible" and "train.py:18-29" in finding.summary
 
 
+def test_the_loop_nearest_to_where_it_stands_is_told_though_one_farther_out_has_fewer_lines(training):
+    run = training(1)
+    run.rank(0).meta("loop", file="/home/me/launch.py", first=4, last=5, inner=False)
+    lines = IN_LOOP + '  File "/home/me/launch.py", line 5 in start\n'
+    assert "(/home/me/train.py:20-26)" in _told(_stands(run, {0: lines})).summary
+
+
 def test_a_child_process_may_be_at_work(training):
     assert _told(_stands(training(1), {0: IN_LOOP}, waits="its child process 71 (judge.py)")).confidence == "possible"
 

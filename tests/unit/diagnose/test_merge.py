@@ -68,6 +68,17 @@ def test_merge_drops_what_was_outgrown_or_only_guessed():
     assert merge([], [entry(guess)]) == [guess]
 
 
+def test_that_nothing_moved_is_no_guess_about_the_end_that_somebody_put_to_it():
+    still = Finding("no-progress", "nothing has moved", (0, 1), Confidence.POSSIBLE, since_ns=100)
+    guess = replace(still, code="network-stalled")
+    assert [[f.code for f in merge([dead(0, 1)], [entry(each)])] for each in (still, guess)] == [
+        ["rank-dead", "no-progress"],
+        ["rank-dead"],
+    ]
+    found, caused = without_consequences([dead(0, 1), still], [entry(still)], (0, 1))
+    assert ([f.code for f in found], [f.code for f in caused]) == (["no-progress"], ["rank-dead"])
+
+
 def test_a_rank_that_stood_still_before_the_kernel_killed_it_for_memory_is_one_matter():
     still = Finding("rank-not-joined", "rank 1 never joined", (1,), since_ns=5)
     killed = Finding("rank-oom-killed", "rank 1 was killed by the kernel", (1,), Confidence.CERTAIN, since_ns=9)
