@@ -22,6 +22,8 @@ from dtobs.recording.view import load_run
 from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors.runs import findings, noisy_run
 
+pytestmark = pytest.mark.slow  # processes of its own
+
 LOADS = "/me/data.py:9 in __getitem__"
 LOOP, FORWARD, AUDIT = "/me/train.py:40 in main", "/me/model.py:7 in forward", "/me/audit.py:3 in norms"
 

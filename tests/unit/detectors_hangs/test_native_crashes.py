@@ -14,6 +14,8 @@ from dtobs.recording.view import load_run
 from tests.unit.detectors_hangs.test_crashes import gone
 from tests.unit.detectors_hangs.trouble import found
 
+pytestmark = pytest.mark.slow  # processes of its own
+
 PROGRAM = """
 import ctypes, faulthandler, os, sys, threading, time
 import torch

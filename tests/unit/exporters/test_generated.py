@@ -78,6 +78,7 @@ class TestAlerts:
     def test_promtool_accepts_the_rules(self, require_program: Callable[[str], str]):
         self.promtool(require_program("promtool"), "check", "rules", "alerts/dtobs.rules.yml")
 
+    @pytest.mark.slow
     def test_promtool_sees_each_fire_and_stay_quiet(self, require_program: Callable[[str], str]):
         self.promtool(require_program("promtool"), "test", "rules", "alerts/tests/dtobs.test.yml")
 

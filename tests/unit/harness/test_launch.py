@@ -10,6 +10,8 @@ import pytest
 
 from tests.harness import Gate, launch, torchrun, wait_until_gone
 
+pytestmark = pytest.mark.slow  # processes of its own
+
 WORKER = """
 import os, sys, time
 from pathlib import Path

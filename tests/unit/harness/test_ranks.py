@@ -25,6 +25,8 @@ from tests.harness import (
     wait_until_gone,
 )
 
+pytestmark = pytest.mark.slow  # processes of its own
+
 
 def sum_of_ranks(rank: int, world_size: int, offset: float) -> float:
     value = torch.tensor([rank + offset])

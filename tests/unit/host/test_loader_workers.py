@@ -16,6 +16,8 @@ from dtobs.host.stacks import Frame, ThreadStack
 from dtobs.integrations.launch import STARTUP
 from tests.unit.monitor.children import child
 
+pytestmark = pytest.mark.slow  # processes of its own
+
 NUMBER = int(signal.SIGRTMIN) + 12
 LOADS = ThreadStack("", (Frame("/x/torch/utils/data/dataloader.py", 9, "__next__"),))
 WAITS = ThreadStack("", (Frame("/x/threading.py", 9, "wait"), Frame("/x/multiprocessing/pool.py", 9, "get")))

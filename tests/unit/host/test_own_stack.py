@@ -7,11 +7,15 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from dtobs.host.loader_workers import worker_frames
 from dtobs.host.rank_stacks import by_signal, catches
 from dtobs.host.stacks import parse_stacks
 from dtobs.probes.stacks import LOOK_SIGNAL, MAIN_SIGNAL, STACKS_SIGNAL
 from tests.unit.monitor.children import child
+
+pytestmark = pytest.mark.slow  # processes of its own
 
 # A loader whose two workers are as dtobs leaves them, and a loop that reads it until its input ends.
 LOOP = """

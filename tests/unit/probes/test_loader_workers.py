@@ -15,6 +15,8 @@ from torch.utils.data._utils import fetch
 import dtobs
 from dtobs.recording.view import load_run
 
+pytestmark = pytest.mark.slow  # processes of its own
+
 SECONDS = 0.004
 AHEAD = 4  # batches that two workers may have ready when their count is first read
 
