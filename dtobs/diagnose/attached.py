@@ -19,6 +19,7 @@ from dtobs.diagnose.model import Diagnosis, RankStatus
 from dtobs.errors import DtobsError, TargetError
 from dtobs.findings import Confidence, Finding
 from dtobs.host.activity import Activity, activities
+from dtobs.host.blocked import waits_for
 from dtobs.host.flight_pipe import Dumped, ask_dumps
 from dtobs.host.process import ProcessState, read_process, start_ticks
 from dtobs.host.pyspy import NoStacks, Spied, main_of, spy
@@ -37,6 +38,7 @@ _BUSY_SHARE, _BUSY_BYTES = 0.05, 1 << 20
 _SPY_SECONDS = 8.0
 _AT_ONCE = 8
 _MAX_FRAMES = 32
+_MOST_AT_REST = 4
 _RAS_ADDRESS = "localhost:28028"
 
 Spy = Callable[[int, float], list[Spied]]
@@ -99,7 +101,7 @@ def diagnose_attached(
     world = max([one.world for one in processes] + [len(processes)])
     found, notes = judge([s for s in stacks if s.frames or s.suspended], world)
     found = [_resumable(finding, looked) for finding in found]
-    notes = [*_problems(looked), *notes]
+    notes = [*_problems(looked), *notes, *([] if found else _at_rest(looked, stacks, proc))]
     notes.append(
         f"{count(LOOKS, 'look')} within {duration_text(seconds)}, {count(len(looked), 'process', 'processes')}"
     )
@@ -171,6 +173,21 @@ def _works(activity: Sequence[Activity], seconds: float) -> bool:
     first, last = activity[0], activity[-1]
     busy = last.cpu_seconds - first.cpu_seconds > _BUSY_SHARE * seconds
     return busy or last.io_bytes - first.io_bytes > _BUSY_BYTES
+
+
+def _at_rest(looked: Sequence[Looked], stacks: Sequence[RankStack], proc: Path) -> list[str]:
+    """Ranks that stood at one line of their own in all looks and used no processor, with what the kernel says of that.
+
+    Whether they hang only their owner knows: a program may be through, or wait for a person.
+    """
+    pids = {one.process.pid: one.process.rank for one in looked}
+    said = []
+    for one, stack in zip(looked, stacks, strict=True):
+        if stack.still and one.states[-1].alive and standing(stack.frames).doing not in WAITS:
+            waits = waits_for(one.process.pid, pids, proc)
+            what = f" it waits for {waits}" if waits else " its line is the same in all looks"
+            said.append(f"rank {one.process.rank} does nothing:{what}, and no processor is used")
+    return said[:_MOST_AT_REST]
 
 
 def _problems(looked: Sequence[Looked]) -> list[str]:

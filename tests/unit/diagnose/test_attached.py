@@ -66,6 +66,20 @@ def test_rank_that_computes_is_at_work(tmp_path: Path):
     assert "rank 1 is at work" in " ".join(found.notes)
 
 
+def test_ranks_that_rest_are_said_to_though_nobody_is_accused(tmp_path: Path):
+    job(tmp_path)
+    (tmp_path / "111" / "syscall").write_text("35 0x7f0 0x0 0x0 0x0 0x0 0x0 0x7ffe 0x7f11\n")
+    found = look(tmp_path, lambda *_: spied(CODE))
+    assert found.verdict is None
+    same = "its line is the same in all looks"
+    waits = "it waits for a sleep to end" if os.uname().machine == "x86_64" else same
+    said = [note for note in found.notes if "does nothing" in note]
+    assert said == [
+        f"rank {rank} does nothing: {why}, and no processor is used" for rank, why in ((0, same), (1, waits))
+    ]
+    assert not any("does nothing" in note for note in look(tmp_path, hung).notes)
+
+
 def set_state(proc: Path, pid: int, state: str) -> None:
     file = proc / str(pid) / "stat"
     head, _, rest = file.read_text().rpartition(")")
