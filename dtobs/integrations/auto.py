@@ -70,8 +70,10 @@ class Finder:
 
         return guarded
 
-    def _forward(self, module: Any, _inputs: Any) -> None:
+    def _forward(self, module: Any, inputs: Any) -> None:
         """Before the forward of any module: is it the model?"""
+        if _is_traced(inputs):
+            return
         parameters = {id(p) for p in module.parameters()}
         if parameters and self._outermost is None:
             self._outermost = ref(module)
@@ -153,6 +155,12 @@ def _note_unseen() -> None:
     if path:
         with suppress(OSError), open(path, "a") as file:  # dtobs run may be gone
             file.write(f"{os.getpid()}\n")
+
+
+def _is_traced(inputs: Any) -> bool:
+    """Whether ``torch.fx`` writes down what the model would do, with stand-ins for tensors: that is no forward."""
+    fx = sys.modules.get("torch.fx")
+    return fx is not None and any(isinstance(one, fx.Proxy) for one in inputs)
 
 
 def _group_is_there() -> bool:

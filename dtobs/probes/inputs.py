@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,8 @@ def _tensors(values: Iterable[Any], depth: int = 0) -> list[torch.Tensor]:
             found += _tensors((value[key] for key in sorted(value, key=str)), depth + 1)
         elif isinstance(value, (list, tuple)):
             found += _tensors(value, depth + 1)
+        elif is_dataclass(value):
+            found += _tensors((getattr(value, each.name) for each in fields(value)), depth + 1)
     return [v for v in found[:MOST_TENSORS] if v.numel() and not v.is_sparse]
 
 

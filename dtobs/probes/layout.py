@@ -326,6 +326,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def common_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups of parameters that every rank has, whole or in parts.
+
+    TorchRec gives whole tables to single ranks, as ShardedTensors in groups of their own, with a learning rate each.
+    """
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return [g for g in groups if not any(type(p).__name__ == "ShardedTensor" for p in g["params"])]
+
+
 def is_partial(tensor: torch.Tensor, but: Collection[int] = ()) -> bool:
     """Whether `tensor` is a partial sum along some mesh dimension, other than those of `but`."""
     return isinstance(tensor, DTensor) and any(

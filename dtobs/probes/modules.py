@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtobs.events import Phase
 from dtobs.probes.base import Probe
-from dtobs.probes.layout import is_fsdp, wrapper_around
+from dtobs.probes.layout import common_groups, is_fsdp, wrapper_around
 
 MOST_NAMED = 16
 """Optimizers whose names are kept: some loops have one for each parameter."""
@@ -279,7 +279,8 @@ class OptimizerSteps(Probe):
     def _begin(self, optimizer: Any) -> None:
         context = self.context
         self._depth = context.progress.begin(Phase.OPTIMIZER)
-        rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        groups = common_groups(optimizer)
+        rate = groups[0].get("lr") if groups else None
         if isinstance(rate, torch.Tensor) and not rate.is_cpu:
             step = context.step
             self.late.put(rate.reshape(()), lambda value: context.recorder.amend_step(step, learning_rate=value.item()))

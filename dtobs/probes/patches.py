@@ -18,7 +18,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     The undo keeps neither the owner nor what was made alive. Raises AttributeError when there is no such attribute.
     """
     before = vars(owner).get(name, _ABSENT)
-    after = make(getattr(owner, name))
+    after = make(_inherited(owner, name) if before is _ABSENT and isinstance(owner, type) else getattr(owner, name))
     setattr(owner, name, after)
     its_owner, ours = weakref.ref(owner), weakref.ref(after)
 
@@ -32,6 +32,18 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
             setattr(living, name, before)
 
     return undo
+
+
+def _inherited(owner: type, name: str) -> Callable[..., Any]:
+    """What a class has of its bases, looked up at each call: ``torch.fx`` replaces some of it while it traces."""
+    its_owner = weakref.ref(owner)
+
+    @functools.wraps(getattr(owner, name), assigned=("__name__", "__qualname__", "__doc__"), updated=())
+    def inherited(*args: Any, **kwargs: Any) -> Any:
+        living: Any = its_owner()
+        return getattr(super(living, living), name)(*args, **kwargs)
+
+    return inherited
 
 
 def around(

@@ -20,7 +20,7 @@ import xxhash
 from torch import nn
 
 from dtobs.probes.base import Context, Probe
-from dtobs.probes.layout import plain_parameters
+from dtobs.probes.layout import common_groups, plain_parameters
 from dtobs.probes.modules import around_call, roots, trains
 from dtobs.words import count
 
@@ -154,7 +154,7 @@ class Settings(Probe):
 
     def _without_a_gradient(self, number: int, stepping: torch.optim.Optimizer, named: Parameters) -> dict[str, str]:
         """What `stepping` holds and trains, and that had no gradient at any look; empty while that still changes."""
-        held = [p for group in stepping.param_groups for p in group["params"] if p.numel()]  # of this rank's part
+        held = [p for group in common_groups(stepping) for p in group["params"] if p.numel()]  # of this rank's part
         now = {id(p) for p in held if p.requires_grad and p.grad is None}
         known = self._ungraded.get(number, now)
         self._ungraded[number] = known & now
@@ -172,7 +172,7 @@ def _scalars(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """What the groups hold beside parameters and the learning rate, as far as it lies on the host."""
     return tuple(
         tuple((name, value) for name, value in group.items() if _plain(value) and name not in ("lr", "initial_lr"))
-        for group in optimizer.param_groups[:MOST_GROUPS]
+        for group in common_groups(optimizer)[:MOST_GROUPS]
     )
 
 
@@ -268,7 +268,7 @@ def _hyperparameters(optimizer: torch.optim.Optimizer, number: int, groups: tupl
     for place, group in enumerate(groups):
         for name, value in group:
             fields[f"{name_of_it}.{name}" + (f" of group {place}" if place else "")] = repr(value)
-    rates = [group.get("lr") for group in optimizer.param_groups[:MOST_GROUPS]]
+    rates = [group.get("lr") for group in common_groups(optimizer)[:MOST_GROUPS]]
     first = rates[0] if rates else None
     if isinstance(first, float) and first > 0:
         for place, rate in enumerate(rates[1:], 1):

@@ -356,3 +356,26 @@ def test_a_restart_says_what_it_has_cost(tmp_path: Path):
     )
     assert "1 step to do again" in describe_setback(tmp_path, 1, 9)
     assert "0 steps to do again" in describe_setback(tmp_path, 1, 10)
+
+
+def test_what_a_class_inherits_is_looked_up_at_each_call():
+    """torch.fx puts a function of its own in the place of `nn.Module.__call__` while it traces."""
+
+    class Base:
+        def call(self) -> str:
+            return "base"
+
+    class Owner(Base):
+        pass
+
+    class Heir(Owner):
+        pass
+
+    before = Base.call
+    Base.call = lambda self: "tracing"  # type: ignore[method-assign]
+    undo = patches.around(Owner, "call", lambda _: None, lambda _: None)
+    assert Heir().call() == "tracing"
+    Base.call = before  # type: ignore[method-assign]
+    assert (Owner().call(), Heir().call()) == ("base", "base")
+    undo()
+    assert "call" not in vars(Owner)
