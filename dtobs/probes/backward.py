@@ -44,7 +44,9 @@ class Backward(Probe):
         self._graph_done = self.guard(self._wait)
         self.around(torch.autograd, "backward", self._begin, self._end)
 
-    def _begin(self, tensors: Any, *_args: Any, **_named: Any) -> tuple[int, Any]:
+    def _begin(self, tensors: Any, *_args: Any, **_named: Any) -> tuple[int, Any] | None:
+        if _on_paper(tensors):
+            return None
         depth = self._progress.begin(Phase.BACKWARD)
         self._inside += 1
         if self._inside == 1 and not self.context.rehearsing:
@@ -85,6 +87,12 @@ class Backward(Probe):
                 self._progress.stream_goes_on()
             self._progress.wait_end(*self._last_issued())
         self._progress.end(depth)
+
+
+def _on_paper(tensors: Any) -> bool:
+    """Whether it trains nothing: a program counts its operations with tensors that have no numbers (device "meta")."""
+    given = tensors if isinstance(tensors, Sequence) else (tensors,)
+    return any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in given)
 
 
 def _grad_fn(tensors: Any) -> Any:

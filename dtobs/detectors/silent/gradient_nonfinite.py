@@ -254,6 +254,8 @@ def in_the_forward(view: RunView, rank: int, step: int) -> str:
     finite, entered = end.finite, end.entered
     if end.behind:
         return f", behind the last module ({finite}), such as in the loss: what followed on that was still finite"
+    if finite and finite == entered:
+        return f", in the forward pass (it arose within {finite})"
     told = [f"the input of {finite} was {'' if entered else 'still '}finite"] if finite else []
     told += [f"the input of {entered} {'after it was not' if finite else 'was not finite already'}"] if entered else []
     return ", in the forward pass" + (f" ({', '.join(told)})" if told else "")

@@ -5,8 +5,9 @@ what weight they had together. Where every micro-batch of a step weighs 1 in its
 large as there are micro-batches; where all weigh the same although they hold different numbers of tokens, a token of a
 short one counts more than one of a long one (a mean of means). Where the tokens of one rank always weigh as many times
 those of its peers, although each holds as many as they do or a number that changes, it has multiplied its loss by a
-number of its own; it may have begun to in any step. Of a loss that is no cross-entropy only that is asked, and only
-where its weight is as many times that of its peers to the last digits: then it is no number that follows from data.
+number of its own; it may have begun to in any step. So it has where each loss is the mean of its tokens, of which
+there are other numbers in each step, and weighs as many times those of its peers to the last digits: then it is no
+number that follows from data. Of a loss that is no cross-entropy only that is asked.
 Several losses in one backward are left alone, unless all their tokens weigh the same: then they are the chunks of one.
 
 Why it hurts: the learning rate is not what it says, or rare short samples are learnt and long ones are not; a run with
@@ -75,6 +76,7 @@ def loss_weights(view: RunView) -> list[Finding]:
         if len(steps) >= LEAST_STEPS:
             finding = (
                 _own_factor(ranks, steps, _constant_factor)
+                or _own_factor(ranks, steps, _exact_factor)
                 or _not_divided(view, ranks, steps)
                 or _mean_of_means(ranks, steps)
             )
@@ -173,8 +175,8 @@ Judge = Callable[[list[int], list[int], Floats, Floats], "Finding | None"]
 def _own_factor(ranks: list[int], steps: dict[int, _Step], judge: Judge) -> Finding | None:
     """Ranks whose tokens weigh more or less than their peers' by a factor of their own, in all steps or by now.
 
-    By now: in the newest ones and as many before them as are like them, if in all before those a token weighed the same
-    on all ranks. Weights of domains, say, differ from the first step on.
+    By now: in the newest ones and as many before them as are like them, if in all before those a token, or a loss,
+    weighed the same on all ranks. Weights of domains, say, differ from the first step on.
     """
     numbers, (tokens, weights) = list(steps), _by_ranks(steps.values())
 
@@ -188,7 +190,8 @@ def _own_factor(ranks: list[int], steps: dict[int, _Step], judge: Judge) -> Find
         middle = (begin + fails) // 2
         one = since(middle)
         fails, begin, found = (middle, begin, found) if one is None else (fails, middle, one)
-    return found if _spread((weights[:begin] / tokens[:begin]).T) <= ALMOST else None
+    by_token, by_loss = (_spread(each[:begin].T) for each in (weights / tokens, weights))
+    return found if by_token <= ALMOST or by_loss <= EXACT else None
 
 
 def _constant_factor(ranks: list[int], numbers: list[int], tokens: Floats, weights: Floats) -> Finding | None:

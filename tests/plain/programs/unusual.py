@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import fx, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, stack_module_state, vmap
@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, here, mlp, mse, program, seeded
 from tests.plain.programs.recipes import Language
@@ -365,5 +366,29 @@ def members_stacked_and_called_by_function(rank: int, world: int, watch: Watch) 
         optimizer.zero_grad()
         losses.append(loss.item())
     assert_replicas_equal(list(parameters.values()))
+    assert_learned(losses)
+    return losses
+
+
+@program()
+def counted_and_traced_first(rank: int, world: int, watch: Watch) -> list[float]:
+    """Before the first step the operations of a copy without numbers are counted, and torch.fx traces the model."""
+    model = DDP(mlp(seed=4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    watch(model, optimizer)
+    with torch.device("meta"), FlopCounterMode(display=False) as counted:
+        mlp(seed=4)(torch.empty(8, 12)).square().mean().backward()
+    assert counted.get_total_flops() > 0
+    traced = fx.Tracer().trace(nn.Sequential(model.module))
+    assert [node.op for node in traced.nodes].count("call_module") == len(model.module)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_replicas_equal(model.parameters())
     assert_learned(losses)
     return losses

@@ -118,6 +118,15 @@ def test_of_a_ranks_stages_the_one_in_which_it_arose_counts(tmp_path: Path):
     )
 
 
+def test_a_nan_that_arose_within_one_module_is_said_so(tmp_path: Path):
+    """A layer with an adapter uses several parameters of its own, one after another."""
+    run = noisy_run(tmp_path, 3)
+    for rank in run.ranks:
+        rank.meta("nonfinite", seen="parameters", row=0, step=21)
+    run.rank(1).meta("forward", step=12, finite="proj", entered="proj", place=3)
+    assert only(run).summary.endswith("in step 12, in the forward pass (it arose within proj)")
+
+
 def test_a_nan_of_the_loss_is_not_laid_at_the_last_module(tmp_path: Path):
     run = noisy_run(tmp_path, 3)
     for rank in run.ranks:

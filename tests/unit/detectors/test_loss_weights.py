@@ -199,6 +199,17 @@ def test_means_of_uneven_batches_are_no_factor_of_a_rank(tmp_path: Path, tokens:
     assert "gradient-scale-mismatch" not in [one.code for one in found(tmp_path, 2, 2, tokens, each(0.5))]
 
 
+@pytest.mark.parametrize(("begin", "told"), [(1, True), (20, True), (34, False)])
+def test_a_rank_that_multiplies_the_mean_of_its_varying_numbers_of_tokens(tmp_path: Path, begin: int, told: bool):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        weights = iter([0.5 * (3 if rank.number and step >= begin else 1) for step in range(1, 41)])
+        backwards(rank, 1, 40, padded, lambda tokens, w=weights: [next(w)])  # type: ignore[misc]
+    found = [one for one in loss_weights(run.steps(40).view()) if one.code == "gradient-scale-mismatch"]
+    assert [one.step for one in found] == [begin] * told
+    assert all("losses of rank 1 weigh 3 times those of rank 0" in one.summary for one in found)
+
+
 def test_ranks_that_weigh_their_samples_by_what_they_are(tmp_path: Path):
     run = FakeRun(tmp_path, 2)
     for rank in run.ranks:
