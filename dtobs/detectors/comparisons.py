@@ -307,8 +307,12 @@ def _peers(view: RunView, known: list[int]) -> Off:
 def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
     """Parameters of which nothing says whether other ranks have copies."""
     learned = learned_keys(view)
+    dealt = {p.name for rank in known for p in view.meta(rank).params if 0 in p.shape}  # whole, but to single ranks
     unknown = {
-        rank: sum(not p.replica and (rank, row) not in learned for row, p in enumerate(view.meta(rank).params))
+        rank: sum(
+            not p.replica and (rank, row) not in learned and p.name not in dealt
+            for row, p in enumerate(view.meta(rank).params)
+        )
         for rank in known
     }
     if any(unknown.values()):
@@ -317,7 +321,7 @@ def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
             "copies of the model",
             "copies unknown",
             f"{unknown[rank]} of {len(view.meta(rank).params)} parameters are not compared between ranks: nothing says"
-            " which ranks hold copies of them; declare it with attach(replicas=GROUP)",
+            " which ranks hold copies of them; where some do, declare it with attach(replicas=GROUP)",
         )
 
 

@@ -84,6 +84,14 @@ def test_one_process_has_nobody_to_be_compared_with(tmp_path: Path):
     assert reasons(run_of(tmp_path, [layout(0)], replica="own:1:")) == []
 
 
+@pytest.mark.parametrize("shapes", [((4, 2), (0,)), ((4, 2), (4, 2))])
+def test_of_what_single_ranks_hold_whole_nobody_asks_for_copies(tmp_path: Path, shapes: tuple[tuple[int, ...], ...]):
+    run = run_of(tmp_path, [layout(r, [0, 1]) for r in (0, 1)])
+    for rank, shape in zip(run.ranks, shapes, strict=True):
+        rank.parameters(Parameter("dense", (2,), "float32", "all"), Parameter("table", shape, "float32"))
+    assert (("copies of the model", "copies unknown") in reasons(run)) == (shapes[0] == shapes[1])
+
+
 def test_what_else_is_off(tmp_path: Path):
     run = run_of(tmp_path, [layout(r, [0, 1]) for r in (0, 1)], replica="")
     assert reasons(run) == [("copies of the model", "copies unknown")]

@@ -128,6 +128,19 @@ def test_logits_that_are_split_over_ranks(tmp_path: Path, reduction: str):
     assert found["total"].tolist() == pytest.approx(totals * 3, rel=1e-5)
 
 
+def test_a_backward_on_paper_is_no_training(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for _ in range(3):
+            nn.Linear(2, 2, device="meta")(torch.empty(4, 2, device="meta")).mean().backward()
+            F.cross_entropy(model(torch.ones(4, 2)), torch.zeros(4, dtype=torch.long)).backward()
+            optimizer.step()
+    view = load_run(tmp_path)
+    assert view.pages["probe_failures"].tolist() == [0]
+    assert view.law(LOSS_WEIGHTS, 0)["losses"].tolist() == [1] * 3
+
+
 def test_a_loop_that_reports_its_loss_is_believed(tmp_path: Path):
     steps = train(tmp_path, F.cross_entropy, report=True).rank_steps(0)
     assert steps["loss"].tolist() == [7.0] * 3

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_every_field_is_filled_in(tmp_path: Path):
     assert load_run(tmp_path).digests(0)["step"].tolist() == [0, 1, 2]
 
 
+@dataclass
+class Sparse:
+    """A batch such as recommenders have: `y` for the features that are not dense."""
+
+    x: torch.Tensor
+    y: list[torch.Tensor]
+
+
 class OfABatch(nn.Module):
     """Called with one container, as Lightning's and many other models are."""
 
@@ -59,6 +68,8 @@ class OfABatch(nn.Module):
         self.inner = nn.Linear(3, 2)
 
     def forward(self, batch: Any, number: int = 0) -> torch.Tensor:
+        if isinstance(batch, Sparse):
+            batch = (batch.x,)
         found = batch["x"] if isinstance(batch, dict) else batch[0]
         return self.inner(found[0] if isinstance(found, tuple) else found)
 
@@ -70,6 +81,7 @@ class OfABatch(nn.Module):
         (lambda x, y: {"y": y, "x": x}, 12),
         (lambda x, y: {"x": (x, {"deep": [y]})}, 12),
         (lambda x, y: [x.tolist() and x, "a word", None], 12),
+        (lambda x, y: Sparse(x, [y]), 12),
     ],
 )
 def test_inputs_are_found_in_containers(tmp_path: Path, pack: Callable[..., Any], elements: int):
