@@ -167,8 +167,8 @@ def test_a_nan_that_ends_the_program_is_found_as_well(tmp_path: Path):
         train(nn.Linear(3, 2), tmp_path, spoil=check_and_give_up)
     found = {f.code: f for f in run_detectors(load_run(tmp_path), ("silent",))}
     assert found["gradient-nonfinite"].summary == (
-        "rank 0 computes NaN or infinity in step 1, in the forward pass (the input of the root module was still"
-        " finite), then in the gradient of weight and 1 more parameters"
+        "rank 0 computes NaN or infinity in step 1, behind the last module (the root module), such as in the loss: what"
+        " followed on that was still finite, then in the gradient of weight and 1 more parameters"
     )
 
 
