@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,6 +22,8 @@ MAX_MESSAGE = 2000
 MAX_LINES = 60
 MAX_CHAIN = 8
 MAX_LINK = 500
+_QUOTED = "Traceback (most recent call last):"
+_OF_RANK = re.compile(r"\(RANK (\d+)\)")
 MAX_SIGNALS = 64
 
 
@@ -120,7 +123,7 @@ class Exceptions(Probe):
         return {
             "id": identify(f"{name}|{error}"),
             "type": name,
-            "message": str(error)[:MAX_MESSAGE],
+            "message": without_frames(str(error))[:MAX_MESSAGE],
             "traceback": lines[-MAX_LINES:],
             "chain": _chain(error),
             "t_ns": time.monotonic_ns(),
@@ -207,6 +210,24 @@ def _fails(error: BaseException) -> bool:
 def _says_failure(code: object) -> bool:
     """Whether the main thread leaves with this exit code, or message, because something failed."""
     return code not in (None, 0) and threading.current_thread() is threading.main_thread()
+
+
+def without_frames(message: str) -> str:
+    """A message without the lines of code of the tracebacks that it quotes, as those of other ranks or processes.
+
+    What was raised stands at their end, where a message that is cut off has it no more.
+    """
+    if _QUOTED not in message:
+        return message
+    said, of = [], ""
+    for line in message.splitlines():
+        if _QUOTED in line:
+            rank = _OF_RANK.search(line)
+            of = f"rank {rank[1]}: " if rank is not None else ""
+        elif line.strip() and not line.startswith(" "):
+            said.append(of + line)
+            of = ""
+    return "\n".join(said)
 
 
 def _chain(error: BaseException) -> list[dict[str, str]]:

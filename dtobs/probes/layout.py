@@ -30,7 +30,13 @@ from dtobs.probes.flat import flat_parameters
 from dtobs.probes.megatron import megatron_groups
 from dtobs.recording.meta import Parameter
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPERS = (
+    "_orig_mod",
+    "_checkpoint_wrapped_module",
+    "_fsdp_wrapped_module",
+    "_forward_module",  # of Lightning's Fabric
+    "_dmp_wrapped_module",  # of TorchRec
+)
 # Ranks along a dimension with these words in its name read different samples ...
 _DATA = frozenset({"replicate", "shard", "expert", "ep", "data", "dp", "ddp", "fsdp", "hsdp", "batch"})
 # ... and along one with these they work on the same samples.

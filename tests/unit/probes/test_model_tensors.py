@@ -32,6 +32,15 @@ def test_wrappers_leave_no_trace():
     plain = ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert names(model) == plain
     assert names(torch.compile(model, backend="eager")) == plain
+    assert names(Fabrics(model)) == plain
+
+
+class Fabrics(nn.Module):
+    """As Lightning's Fabric wraps: the model is there twice, with what is around it and without."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = self._original_module = model
 
 
 def test_counters_of_batch_norm_are_compared_and_running_statistics_are_not():

@@ -10,8 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from dtobs.events import RankState
+from dtobs.probes.exceptions import without_frames
 from dtobs.recording.view import RunView, load_run
 from dtobs.session import Session
 from tests.unit.session.conftest import make_model, train
@@ -26,6 +29,20 @@ def fail(leave: Callable[[], object], error: BaseException | None = None) -> Non
             raise error or ValueError("bad batch")
         except BaseException:
             leave()
+
+
+def test_of_tracebacks_that_a_message_quotes_what_was_raised_stays():
+    """torch's errors of checkpoints, of spawned processes and of workers of a loader quote whole tracebacks."""
+    failures = {rank: _wrap_exception(KeyError(f"part {rank}")) for rank in (0, 3)}
+    assert without_frames(str(CheckpointException("no", failures))) == (
+        "CheckpointException ranks:dict_keys([0, 3])\nrank 0: KeyError: 'part 0'\nrank 3: KeyError: 'part 3'"
+    )
+    try:
+        raise ValueError("torn file")
+    except ValueError:
+        loader = str(ExceptionWrapper(where="in DataLoader worker process 0").exc_msg)
+    assert without_frames(loader) == "ValueError: torn file"
+    assert without_frames("two\n  lines") == "two\n  lines"
 
 
 def told_to_end() -> None:
