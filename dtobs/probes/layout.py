@@ -333,12 +333,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def common_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups of parameters that every rank has, whole or in parts.
+    """The groups of parameters that every rank has, whole or in parts; looked at in each step, so at one of each only.
 
     TorchRec gives whole tables to single ranks, as ShardedTensors in groups of their own, with a learning rate each.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
-    return [g for g in groups if not any(type(p).__name__ == "ShardedTensor" for p in g["params"])]
+    return [g for g in groups if type(next(iter(g["params"]), None)).__name__ != "ShardedTensor"]
 
 
 def is_partial(tensor: torch.Tensor, but: Collection[int] = ()) -> bool:
