@@ -315,3 +315,25 @@ def test_probes_are_fresh_each_time():
     assert [p.name for p in first] == [p.name for p in second] == [e.name for e in PROBES if e.name != "backward"]
     assert not {"waits", "collectives"} & {p.name for p in make_probes({}, frozenset())}
     assert not set(map(id, first)) & set(map(id, second))
+
+
+class ShardedTensor(nn.Parameter):
+    """By its name what TorchRec makes of a table that one rank owns: it says nothing of itself."""
+
+    def numel(self) -> int:
+        raise RuntimeError("not supported for ShardedTensor")
+
+
+def test_the_learning_rate_of_a_table_that_one_rank_owns_is_not_that_of_all(tmp_path: Path):
+    model = nn.Linear(3, 2)
+    table = ShardedTensor(torch.ones(4))
+    optimizer = torch.optim.SGD([{"params": [table], "lr": 0.04}, {"params": list(model.parameters()), "lr": 0.01}])
+    with dtobs.attach(model, optimizer, run_dir=tmp_path, monitor=False):
+        for _ in range(3):
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    view = load_run(tmp_path)
+    assert view.pages["probe_failures"].tolist() == [0], view.meta(0).probes
+    assert view.rank_steps(0)["learning_rate"].tolist() == pytest.approx([0.01] * 3)
+    assert not any("of group 1" in name for _, fields in view.meta(0).settings for name in fields)
