@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 from collections import defaultdict
+from functools import lru_cache
 from types import CodeType
 
 _JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
@@ -15,7 +16,8 @@ _ENDS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_
 """What the next instruction does not follow upon."""
 
 
-def loops_around(code: CodeType, at: int) -> list[tuple[int, int]]:
+@lru_cache(256)
+def loops_around(code: CodeType, at: int) -> tuple[tuple[int, int], ...]:
     """First and last line of each loop of `code` that instruction `at` (an offset) is in, the innermost first."""
     instructions = list(dis.get_instructions(code))
     here = max((each.offset for each in instructions if each.offset <= at), default=0)  # `at` may lie in its cache
@@ -31,7 +33,7 @@ def loops_around(code: CodeType, at: int) -> list[tuple[int, int]]:
     loops = [_body(begin, jumps, leads_to) for begin, jumps in jumps_back.items()]
     lines = {each.offset: line for each in instructions if each.positions and (line := each.positions.lineno)}
     around = [[lines[offset] for offset in loop if offset in lines] for loop in sorted(loops, key=len) if here in loop]
-    return list(dict.fromkeys((min(numbers), max(numbers)) for numbers in around if numbers))
+    return tuple(dict.fromkeys((min(numbers), max(numbers)) for numbers in around if numbers))
 
 
 def _body(begin: int, jumps: list[int], leads_to: dict[int, list[int]]) -> set[int]:

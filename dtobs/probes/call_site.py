@@ -9,8 +9,10 @@ import sys
 import sysconfig
 import threading
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -23,15 +25,29 @@ AUTOGRAD = "<autograd>"
 """File of a call that no Python frame of the user's led to: an autograd thread of its own."""
 THREAD = "<another thread>"
 """The same for a thread that a library started from Python, as for an asynchronous checkpoint."""
-_USERS, _INSTALLED, _LIBRARY = 0, 1, 2
+USERS, INSTALLED, PYTHONS, OURS = range(4)
+"""Whose code a file has: the user's, another installed package's, Python's own library's, or torch's and ours."""
 
 
-def _folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    installed = (paths["purelib"], paths["platlib"])
-    own = [str(Path(module.__file__ or "").parent) + "/" for module in (torch, dtobs)]
-    # The library path contains site-packages, which is user code unless it is torch's.
-    return (*own, *(p + "/" for p in {paths["stdlib"], paths["platstdlib"]} if p not in installed), "<")
+def _folder(module: Any) -> str:
+    return str(Path(module.__file__ or "").parent) + "/"
+
+
+_OURS = (_folder(torch), _folder(dtobs), "<")
+_DRILLS = _folder(dtobs) + "drills/"  # programs such as a user's
+_PACKAGES = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib")})
+_PYTHONS = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")}.difference(_PACKAGES))
+
+
+@cache
+def whose(file: str) -> int:
+    """Whose code is in `file`: `USERS`, `INSTALLED`, `PYTHONS` or `OURS`."""
+    # The decorators of typing_extensions stand between torch's own functions.
+    if (file.startswith(_OURS) or file.endswith("/typing_extensions.py")) and not file.startswith(_DRILLS):
+        return OURS
+    if file.startswith(_PYTHONS) and not file.startswith(_PACKAGES):  # which lie in it
+        return PYTHONS
+    return INSTALLED if is_installed(file) and not file.startswith(_DRILLS) else USERS
 
 
 class CallSites:
@@ -39,9 +55,6 @@ class CallSites:
 
     def __init__(self, meta: MetaWriter) -> None:
         self._meta = meta
-        self._folders = _folders()
-        self._drills = str(Path(dtobs.__file__ or "").parent / "drills") + "/"  # programs such as a user's
-        self._site_packages = tuple({sysconfig.get_path("purelib") + "/", sysconfig.get_path("platlib") + "/"})
         # By id: hashing a code object compares its bytes. The code object is kept, so the id stays its own.
         self._whose: dict[int, tuple[CodeType, int]] = {}
         self._known: dict[tuple[int, ...], int] = {}
@@ -52,16 +65,16 @@ class CallSites:
             frame: FrameType | None = sys._getframe(depth + 1)
         except ValueError:  # the stack is not that deep
             return self._nowhere(AUTOGRAD)
-        whose, inner = self._whose, None
+        known, inner = self._whose, None
         while frame is not None:
             code = frame.f_code
-            seen = whose.get(id(code)) or self._see(code)
-            if seen[1] == _USERS:
+            seen = known.get(id(code)) or self._see(code)
+            if seen[1] == USERS:
                 key: tuple[int, ...] = (id(code), frame.f_lineno)
                 if inner is not None:
                     key = (id(inner.f_code), inner.f_lineno, *key)
                 return self._known.get(key) or self._define(key, inner or frame, frame)
-            if seen[1] == _INSTALLED and inner is None:
+            if seen[1] == INSTALLED and inner is None:
                 inner = frame
             outermost, frame = code, frame.f_back
         if inner is not None:
@@ -70,20 +83,8 @@ class CallSites:
         return self._nowhere(THREAD if outermost.co_filename == threading.__file__ else AUTOGRAD)
 
     def _see(self, code: CodeType) -> tuple[CodeType, int]:
-        file = code.co_filename
-        whose = _LIBRARY if self.is_library(file) else _INSTALLED if is_installed(file) else _USERS
-        self._whose[id(code)] = code, whose
-        return code, whose
-
-    def is_library(self, file: str) -> bool:
-        """Whether `file` is torch's, Python's or ours; another installed package counts as the user's."""
-        if file.startswith(self._drills):
-            return False
-        own = self._folders[:2]
-        # Its decorators stand between torch's own functions.
-        if file.startswith((*own, "<")) or file.endswith("/typing_extensions.py"):
-            return True
-        return file.startswith(self._folders[2:]) and not file.startswith(self._site_packages)
+        seen = self._whose[id(code)] = code, whose(code.co_filename)
+        return seen
 
     def _define(self, key: tuple[int, ...], frame: FrameType, caller: FrameType) -> int:
         """A number for the line of `frame`, which that of `caller` led to; they may be one."""

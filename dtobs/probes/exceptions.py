@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dtobs.events import Kind, RankState, identify, phase_name
 from dtobs.probes.base import Probe
-from dtobs.probes.call_site import CallSites
+from dtobs.probes.call_site import PYTHONS, whose
 
 MAX_MESSAGE = 2000
 MAX_LINES = 60
@@ -54,7 +54,6 @@ class Exceptions(Probe):
         self.saw: Callable[[BaseException], object] = _ignore
 
     def install(self) -> None:
-        self._sites = CallSites(self.context.recorder.meta)
         self.saw = self.guard(self.record)
         self.around(sys, "excepthook", lambda _kind, error, _trace: self.record(error), _ignore)
         self.around(threading, "excepthook", self._of_thread, _ignore)
@@ -145,7 +144,7 @@ class Exceptions(Probe):
         """The innermost line of the user's own code on the way to the exception."""
         found: tuple[FrameType, int] | None = None
         while trace is not None:
-            if found is None or not self._sites.is_library(trace.tb_frame.f_code.co_filename):
+            if found is None or whose(trace.tb_frame.f_code.co_filename) < PYTHONS:
                 found = (trace.tb_frame, trace.tb_lineno)
             trace = trace.tb_next
         return _line(*found) if found is not None else None
@@ -153,7 +152,7 @@ class Exceptions(Probe):
     def _frame_here(self) -> dict[str, Any] | None:
         """The innermost line of the user's own code that led here."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and self._sites.is_library(frame.f_code.co_filename):
+        while frame is not None and whose(frame.f_code.co_filename) >= PYTHONS:
             frame = frame.f_back
         return _line(frame, frame.f_lineno) if frame is not None else None
 

@@ -10,21 +10,15 @@ them, such as that of a server, is where work comes from, and not looked beyond.
 from __future__ import annotations
 
 import sys
-import sysconfig
-from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
-import torch
-
-import dtobs
 from dtobs.host.loops import loops_around
-from dtobs.host.stacks import is_installed
 from dtobs.probes.base import Probe
+from dtobs.probes.call_site import OURS, PYTHONS, USERS, whose
 
 Loop = tuple[str, int, int]
 """A file, and the first and the last line of a loop in it."""
-_OURS, _PYTHONS, _INSTALLED, _USERS = range(4)
 
 
 class TrainingLoops(Probe):
@@ -37,8 +31,6 @@ class TrainingLoops(Probe):
         self._steps = 0
         self._backward: set[Loop] = set()
         self._known: set[Loop] = set()
-        self._around: dict[tuple[CodeType, int], list[tuple[int, int]]] = {}
-        self._whose: dict[str, int] = {}
 
     def backward_begin(self, tensors: Any) -> None:
         """Before one of the steps that are looked at."""
@@ -67,30 +59,11 @@ class TrainingLoops(Probe):
         frame: FrameType | None = innermost
         while frame is not None:
             code, file = frame.f_code, frame.f_code.co_filename
-            whose = self._whose.get(file)
-            if whose is None:
-                whose = self._whose[file] = _whose(file)
-            if whose != _OURS and (whose == _USERS or not found):
-                around = self._around.get((code, frame.f_lasti))
-                if around is None:
-                    around = self._around[code, frame.f_lasti] = loops_around(code, frame.f_lasti)
-                if around and whose == _PYTHONS:
+            owner = whose(file)
+            if owner != OURS and (owner == USERS or not found):
+                around = loops_around(code, frame.f_lasti)
+                if around and owner == PYTHONS:
                     return found
                 found += [(file, first, last) for first, last in around]
             frame = frame.f_back
         return found
-
-
-def _folder(module: Any) -> str:
-    return str(Path(module.__file__ or "").parent) + "/"
-
-
-_TORCH, _DTOBS, _DRILLS = _folder(torch), _folder(dtobs), _folder(dtobs) + "drills/"
-_STANDARD = tuple(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib"))
-
-
-def _whose(file: str) -> int:
-    """Of torch's or our own files, of Python's, of an installed package, or the user's."""
-    if file.startswith(("<", _TORCH)) or (file.startswith(_DTOBS) and not file.startswith(_DRILLS)):
-        return _OURS
-    return _INSTALLED if is_installed(file) else _PYTHONS if file.startswith(_STANDARD) else _USERS

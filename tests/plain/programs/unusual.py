@@ -20,7 +20,19 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.plain.kit import STEPS, Watch, assert_learned, assert_replicas_equal, batch, here, mlp, mse, program, seeded
+from tests.plain.kit import (
+    STEPS,
+    Watch,
+    assert_learned,
+    assert_replicas_equal,
+    batch,
+    here,
+    mlp,
+    mse,
+    program,
+    seeded,
+    train,
+)
 from tests.plain.programs.recipes import Language
 
 
@@ -381,14 +393,4 @@ def counted_and_traced_first(rank: int, world: int, watch: Watch) -> list[float]
     assert counted.get_total_flops() > 0
     traced = fx.Tracer().trace(nn.Sequential(model.module))
     assert [node.op for node in traced.nodes].count("call_module") == len(model.module)
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert_replicas_equal(model.parameters())
-    assert_learned(losses)
-    return losses
+    return train(model, optimizer, rank)

@@ -22,7 +22,7 @@ from dtobs.errors import UsageError
 from dtobs.probes import backward as backward_module
 from dtobs.probes import patches
 from dtobs.probes.c10d_ops import canonical_name, discover
-from dtobs.probes.call_site import CallSites
+from dtobs.probes.call_site import INSTALLED, OURS, PYTHONS, USERS, CallSites, whose
 from dtobs.recording.meta import MetaWriter, read_meta
 from dtobs.recording.recorder import Recorder
 from dtobs.recording.rundir import RunDirectory
@@ -81,10 +81,10 @@ def test_a_call_site_is_the_users_line(tmp_path: Path):
     assert str(known[beside[0]]) == "another thread", "no line of the user's leads to it"
     site = known[here]
     assert (site.file, site.function.rsplit(".", 1)[-1]) == (__file__, "library")
-    assert sites.is_library(torch.nn.__file__)
-    assert sites.is_library(threading.__file__)
-    assert not sites.is_library(pytest.__file__)
-    assert not sites.is_library(__file__)
+    assert whose(torch.nn.__file__) == OURS
+    assert whose(threading.__file__) == PYTHONS
+    assert whose(pytest.__file__) == INSTALLED
+    assert whose(__file__) == USERS
 
 
 def test_a_frameworks_line_is_told_with_the_users_that_led_there(tmp_path: Path):
