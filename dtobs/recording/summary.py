@@ -27,7 +27,7 @@ UNEVEN = 1.5
 MESSAGES = "waiting for messages"
 ADVICE = {
     "starting": "keep compiled code and tokenised data between runs",
-    "restarts": "checkpoint more often, and look at what ended the attempts",
+    "restarts": "look at what ended the attempts, and at what the launcher waits for before the next",
     "steps done again": "checkpoint more often",
     "standing still": "`dtobs diagnose` says for whom the others waited",
     "data": "give the loader more workers, or prepare the data beforehand",

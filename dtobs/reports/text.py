@@ -150,7 +150,8 @@ def _calls(diagnosis: Diagnosis, width: int, paint: Paint) -> str:
         number = f"#{table.seqs[row]}" if row >= 0 else ""
         lines.append(f"  {number:>{first}}  {_cut(usual, call):{call}}{cells}".rstrip())
     if any(cell.odd for row in shown for cell in table.rows[row]):
-        lines.append("  ! does not fit what most ranks called")
+        of_two = sum(map(len, table.columns)) + table.hidden == 2
+        lines.append(f"  ! does not fit what {'the other rank' if of_two else 'most ranks'} called")
     return "\n".join(lines)
 
 

@@ -38,6 +38,7 @@ COMPUTATION = (
     "gc",
     "loss",
     "data",
+    "other",
 )
 MESSAGES = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 SYNCS = ("params-sync", "grads-sync")
@@ -245,11 +246,16 @@ def _pipeline_rows(view: RunView, last: int) -> Iterable[Row]:
 
 
 def _phase_rows(view: RunView, last: int) -> Iterable[Row]:
-    """Without a pipeline a step is one micro-batch, with what is exposed of communication as its reduction."""
+    """Without a pipeline a step is one micro-batch, with what is exposed of communication as its reduction.
+
+    What a loop does besides (logging, a sleep) is a computation as well, or equal durations would seem to bring more
+    than they do. Saving, validating and compiling are no part of a usual step.
+    """
     window = view.steps(last)
     keep = window.valid.all(axis=0)
     parts = (
         ("data", "data"),
+        ("other", "other"),
         ("forward", "forward-compute"),
         ("backward", "backward-compute"),
         ("exposed", "grads-sync"),

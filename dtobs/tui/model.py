@@ -210,7 +210,8 @@ def _speed(view: RunView) -> _Speed:
     speaking = np.flatnonzero(np.isfinite(view.pages["loss"]))
     speaker = view.ranks[int(speaking[0] if len(speaking) else done[0])]
     steps = view.recent_steps(speaker, CURVE_STEPS)
-    losses = tuple(steps["loss"][-HISTORY_STEPS:].tolist())
+    told = (steps["losses"] > 0) | np.isfinite(steps["loss"])  # of a loop that reports none it is read now and then
+    losses = tuple(steps["loss"][told][-HISTORY_STEPS:].tolist())
     walls = (steps["end_ns"] - steps["begin_ns"]) / 1e9
     if not len(walls) or not np.median(walls[-32:]) > 0:
         return _Speed(losses)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from dtobs.diagnose.model import Diagnosis, RankStatus
+from dtobs.diagnose.pictures import CallGrid, Cell, Pictures
 from dtobs.findings import Confidence, Finding
 from dtobs.reports import html, text
 from dtobs.reports.ranks_and_stacks import readable, stacks_by_likeness
@@ -71,6 +72,13 @@ def test_equal_stacks_are_shown_once():
     assert "main thread of rank 1, most recent call first" in shown
     assert "main thread of ranks 0 and 2-63, most recent call first" in shown
     assert shown.count("file0.py:0 in function_0") == 1
+
+
+@pytest.mark.parametrize(("others", "who"), [((0,), "the other rank"), ((0, 2, 3), "most ranks")])
+def test_a_call_that_does_not_fit_is_marked_and_said_to_be(others: tuple[int, ...], who: str):
+    cells = (Cell("issued", "all_reduce(sum, float32[4])"), Cell("issued", "all_reduce(sum, float32[3])", odd=True))
+    grid = CallGrid("default_pg", (7,), (others, (1,)), (cells,))
+    assert f"! does not fit what {who} called" in text.render(diagnosis(pictures=Pictures(calls=(grid,))))
 
 
 def test_nothing_found():

@@ -13,6 +13,7 @@ from dtobs.cli import main
 from dtobs.recording.view import load_run
 from dtobs.testing.fake_run import FakeRun
 from dtobs.timeline import whatif
+from dtobs.timeline.operations import from_run
 from dtobs.timeline.whatif import RecentWhatIf
 from tests.unit.timeline.jobs import HEAD, Duration, Row, job, noisy, usual, write
 
@@ -198,6 +199,19 @@ def test_a_run_is_simulated_again_when_all_ranks_have_finished_another_step(
     assert slowdown() == first and len(simulated) == 2
     run.ranks[1].step(forward=0.04)
     assert slowdown() == real(load_run(run.directory.root)).slowdown and len(simulated) == 3
+
+
+def test_what_a_loop_does_besides_is_a_part_of_its_time(tmp_path: Path):
+    """A loop sleeps 50 ms a step, and what varies are 3 ms of computing: next to nothing would be won."""
+    run = FakeRun(tmp_path / "run", 2)
+    quick = {"data": 0.0, "forward": 0.001, "exposed": 0.0, "optimizer": 0.0, "other": 0.05}
+    for step in range(8):
+        for number, rank in enumerate(run.ranks):
+            slow = (step + number) % 2
+            rank.step(**quick, backward=0.003 if slow else 0.001)
+    found = whatif.whatif(from_run(load_run(run.directory.root)))
+    assert found.slowdown < 1.05 and not found.findings
+    assert found.simulated_ns == pytest.approx(found.actual_ns, rel=0.05)
 
 
 def test_comments_and_other_spellings_of_names_are_read(tmp_path, capsys):

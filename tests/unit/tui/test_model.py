@@ -46,6 +46,14 @@ def test_a_healthy_run(tmp_path: Path) -> None:
     assert frame.elapsed_seconds == pytest.approx(30 * 0.109 + 0.5)
 
 
+def test_steps_in_which_nobody_read_the_loss_are_no_gaps_of_its_history(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", 1)
+    for step in range(12):
+        read = step % 3 == 0
+        run.ranks[0].step(loss=math.nan if step == 6 or not read else float(step), losses=int(read))
+    assert [round(value) if math.isfinite(value) else None for value in frame_of(run).loss_history] == [0, 3, None, 9]
+
+
 def test_the_scene(tmp_path: Path) -> None:
     run = stalled_run(tmp_path / "run")
     write_findings(run)
