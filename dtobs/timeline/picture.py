@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from dtobs.timeline.bubble import Bubble
-from dtobs.timeline.spans import COMPUTE, PHASES, Span, Timeline
+from dtobs.timeline.spans import COMPUTE, PHASES, WAIT, Span, Timeline
 from dtobs.words import duration_text
 
 _PHASE_LETTER = {
@@ -19,11 +19,12 @@ _PHASE_LETTER = {
 _COLOURS = {
     "F": "#4c8dd6", "B": "#4fae7b", "I": "#4fae7b", "W": "#c79a3b", "L": "#8a6fc4",
     "f": "#4c8dd6", "b": "#4fae7b", "o": "#c79a3b", "d": "#c4607a", "c": "#7d8794", "v": "#8a6fc4",
+    "w": "#c3c8d0",
 }  # fmt: skip
 _LEGEND = {
     "F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient", "L": "L loss",
     "f": "f forward", "b": "b backward", "o": "o optimizer", "d": "d data", "c": "c checkpoint",
-    "v": "v validation",
+    "v": "v validation", "w": "w waiting for communication",
 }  # fmt: skip
 _LEFT, _ROW, _TOP, _WIDTH = 70, 26, 34, 1200
 _IDLE = "·"
@@ -31,7 +32,7 @@ _TICKS = 6
 
 
 def drawn(timeline: Timeline) -> list[tuple[str, Span]]:
-    """What is drawn, with its letter: a pipeline's computations; where a rank has none, its phases."""
+    """What is drawn, with its letter: a pipeline's computations; where a rank has none, its phases and its waits."""
     pipelined = {span.rank for span in timeline.spans if span.track == COMPUTE}
     found = []
     for span in timeline.spans:
@@ -39,6 +40,8 @@ def drawn(timeline: Timeline) -> list[tuple[str, Span]]:
             found.append((span.kind, span))
         elif span.track == PHASES and span.rank not in pipelined and span.name in _PHASE_LETTER:
             found.append((_PHASE_LETTER[span.name], span))
+        elif span.track == WAIT and span.rank not in pipelined:
+            found.append(("w", span))
     return found
 
 

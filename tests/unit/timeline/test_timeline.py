@@ -20,6 +20,7 @@ from dtobs.recording.pipeline_ring import PipelineWriter
 from dtobs.recording.plan import Plan
 from dtobs.recording.ring import read_ring
 from dtobs.testing.fake_run import FakeRun
+from dtobs.timeline import picture
 from dtobs.timeline.bubble import latest, recent_shares
 from dtobs.timeline.chrome import chrome_trace
 from dtobs.timeline.pipeline import pipelines, read_steps
@@ -198,6 +199,8 @@ def test_a_step_that_hangs_and_one_that_is_not_written_yet_are_drawn_from_events
     hung = timeline(view, 2, 2)
     assert {(s.rank, s.name) for s in hung.spans} == {(0, "step 2"), (1, "step 2"), (1, "backward"), (1, "wait")}
     assert all(s.end_ns - s.begin_ns == 3000 * MS for s in hung.spans if s.rank == 1)
+    shown = picture.text(hung)  # of a rank that waits in its backward pass the waiting is drawn
+    assert re.search(r"rank 1 +w+$", shown, re.MULTILINE) and "w waiting for communication" in shown
     assert timeline(view).steps == (0, 1)
     with pytest.raises(TargetError, match="steps 0 to 1; step 2 is in progress"):
         timeline(view, 7, 7)
