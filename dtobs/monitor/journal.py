@@ -53,12 +53,14 @@ class Journal:
         may_clear: bool,
         over: Callable[[Finding, int], bool] = lambda finding, found_ns: True,
         done: Callable[[Finding, int], bool] = lambda finding, found_ns: False,
+        until: Callable[[Finding], int] = lambda finding: 0,
     ) -> list[Entry]:
         """Take the findings of one pass of the detectors; returns what is new.
 
         A finding is cleared when two passes in a row do not have it and `may_clear`: a run that is ending takes the
         signs of its faults with it, which does not make it healthy. ``over(finding, found_ns)`` may object, and
         ``done(finding, found_ns)`` says of one that a single pass does not have that it certainly is over.
+        ``until(finding)`` says until when one lasted that is over, 0 when it is not known better than from the passes.
         """
         changes: list[Entry] = []
         seen: set[Key] = set()
@@ -80,7 +82,8 @@ class Journal:
             gone.misses += 1
             cleared = may_clear and gone.misses >= _MISSES_TO_CLEAR and over(gone.finding, gone.found_ns)
             if cleared or done(gone.finding, gone.found_ns):
-                changes.append(self._entry("cleared", gone.finding, now_ns, gone.seen_ns))
+                lasted = max(gone.seen_ns, min(until(gone.finding), now_ns))
+                changes.append(self._entry("cleared", gone.finding, now_ns, lasted))
                 del self._open[key]
         self._write(changes)
         return changes

@@ -16,7 +16,7 @@ from typing import TypeVar
 from dtobs.detectors import is_over, run_detectors
 from dtobs.detectors.hangs.apart import standing_apart
 from dtobs.detectors.hangs.situation import interpret
-from dtobs.detectors.hangs.stall import finished, last_movement_ns, stall
+from dtobs.detectors.hangs.stall import finished, last_movement_ns, stall, stood_until_ns
 from dtobs.errors import DtobsError, RecordingDisabled
 from dtobs.events import RankState
 from dtobs.exporters.look import MonitorSnapshot
@@ -256,6 +256,7 @@ class Monitor:
                 may_clear=moving,
                 over=lambda finding, found_ns: is_over(view, finding, found_ns, found),
                 done=lambda old, found_ns: bool(old.traits & Trait.HANG) and finished(view, old, found_ns),
+                until=lambda old: stood_until_ns(view, old) if old.traits & Trait.HANG else 0,
             )
             for entry in changes:
                 log.info("%s %s: %s", entry.event, entry.finding.code, entry.finding.summary)

@@ -171,6 +171,16 @@ def finished(view: RunView, hang: Finding, since_ns: int) -> bool:
     return closed and bool(hang.ranks) and view.came(calls, since_ns)
 
 
+def stood_until_ns(view: RunView, hang: Finding) -> int:
+    """When the ranks had done the step that a hang began in, monotonic; 0 where none has, or nobody knows."""
+    ends = [0]
+    for rank in view.ranks[:_SAMPLED_RANKS]:
+        steps = view.rank_steps(rank)
+        held_up = steps["end_ns"][(steps["begin_ns"] <= hang.since_ns) & (steps["end_ns"] > hang.since_ns)]
+        ends += held_up[:1].tolist()
+    return max(ends)
+
+
 def _early(view: RunView, pages: npt.NDArray[np.void], threshold: float) -> float:
     """From how many seconds on a silence is a standstill, for those who ask; never within what was declared."""
     if threshold == float("inf"):

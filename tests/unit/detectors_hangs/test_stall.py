@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.detectors.hangs.stall import quiet_period, stall
+from dtobs.detectors.hangs.stall import quiet_period, stall, stood_until_ns
 from dtobs.events import RankState
+from dtobs.findings import Finding
 from dtobs.host.process import ProcessState
 from dtobs.recording.capture import Capture, RankCapture
 from dtobs.testing.fake_run import FakeRun
@@ -114,3 +115,13 @@ def test_a_dead_run_is_judged_at_its_capture(tmp_path: Path):
 
 def test_no_ranks_no_stall(tmp_path: Path):
     assert quiet_period(FakeRun(tmp_path).view(later=1000)) is None
+
+
+def test_a_hang_lasts_until_the_step_that_it_began_in_is_done(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", 2).steps(3)
+    began_ns = run.ranks[0].clock_ns + 10_000_000
+    hang = Finding("rank-not-joined", "rank 1 has not joined", (1,), since_ns=began_ns)
+    assert stood_until_ns(run.view(), hang) == 0
+    for rank, parts in zip(run.ranks, ({"exposed": 25.0}, {"other": 25.0}), strict=True):
+        rank.step(**parts).step()
+    assert stood_until_ns(run.view(), hang) / 1e9 == pytest.approx(began_ns / 1e9 + 25, abs=0.2)

@@ -43,6 +43,14 @@ def test_one_pass_without_it_is_not_the_end(path: Path):
     assert events(path) == [("found", "rank-dead")]
 
 
+@pytest.mark.parametrize(("known", "until"), [(0, 6), (7, 7), (99, 9)])
+def test_what_is_over_lasted_until_it_was_last_seen_or_as_is_known_better(path: Path, known: int, until: int):
+    journal = Journal(path)
+    for now, found in ((5, [DEAD]), (6, [DEAD]), (8, []), (9, [])):
+        journal.update(found, now, may_clear=True, until=lambda finding: known)
+    assert read_journal(path)[-1].until_ns == until
+
+
 def test_a_run_that_ends_clears_nothing(path: Path):
     journal = Journal(path)
     journal.update([DEAD], 1, may_clear=True)
