@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from functools import partial
 
 from dtobs.findings import Confidence, Finding
 from dtobs.logs import meetings, quality
-from dtobs.logs.crashes import Scene, crashes, is_root, unexplained
+from dtobs.logs.crashes import Scene, crashes, is_root
 from dtobs.logs.endings import LoggedEnding, endings
 from dtobs.logs.evidence import LogEvidence, Sign, Track, Writer, sign_of
 from dtobs.logs.frontier import GroupFrontier, frontiers, rank_of
@@ -20,9 +21,12 @@ from dtobs.logs.places import places
 from dtobs.logs.ranks import RankMap, resolve, world_size
 from dtobs.logs.reader import LogFile
 from dtobs.logs.templates import ANCHORS, TEMPLATES, Role
+from dtobs.logs.unexplained import unexplained
 from dtobs.words import count, ranks_text
 
 _STEPS_AFTER = 3
+_BY_ITSELF = re.compile(r"DUE TO|death signal|SIGINT|SIGHUP|[Pp]reempted|KeyboardInterrupt")
+"""What an interruption says that has a reason of its own."""
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
 _LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died", "rendezvous-closed", "store-lost")
 _WAITED = ("work-timeout", "watchdog-stuck", "hccl-timeout", "hccl-start")
@@ -95,6 +99,12 @@ def judge(evidence: LogEvidence, several_files: bool, notes: list[str], bytes_re
     if not findings:
         findings += spikes(tracks)
     notes = [*notes, *_notes(live, ended, findings, tracks), *_attempts(signs, evidence), *paces(tracks)]
+    if not findings and not (ended or any(INTERRUPTED in note or ENDED_WELL in note for note in notes)):
+        notes += [
+            f"a line tells of an error, and none says that a rank ended: {_quoted(s)}"
+            for s in live
+            if s.kind == "bare-exception" and not _went_on(s, evidence, ended)
+        ][-1:]
     known = heard.ranks | {ending.rank for ending in ended}
     missing = tuple(rank for rank in range(min(world, _MAX_RANKS_SHOWN)) if rank not in known) if heard.ranks else ()
     return LogAnalysis(
@@ -175,7 +185,23 @@ def _told_in_table(evidence: LogEvidence, live: list[Sign]) -> list[Sign]:
 
 
 def _interrupted(live: list[Sign], ended: list[LoggedEnding], timed_out: bool) -> bool:
-    return not timed_out and any(s.kind == "interrupted" for s in live)
+    return not timed_out and any(s.kind == "interrupted" and not _follows(s, live, ended) for s in live)
+
+
+def _follows(sign: Sign, live: list[Sign], ended: list[LoggedEnding]) -> bool:
+    """Whether an interruption comes after the job's own failure: who launched it then ends what is left of it."""
+    if _BY_ITSELF.search(sign.text):
+        return False
+    before = [s for s in live if s.order < sign.order]
+    failures = [e for e in ended if e.signal != signal.SIGTERM]
+    troubled = any(
+        s.file == sign.file and (s.role in (Role.ROOT, Role.CASCADE) or s.kind in ("closing", *_ENDS)) for s in before
+    )
+    return (
+        any(s.role is Role.STUCK for s in before)
+        or any(e.order < sign.order for e in failures)
+        or (troubled and bool(failures))
+    )
 
 
 def _over(signs: list[Sign], evidence: LogEvidence, ended: list[LoggedEnding]) -> dict[int, int]:
@@ -286,7 +312,7 @@ def _notes(
     live: list[Sign], ended: list[LoggedEnding], findings: list[Finding], tracks: dict[int | None, Track]
 ) -> list[str]:
     notes = []
-    outside = [s for s in live if s.kind == "interrupted"]
+    outside = [s for s in live if s.kind == "interrupted" and not _follows(s, live, ended)]
     came_first = any(
         e.signal is not None and e.file == s.file and e.order < s.order for e in ended for s in outside[:1]
     )
@@ -296,7 +322,10 @@ def _notes(
     if ended_so and not outside and not findings:
         who = ranks_text(sorted({e.rank for e in ended_so if e.rank is not None})) or "a rank"
         notes.append(f"{INTERRUPTED}: {who} ended by {ended_so[0].words()} ({ended_so[0].where})")
+    well = [s for s in live if s.kind == "completed"]
+    done = {s.file: s.order for s in well}  # connections close after that
     lost = [s for s in live if s.kind in _LOST and (s.kind != "gloo-closed" or "type" in s.fields or _GLOO in s.text)]
+    lost = [s for s in lost if s.order < done.get(s.file, sys.maxsize)]
     if lost and not findings:
         notes.append(_lost(lost))
     if not findings and (waits := [s for s in live if s.kind == "engine-waits"]) and len(waits) >= _ENGINE_WAITS:
@@ -305,7 +334,6 @@ def _notes(
         )
     if not findings and not tracks:
         notes += _not_registered(live)
-    well = [s for s in live if s.kind == "completed"]
     moved = max((track.seen[-1][0] for track in tracks.values() if track.seen), default=-1)
     if well and not findings and not outside and well[-1].order > moved:
         notes.append(f"{ENDED_WELL}, as a line says: {' '.join(well[-1].text.split())[:160]} ({well[-1].where})")
@@ -328,6 +356,8 @@ def _lost(signs: list[Sign]) -> str:
     who = ranks_text(ranks) if ranks else "a rank"
     if first.kind == "store-lost":
         what = "lost the store, which rank 0 or its launcher holds as a rule: their logs may say why"
+    elif first.kind == "nccl-system" and "InternalError" in first.text:
+        what = "met an internal error of NCCL and nothing here says which, NCCL_DEBUG=INFO would"
     elif first.kind == "rendezvous-closed":
         who, what = "a launcher", "found the rendezvous closed, by another node's or after too many failures"
     else:

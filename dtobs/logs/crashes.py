@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtobs.catalogue import CRASHED, after_signal
+from dtobs.catalogue import after_signal
 from dtobs.findings import CATALOGUE, Confidence, Finding
 from dtobs.logs import fingerprints
 from dtobs.logs.endings import DEADLY, LoggedEnding
@@ -41,7 +41,6 @@ _WITHOUT_MULTICAST = (
     "Set NCCL_NVLS_ENABLE=0 to go on without it, more slowly; have the Fabric Manager and the NVSwitches of the host"
     " looked at."
 )
-_LAUNCHER = re.compile(r"elastic|ChildFailedError|SignalException|CalledProcessError|exitcode")
 _UNITS = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 _HOLDS = re.compile(r"Process (\d{1,10}) has (\d{1,6}\.\d\d) ([KMG]iB) memory in use")
 """Where the driver does not know, the amount has eleven digits."""
@@ -49,7 +48,7 @@ _RESERVED = re.compile(r"(\d{1,6}\.\d\d) ([KMG]iB) is (?:allocated by PyTorch|re
 _KERNEL = "kernel: "
 _REPEATED = "Caught "
 """How torch begins to repeat what a loader's worker or a replica raised, with the original traceback after it."""
-_EVIDENCE = 8
+EVIDENCE = 8
 _SHOWN = 220
 
 
@@ -81,23 +80,19 @@ class Scene:
         return f" at {own}" if own else ""
 
 
-_CRASHED_SOMEWHERE = (
+CRASHED_SOMEWHERE = (
     "Native code crashed in it, nobody killed it: read its last lines, and run it with PYTHONFAULTHANDLER=1, which"
     " prints the line of Python where it crashes."
 )
 
 
-_OUT_OF_RANGE = (
+OUT_OF_RANGE = (
     "A kernel was given a value that it does not allow, such as a label or an index out of range: run the step with"
     " CUDA_LAUNCH_BLOCKING=1 to see which call, or with its batch on the CPU."
 )
 _OTHER_MODELS = (
     "Print the number of parameters on each rank before DDP wraps the model. A count of 0, or one that no model has, is"
     " of a rank that was in another call at that moment."
-)
-_NCCL_AND_DEVICE = (
-    "Look at what NCCL tells before this line (NCCL_DEBUG=INFO) and at the driver's log of the host; run"
-    " `dtobs preflight`."
 )
 _HEAP = (
     "A native extension wrote beyond its memory or freed it twice: run the rank with PYTHONFAULTHANDLER=1 and"
@@ -113,6 +108,8 @@ def crashes(scene: Scene) -> list[Finding]:
         code = _code(sign)
         if sign.kind == "nccl-misuse" and "nccl-truncated" in kinds:
             continue  # the same error: here its kind, there its reason
+        if sign.kind == "host-oom" and "exited unexpectedly" in sign.text and _other_signal(scene.roots):
+            continue  # of a loader's worker; another line says which signal ended it
         if code:
             by_code[code].append(sign)
     for code in sorted({*by_code, "rank-dead"}, key=lambda code: CATALOGUE[code].order):
@@ -121,6 +118,11 @@ def crashes(scene: Scene) -> list[Finding]:
         if by_code[code] and (made := _finding(code, by_code[code], scene)) is not None:
             return [made]
     return []
+
+
+def _other_signal(roots: Sequence[Sign]) -> bool:
+    """Whether a worker of a loader was ended by another signal than the one of a host without memory."""
+    return any("is killed by signal: " in s.text and "signal: Killed" not in s.text for s in roots)
 
 
 def _code(sign: Sign) -> str:
@@ -146,8 +148,8 @@ def _finding(code: str, signs: list[Sign], scene: Scene) -> Finding | None:
     text = _summary(code, first, signs, ranks)
     if code == "unused-parameters":
         names = "; ".join(scene.without_gradient.get(rank, "") for rank in ranks[:1])
-        text += f": {_cut(names)}" if names else ""
-    return Finding(code, text, ranks, confidence, evidence=_records(signs), next_step=step)
+        text += f": {cut(names)}" if names else ""
+    return Finding(code, text, ranks, confidence, evidence=records(signs), next_step=step)
 
 
 def _ranks(signs: Sequence[Sign], scene: Scene, code: str) -> tuple[int, ...]:
@@ -198,7 +200,7 @@ def _odd_of_fingerprints(signs: Sequence[Sign]) -> tuple[int, ...]:
 def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ...]) -> str:
     host = _host(first)
     who = ranks_text(ranks) if ranks else f"a rank on {host}" if host else "a rank"
-    told = _cut(first.fields.get("message") or first.text)
+    told = cut(first.fields.get("message") or first.text)
     site = f" at {first.fields['site']}" if first.fields.get("site") else ""
     if code == "device-out-of-memory":
         wanted = f" while it asked for {first.fields['wanted']}" if "wanted" in first.fields else ""
@@ -219,7 +221,7 @@ def _summary(code: str, first: Sign, signs: Sequence[Sign], ranks: tuple[int, ..
         path = first.fields.get("path") or ""
         return f"{who} found no space left{f' in {path}' if path else ''}{site}: {told}"
     if code == "nccl-misuse":
-        return f"NCCL refused the call of {who}: {_cut(_most_telling(signs))}"
+        return f"NCCL refused the call of {who}: {cut(_most_telling(signs))}"
     if first.kind == "fingerprint" and "other" in first.fields:
         one, other = (f"rank {first.fields[name]} calls {fingerprints.call_text(first.fields[call])}"
                       for name, call in (("rank", "mine"), ("other", "theirs")))  # fmt: skip
@@ -280,7 +282,7 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
     )
     ranks = _ranks(chosen, scene, "uncaught-exception")
     first = chosen[0]
-    message = f": {_cut(first.fields['message']).rstrip('.')}" if first.fields.get("message") else ""
+    message = f": {cut(first.fields['message']).rstrip('.')}" if first.fields.get("message") else ""
     assertion = scene.said.get("device-assert", "") if "device-side assert" in message else ""
     message += f" ({assertion})" if assertion else ""
     site = _own_site(first, signs)
@@ -291,8 +293,8 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
         f"{ranks_text(ranks) if ranks else 'a rank'} raised {first.fields.get('type', 'an exception')}{message}{site}",
         ranks,
         Confidence.CERTAIN if sure else Confidence.LIKELY,
-        evidence=_records(chosen),
-        next_step=_OUT_OF_RANGE if assertion else "",
+        evidence=records(chosen),
+        next_step=OUT_OF_RANGE if assertion else "",
     )
 
 
@@ -323,10 +325,10 @@ def _host_memory(signs: list[Sign], scene: Scene) -> Finding | None:
     killed_by = f"{verb(len(ranks) or 1, 'were')} killed: {'their' if len(ranks) > 1 else 'its'} host or container"
     return Finding(
         "rank-oom-killed",
-        f"{who} {killed_by} ran out of memory: {_cut(signs[0].text)}",
+        f"{who} {killed_by} ran out of memory: {cut(signs[0].text)}",
         ranks,
         Confidence.CERTAIN if ranks and pids else Confidence.LIKELY,
-        evidence=_records(signs),
+        evidence=records(signs),
     )
 
 
@@ -335,8 +337,8 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
     if failed_nodes:
         host = failed_nodes[0].fields.get("host", "a host")
         return Finding(
-            "rank-dead", f"{host} failed under the job: {_cut(failed_nodes[0].text)}", (), Confidence.CERTAIN,
-            evidence=_records(failed_nodes),
+            "rank-dead", f"{host} failed under the job: {cut(failed_nodes[0].text)}", (), Confidence.CERTAIN,
+            evidence=records(failed_nodes),
         )  # fmt: skip
     dead = [e for e in scene.endings if e.signal in DEADLY and e.signal != 6 and not scene.cancelled(e)]
     aborted = [e for e in scene.endings if e.signal == 6]
@@ -358,7 +360,7 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
         f"{ranks_text(ranks) if ranks else 'a rank'} ended by {first.words()}{on}{heap}{site}",
         ranks,
         Confidence.LIKELY if not everyone else Confidence.POSSIBLE,
-        evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in quiet[:_EVIDENCE]),
+        evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in quiet[:EVIDENCE]),
         next_step=_HEAP if heap else _after(first.signal or 0, site),
     )
 
@@ -367,98 +369,13 @@ def _after(number: int, site: str) -> str:
     """What to do about a rank that this signal ended, at `site` where that is told."""
     if number == signal.SIGKILL:
         return ""
-    return after_signal(number, _CRASHED_SOMEWHERE, shown=bool(site))
+    return after_signal(number, CRASHED_SOMEWHERE, shown=bool(site))
 
 
-def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
-    """Ranks that ended with an error code where no line says why; nothing where a rank complains of another one."""
-    if signalled := [s for s in live if s.kind == "signalled"]:
-        return [_signalled(signalled, scene)]
-    if workers := [s for s in live if s.kind == "worker-died"]:
-        ranks = tuple(sorted({int(s.fields["worker"]) for s in workers if "worker" in s.fields}))
-        who = f"worker {ranks[0]}" if ranks else "a worker"
-        text = f"the process of {who} is gone, as vLLM tells, and no line here says why"
-        step = "Look above this line for the worker's own last words, and in the host's kernel log for a kill."
-        return [Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(workers), next_step=step)]
-    ended = [e for e in scene.endings if e.signal is None and e.code > 0]
-    blames = [s for s in live if s.role in (Role.CASCADE, Role.STUCK) and not _LAUNCHER.search(s.text)]
-    if not blames and not ended and (aborted := [s for s in live if s.kind == "aborted"]):
-        return [_signalled(aborted, scene)]
-    lost = ""
-    if blames:  # who ended by itself without a line of such an error is what the others lost
-        upset = {s.rank for s in blames}
-        waited = any(s.role is Role.STUCK for s in blames) or None in upset
-        ended = [e for e in ended if e.rank is not None and e.rank not in upset and not waited]
-        lost = f", while {ranks_text(sorted(r for r in upset if r is not None))} lost the connection to a peer"
-    if bare := _bare_exception(scene, ended, bool(blames)) or _of_device(scene):
-        return [bare]
-    if not ended and (died := [s for s in live if s.kind == "ray-died"]):
-        text = "ray tells that the process of a rank is gone, and no line here says why"
-        step = (
-            "Look at ray's log of this worker (session_latest/logs/worker-*), and in its host's kernel log for a kill."
-        )
-        return [Finding("rank-dead", text, (), Confidence.POSSIBLE, evidence=_records(died), next_step=step)]
-    if not ended:
-        return []
-    ranks = tuple(sorted({e.rank for e in ended if e.rank is not None}))
-    return [
-        Finding(
-            "rank-dead",
-            f"{ranks_text(ranks) if ranks else 'a rank'} ended by {ended[0].words()}{lost}, and no line here says why",
-            ranks,
-            Confidence.POSSIBLE,
-            evidence=tuple({"what": e.text or e.words(), "rank": e.rank, "where": e.where} for e in ended[:_EVIDENCE]),
-            next_step="Give the output of these ranks as well (torchrun --log-dir DIR --redirects 3), or let main be "
-            "wrapped in torch.distributed.elastic.multiprocessing.errors.record, which writes the exception down.",
-        )
-    ]
-
-
-def _bare_exception(scene: Scene, ended: Sequence[LoggedEnding], blames: bool) -> Finding | None:
-    """The last exception of which a paste has only the line that names it, where its rank or the end of one is told."""
-    known = [s for s in scene.bare if s.rank is not None]
-    if not (known or (scene.bare and ended and not blames)):
-        return None
-    last = (known or scene.bare)[-1]
-    ranks = tuple(sorted({s.rank for s in known if s.rank is not None and s.fields == last.fields}))
-    ranks = ranks or tuple(sorted({e.rank for e in ended if e.rank is not None}))
-    text = f"{ranks_text(ranks) if ranks else 'a rank'} told of {_cut(last.text)}"
-    return Finding(
-        "uncaught-exception", text, ranks, Confidence.LIKELY if known else Confidence.POSSIBLE,
-        evidence=_records([last]), next_step="Look at the traceback of this line, which is not among the lines given.",
-    )  # fmt: skip
-
-
-def _of_device(scene: Scene) -> Finding | None:
-    """What a kernel asserts, or NCCL tells of a call of CUDA, where no exception says more."""
-    assertion = scene.said.get("device-assert", "")
-    if signs := [s for s in scene.device if s.kind == "device-assert"]:
-        text, step = f"a kernel of a rank failed: {assertion}", _OUT_OF_RANGE
-    elif signs := [s for s in scene.device if s.kind == "nccl-cuda"]:
-        text, step = f"NCCL could not use the device: {signs[0].fields['what']}", _NCCL_AND_DEVICE
-    else:
-        return None
-    ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
-    return Finding("uncaught-exception", text, ranks, Confidence.LIKELY, evidence=_records(signs), next_step=step)
-
-
-def _signalled(signs: Sequence[Sign], scene: Scene) -> Finding:
-    """A shell or Python itself tells which signal ended a process."""
-    ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
-    first = signs[0]
-    what = next(first.fields[name] for name in ("signal", "caught", "alone") if name in first.fields)
-    who = ranks_text(ranks) if ranks else "a process of the job"
-    killed = ": its host or container may have run out of memory" if what == "Killed" else ""
-    site = scene.fatal_site(ranks)
-    text = f"{who} ended by a signal ({what}){site}{killed}: {_cut(first.text)}"
-    step = CRASHED if site else "" if what == "Killed" else _CRASHED_SOMEWHERE
-    return Finding("rank-dead", text, ranks, Confidence.POSSIBLE, evidence=_records(signs), next_step=step)
-
-
-def _records(signs: Iterable[Sign]) -> tuple[dict[str, Any], ...]:
+def records(signs: Iterable[Sign]) -> tuple[dict[str, Any], ...]:
     return tuple(
         {"what": s.text, "rank": s.rank, "where": s.where} | ({"failed_host": host} if (host := _host(s)) else {})
-        for s in list(signs)[:_EVIDENCE]
+        for s in list(signs)[:EVIDENCE]
     )
 
 
@@ -473,7 +390,7 @@ def _host(sign: Sign) -> str:
     )
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 

@@ -55,6 +55,8 @@ _FATAL, _FATAL_STACK = "Fatal Python error: ", "Current thread 0x"
 _FATAL_LINES, _OF_FATAL = 400, (_FATAL_STACK, "Thread 0x", "File ", "Python runtime state: ")
 _FATAL_FRAME = re.compile(r'File "(?P<file>[^"]{1,400})", line (?P<line>\d{1,9}) in (?P<name>\S{1,120})')
 _SECTION = re.compile(r"-{4,40}(Begin|End) global rank (\d{1,7}) (?:STDOUT|STDERR|logs)-")  # MosaicML's Composer
+_OF_ANOTHER = re.compile(r"Proxy Call|Task failed|[Ss]ocket|NET/|.{0,80}(?:remote|peer)")
+"""How NCCL's last errors begin that tell of another process."""
 _INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python3|/torch/")
 
 
@@ -98,6 +100,7 @@ class Track:
     file: int = 0
     counted: bool = False
     told_at: str = ""  #: what the latest line calls the time
+    unscaled: bool = False  #: it says that the loss is multiplied by 1
     losses: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     seconds: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     norms: deque[tuple[int, float, str]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
@@ -362,15 +365,22 @@ class LogEvidence:
         """Add to an exception what one of the next lines tells: of a message that ends in a colon, or NCCL's."""
         place, lines, half = self._unsaid.pop(writer)
         words = text.strip()
+        first = half == ":" and not lines and not self.signs[place].fields["message"]
         if half == _LAST_ERROR and words == _LAST_ERROR:
             half = ""
-        elif words and (not half or (half == ":" and text[0] in " \t")):
+        elif first and text[:1].isalnum() and self.signs[place].text.endswith(":"):
+            half = ""  # its message begins with an end of line
+        if words and words != _LAST_ERROR and (not half or (half == ":" and text[0] in " \t")):
             sign = self.signs[place]
             message = f"{sign.fields['message']} {words}".strip()[:_MAX_TEXT] if half else words[:_MAX_TEXT]
             self.signs[place] = replace(sign, fields=sign.fields | {"message": message})
+            unheard = sign.role is Role.CASCADE and "NCCL error" in sign.text and match(words) is None
+            if unheard and not _OF_ANOTHER.match(words):  # NCCL says what it stumbled over, and that is nobody else
+                own = replace(self.signs[place], kind="exception", role=Role.ROOT, code="uncaught-exception")
+                self.signs[place] = own
             if not half or words.endswith("."):
                 return
-        elif words and half != _LAST_ERROR:
+        elif words and words != _LAST_ERROR and half != _LAST_ERROR:
             return
         if lines >= _GOES_ON:
             return
@@ -402,6 +412,7 @@ class LogEvidence:
             track.seconds.append((told.step or 0, told.seconds, where))
         if told.norm is not None:
             track.norms.append((told.step or 0, told.norm, where))
+            track.unscaled = told.unscaled
         return True
 
     def _keep(self, sign: Sign) -> bool:

@@ -35,7 +35,8 @@ def shape(fingerprint: str) -> str:
 def call_text(fingerprint: str) -> str:
     """``ALLREDUCE of shape [20, 10] in Float (#3104)``, with what the fingerprint has."""
     sizes, dtype = shape(fingerprint), fingerprint.partition("TensorDtypes=")[2].partition(",")[0].strip(")")
-    number = re.match(r"SequenceNumber=(\d{1,12}), ", fingerprint)
+    told = "" if is_unfilled(fingerprint) else fingerprint
+    number = re.match(r"SequenceNumber=(\d{1,12})(?:, )?(?=OpType)", told)
     text = operation(fingerprint) or "something"
     text += f" of shape {sizes}]" if sizes else ""
     return text + (f" in {dtype}" if dtype else "") + (f" (#{number[1]})" if number else "")

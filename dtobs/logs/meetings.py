@@ -181,8 +181,14 @@ def _store(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     elif bound := next((s for s in signs if s.kind == "store-bind"), None):
         bound = next((s for s in live if s.kind in ("store-bind", "store-port") and "port" in s.fields), bound)
         port = f"port {bound.fields['port']}" if "port" in bound.fields else "its port"
-        ranks, text = (), f"the rendezvous could not listen on {port}: another process may have it already"
-        step = "See who listens there (ss -ltnp), perhaps a job before; end it, or take another --master-port."
+        denied = "errno: 13" in bound.text or "EACCES" in bound.text
+        why = "it is not allowed to" if denied else "another process may have it already"
+        ranks, text = (), f"the rendezvous could not listen on {port}: {why}"
+        step = (
+            "Take a --master-port above 1023."
+            if denied
+            else "See who listens there (ss -ltnp), perhaps a job before; end it, or take another --master-port."
+        )
     elif "host" in signs[0].fields:
         at = f"{signs[0].fields['host']}:{signs[0].fields['port']}"
         unknown = "unknown" in signs[0].fields

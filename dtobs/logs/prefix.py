@@ -43,7 +43,10 @@ _LOGGER = re.compile(
     r"|\[[\w.\-]{1,80}\]\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\] - "
 )
 _STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT)(?:: ?| [FP] )")
-_HOST = re.compile(r"(?!E[A-Z]\d{4}:)([A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}): (?=[\[{T(*\dWEI ])")
+_HOST = re.compile(
+    r"(?!E[A-Z]\d{4}:)((?:[A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}|\d{1,3}(?:\.\d{1,3}){3})): "
+    r"(?=[\[{T(*\dWEI ]|(?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{1,60}(?:Error|Exception|Interrupt)\b)"
+)
 _TIME = re.compile(
     r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d{1,9})?)?"
     r"(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \||\t)? ?"
@@ -54,7 +57,7 @@ _SYSLOG = re.compile(
 )
 _QUOTED = re.compile(r"[> `]{1,8}(?=\[(?:rank|default)\d|\[E\d{3,4} |\d{4}-\d\d-\d\d[T ]\d\d:)")
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]? (?=\S)")
-_NUMBER = re.compile(r"\[\d{3,9}\] (?=\[)")
+_NUMBER = re.compile(r"\[\d{3,9}\] (?=\[|Traceback| {1,8}File |[A-Z]\w{1,60}(?:Error|Exception)\b)")
 _C10 = re.compile(r"\[[EWIF](?:\d{3,4} [\d:.]{8,20})? ?([A-Za-z_0-9]+\.(?:cpp|hpp|cc|h)):\d+\] ?")
 _GLUED = re.compile(
     rb"(?<=[.\w])(?=\[(?:rank|default)\d{1,7}\]:|\[E(?:\d{3,4} [\d:.]{8,20})? ?\w{1,60}\.cpp:\d{1,6}\])"

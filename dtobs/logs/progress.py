@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 _NUMBER = r"[+-]?(?:\d{1,20}(?:,\d{3}){0,5}(?:\.\d{0,20})?(?:[eE][+-]?\d{1,3})?|nan|inf|NaN|Inf|infinity|NAN|INF)"
 _STEP = re.compile(
-    r"(?:\b(?:global[_ ]step|global step|[Ss]teps?|STEP|[Ii]teration|[Ii]ter|ITER|(?<!/)it|batch|Batch)\b['\"\]]?\s{0,4}[:=#]?\s{0,4}\[?)(\d{1,12})(?!\d)"
+    r"(?:\b(?:global[_ ]step|global step|[Ss]teps?|STEP|[Ii]teration|[Ii]ter|ITER|(?<!/)it|batch|Batch)\b['\"\]]?\s{0,4}[:=#]?\s{0,4}\[?)(\d{1,3}(?:,\d{3}){1,4}|\d{1,12})(?!\d)"
 )
 _BAR = re.compile(r"(?<!\d)(\d{1,12})/(\d{1,12}) \[[\d:?]{1,12}<")
+_COUNTED = re.compile(r"\]\s?\[\s{0,6}(\d{1,9})/\s{0,6}(\d{1,9})\]")
+"""``Epoch: [0][ 10/5005]`` of PyTorch's examples, ``Epoch(train) [1][ 50/1172]`` of MMEngine."""
+_PAIRS = re.compile(r"\bstep:\d{1,12} - [\w./\-@]{1,80}:\S{1,40} - ")
+"""``step:3 - actor/pg_loss:0.01 - …`` of verl."""
 _LOSS = re.compile(
     rf"(?<![\w/.])(?:(?:lm|train|training|train/|total|avg|average|mean|reduced_train)[_ /]?)?[Ll](?:oss|OSS)(?:_step)?(?:/train)?\b['\"\]]?\s{{0,4}}[:=]?\s{{0,4}}\[?['\"]?(?:tensor\()?({_NUMBER})(?![\w.]*[a-zA-Z%]{{2}})"
 )
@@ -33,6 +37,7 @@ _SECONDS = (
     (re.compile(r"[,\[ ]([\d.]{1,12})s/it\b"), 1.0),
 )
 _RATE = re.compile(r"[,\[ ]([\d.]{1,12})it/s\b")
+_UNSCALED = "loss scale: 1.0 "
 _WORDS = ("oss", "teration", "it/s", "s/it")
 _NOT_TRAINING = re.compile(
     r"\b(?:[Vv]al(?:id|idation)?|[Ee]val(?:uation)?|[Tt]est|[Ss]anity|[Dd]ownload\w*|[Mm]ap|[Ff]ilter"
@@ -48,16 +53,18 @@ class LoggedProgress:
     loss: float | None
     seconds: float | None
     norm: float | None = None  #: of the gradients
+    unscaled: bool = False  #: no loss scaler is settling, as the line says
 
 
 def parse(text: str) -> LoggedProgress | None:
     """The progress told by a line, or None where it tells none."""
     if not any(word in text for word in _WORDS):
         return None
-    text = text[-1024:] if len(text) > 1024 else text
-    bar = _BAR.search(text)
-    found = _STEP.search(text)
-    step = int(found[1]) if found else int(bar[1]) if bar else None
+    text = text if len(text) <= 1024 else text[:1024] if text.startswith("step:") else text[-1024:]
+    bar = _BAR.search(text) or _COUNTED.search(text)
+    pairs = _PAIRS.search(text)
+    found = _STEP.search(text[pairs.start() :] if pairs else text)
+    step = int(found[1].replace(",", "")) if found else int(bar[1]) if bar else None
     if step is None:
         loss = _LOSS.search(text) if text.lstrip().startswith("{'loss'") else None
         return None if loss is None else LoggedProgress(None, _value(loss[1]), None, _norm(text))
@@ -65,9 +72,9 @@ def parse(text: str) -> LoggedProgress | None:
         return LoggedProgress(step if found else None, None, None)  # a bar of something else counts that
     loss = _LOSS.search(text)
     value = _value(loss[1]) if loss else None
-    if loss is None and bar is None and not _SECONDS[0][0].search(text):
+    if loss is None and bar is None and pairs is None and not _SECONDS[0][0].search(text):
         return None
-    return LoggedProgress(step, value, _seconds(text), _norm(text))
+    return LoggedProgress(step, value, _seconds(text), _norm(text), _UNSCALED in text)
 
 
 def _norm(text: str) -> float | None:

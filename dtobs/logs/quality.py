@@ -12,6 +12,8 @@ from dtobs.logs.evidence import Sign, Track
 _RECOVERED = 3
 _UNSETTLED = 24
 """PyTorch's scaler begins at 2^16 and halves: it needs no more skipped steps than that to come below 2^-8."""
+_UNSCALED = 3
+"""Without a scaler, or with one that multiplies by 1, a step or two may still be skipped on purpose."""
 _ZERO_LOSSES = 2
 _OF_ALL = (
     "Look at the batches of this step on every rank, since one prints for all; lower the learning rate or clip if"
@@ -70,8 +72,9 @@ def _gradients(tracks: Mapping[int | None, Track]) -> list[Finding]:
     for rank, track in tracks.items():
         losses = {step: loss for step, loss, _ in track.losses}
         bad = list(takewhile(lambda one: not math.isfinite(one[1]), reversed(track.norms)))
-        zero = sum(losses.get(step) == 0.0 for step, _, _ in bad)
-        if len(bad) >= _UNSETTLED or (zero >= _ZERO_LOSSES and zero == len(bad)):
+        lately = [losses.get(step) == 0.0 for step, _, _ in bad[:_ZERO_LOSSES]]  # the newest first
+        least = _UNSCALED if track.unscaled else _UNSETTLED
+        if len(bad) >= least or (len(lately) == _ZERO_LOSSES and all(lately)):
             found.append((bad[-1][0], bad[-1][2], rank))
     if not found:
         return []

@@ -102,9 +102,9 @@ TEMPLATES: tuple[Template, ...] = (
     _row("rendezvous-closed", CASCADE, "RendezvousClosedError"),
     _row("checkpoint-failed", CASCADE, "CheckpointException ranks:"),
     # --- NCCL's connections, in words that Gloo has as well ---
-    _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "NCCL WARN Connect to", "socketStartConnect: Connect to", "socketPollConnect: ", "socketFinalizeAccept: ", "socketTryAccept: "), r"(?:NCCL WARN |(?=socket[SPFT]))(?P<what>[^\r\n]{1,160})"),
+    _row("nccl-bootstrap", STUCK, ("NCCL WARN Bootstrap : ", "NCCL WARN bootstrap", "NCCL WARN Call to connect", "NCCL WARN Connect to", "NCCL WARN Net : Connect to", "socketStartConnect: Connect to", "socketPollConnect: ", "socketFinalizeAccept: ", "socketTryAccept: "), r"(?:NCCL WARN |(?=socket[SPFT]))(?P<what>[^\r\n]{1,160})"),
     _row("nccl-bootstrap", STUCK, "NCCL WARN NET/OFI ", r"NCCL WARN (?P<what>NET/OFI (?:Couldn't|Unable to|Failed to) (?:open|bind|enable|create|allocate)[^\r\n]{1,140})"),
-    _row("nccl-remote", CASCADE, ("NCCL INFO ", "NCCL WARN "), r"NCCL (?:INFO|WARN) .{0,200}(?:Connection (?:closed|reset|refused)|Broken pipe|Socket closed)"),
+    _row("nccl-remote", CASCADE, ("NCCL INFO ", "NCCL WARN "), r"NCCL (?:INFO|WARN) (?!\[Service thread\]).{0,200}(?:Connection (?:closed|reset|refused)|Broken pipe|Socket closed)"),
     # --- HCCL, the library of Ascend devices ---
     _row("hccl-start", STUCK, ("EI0006: ", "EI0009: ", "EI0015: ", "EJ0001: "), r"(?:EI000[69]|EI0015|EJ0001): (?:\[PID: \d{1,9}\] )?(?:[\d.:\-]{10,40} )?(?P<what>[^\r\n]{1,160})"),
     _row("hccl-timeout", STUCK, ("EI0002: ", "hccl fftsplus task timeout", "EE1002: ")),
@@ -126,8 +126,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("ib-completion", STUCK, "Got completion from peer", r"from peer (?P<peer>[^\s<]{1,80})(?:<\d{1,5}>)? with (?:status|error)[= ](?:\w{1,40}\()?(?P<status>\d{1,6})(?:.{0,300} hca (?P<hca>[\w.:]{1,40}))?"),
     _row("ib-completion", STUCK, "Got completion with error", r"completion with error (?P<status>\d{1,6})"),
     _row("ib-completion", STUCK, "NET/OFI Request", r"NET/OFI (?P<what>Request \S{1,40} completed with error[^\r\n]{0,120})"),
-    _row("ib-completion", STUCK, "Got async event", r"NET/IB : (?P<hca>[\w.:]{1,40}:\d{1,4}) Got async event ?: (?P<event>[^\r\n]{1,80})"),
-    _row("ib-call", STUCK, "Call to ibv_", r"Call to (?P<call>ibv_\w{1,60}) failed(?: with error (?P<event>[^\r\n]{1,80}))?"),
+    _row("ib-completion", STUCK, "Got async event", r"NET/IB : (?P<hca>[\w.:]{1,40}:\d{1,4}) Got async event ?: (?P<event>(?!client rereg|port active|(?:GID|P_Key) table|SM change|LID change|communication est)[^\r\n]{1,80})"),
+    _row("ib-call", STUCK, "Call to ibv_", r"^(?!NCCL INFO).{0,300}?Call to (?P<call>ibv_(?!query_ece|set_ece|reg_dmabuf)\w{1,60}) failed(?: with (?:error )?(?:\d{1,4} )?(?P<event>[^\r\n,]{1,80}))?(?:.{0,40}on dev (?P<hca>[\w.:]{1,40}))?"),
     _row("ib-link", STUCK, "NCCL WARN NET/IB : ", r"NET/IB : (?P<what>[^\r\n]{1,160})"),
     _row("nccl-misuse", ROOT, ("ncclInvalidUsage", "ncclInvalidArgument", "invalid usage (run with", "invalid argument (run with", "invalid usage, NCCL version", "invalid argument, NCCL version"), "", "nccl-misuse"),
     _row("nccl-twice", ROOT, "has already checked in", r"rank (?P<rank>\d{1,7}) of \d{1,7} ranks has already checked in", "nccl-misuse"),
@@ -149,7 +149,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("device-oom", ROOT, ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "OutOfMemoryError: CUDA", "HIP out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "PT_DEVMEM Allocation failed", "NCCL WARN Cuda failure 'out of memory'", "NCCL WARN Cuda failure 2 'out of memory'"), "", "device-out-of-memory"),
     _row("device-oom", ROOT, "RESOURCE_EXHAUSTED: ", r"RESOURCE_EXHAUSTED: .{0,200}(?:allocat|[Mm]emory|hbm|HBM)", "device-out-of-memory"),  # XLA
     _row("host-oom", ROOT, ("Out of memory: Killed process", "Memory cgroup out of memory"), r"Killed process (?P<pid>\d{1,9})", "rank-oom-killed"),
-    _row("host-oom", ROOT, ("oom_kill event", "oom-kill event", "oom-kill:constraint", "Out Of Memory", "OOM Killed", "OOMKilled", "OUT_OF_MEMORY", "oom-killer"), r"(?:^.{0,400}?srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400}): Out)|oom|OOM|Out Of Memory|OUT_OF_MEMORY", "rank-oom-killed"),
+    _row("host-oom", ROOT, ("oom_kill event", "oom-kill event", "oom-kill:constraint", ": Out Of Memory", "OOM Killed", "OOMKilled", "OUT_OF_MEMORY", "oom-killer"), r"(?:^.{0,400}?srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400}): Out)|oom|OOM|Out Of Memory|OUT_OF_MEMORY", "rank-oom-killed"),
     _row("host-oom", ROOT, ("killed due to memory pressure (OOM)", "due to the node running low on memory", "was low on resource: memory"), "", "rank-oom-killed"),
     _row("host-oom", ROOT, ("DataLoader worker (pid", "worker(s) exited unexpectedly"), r"(?:is killed by signal: Killed|exited unexpectedly)", "rank-oom-killed"),
     _row("shm", ROOT, ("Unexpected bus error encountered in worker", "insufficient shared memory", "workers are out of shared memory"), "", "disk-full"),
@@ -157,7 +157,7 @@ TEMPLATES: tuple[Template, ...] = (
     _row("nvls", ROOT, "NVLink SHARP (NVLS) Multicast memory", "", "device-fault"),
     _row("xid", ROOT, "Xid (PCI", r"(?<!S)Xid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,4})", "device-fault"),
     _row("sxid", ROOT, "SXid (PCI", r"SXid \(PCI:(?P<bus>[\w:.]{1,40})\): (?P<xid>\d{1,5}), Fatal", "device-fault"),
-    _row("ecc", ROOT, ("uncorrectable ECC error", "uncorrectable NVLink error", "fallen off the bus", "CUDA error: hardware stack error", "CUDA-capable device(s) is/are busy or unavailable", "unspecified driver error", "system not yet initialized", "CUDA_ERROR_SYSTEM_NOT_READY", "Unable to determine the device handle for GPU", "cudaErrorECCUncorrectable", "uncorrectable hardware error", "CUDA_ERROR_ECC", "GPU is lost"), "", "device-fault"),
+    _row("ecc", ROOT, ("uncorrectable ECC error", "uncorrectable NVLink error", "fallen off the bus", "CUDA error: hardware stack error", "CUDA-capable device(s) is/are busy or unavailable", "unspecified driver error", "system not yet initialized", "CUDA_ERROR_SYSTEM_NOT_READY", "Unable to determine the device handle for GPU", "cudaErrorECCUncorrectable", "uncorrectable hardware error", "CUDA_ERROR_ECC", "GPU is lost", "Driver/library version mismatch"), r"^(?!.*(?:\bno (?:uncorrectable|device|GPU)|\b0 (?:devices|GPUs) |count = 0))", "device-fault"),
     _row("device-lost", ROOT, ("UR_RESULT_ERROR_DEVICE_LOST", "ZE_RESULT_ERROR_DEVICE_LOST", "HSA_STATUS_ERROR_EXCEPTION"), "", "device-fault"),
     _row("device-lost", ROOT, "HW Exception by GPU node", r"reason ?: ?(?:GPU Hang|ECC)", "device-fault"),
     _row("illegal-address", ROOT, ("illegal memory access was encountered", " error: misaligned address", " error: invalid program counter", " error: unspecified launch failure", " error: an illegal instruction", "Memory access fault by GPU", "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal memory access encountered"), "", "illegal-address"),
@@ -168,13 +168,13 @@ TEMPLATES: tuple[Template, ...] = (
     # --- disk ---
     _row("evicted", ROOT, ("was low on resource: ephemeral-storage", "ephemeral local storage usage exceeds the total limit"), "", "disk-full"),
     _row("quota", ROOT, ("Disk quota exceeded", "Errno 122", "Errno 28]"), "", "disk-full"),
-    _row("checkpoint-write", ROOT, "PytorchStreamWriter failed writing file", "", "disk-full"),
+    _row("checkpoint-write", ROOT, ("PytorchStreamWriter failed writing file", "] . unexpected pos "), "", "disk-full"),
     _row("cuda-failure", ROOT, "unhandled cuda error", r"(?:^|[ :])(?P<type>[\w.]{1,80}Error): (?P<message>NCCL error[^\r\n]{1,300})|unhandled", "uncaught-exception"),
     # --- services that run models, ray ---
     _row("engine-waits", INFO, "No available shared memory broadcast block found", r"found in (?P<seconds>\d{1,6}) seconds"),
     _row("engine-rpc", STUCK, "RPC call to ", r"RPC call to (?P<call>\w{1,60}) timed out"),
     _row("engine-died", CASCADE, ("Engine core initialization failed", "WorkerProc initialization failed due to an exception", "EngineDeadError", "EngineCore encountered an issue")),
-    _row("ray-died", CASCADE, ("The actor died unexpectedly before finishing this task", "A worker died or was killed while executing a task", "ray.exceptions.WorkerCrashedError", "ray.exceptions.NodeDiedError", "The actor is dead because its worker process has died")),
+    _row("ray-died", CASCADE, ("The actor died unexpectedly before finishing this task", "A worker died or was killed while executing a task", "ray.exceptions.WorkerCrashedError", "ray.exceptions.NodeDiedError", "its owner has died", "The actor is dead because its worker process has died")),
     _row("worker-died", CASCADE, "died unexpectedly, shutting down executor", r"Worker proc (?:VllmWorker-(?P<worker>\d{1,5})\b)?"),
     # --- endings ---
     _row("exit-code", TEARDOWN, "failed (exitcode:", r"failed \(exitcode: (?P<exit>-?\d{1,6})\) local_rank: (?P<local>\d{1,7}) \(pid: (?P<pid>\d{1,9})\)"),
@@ -185,8 +185,8 @@ TEMPLATES: tuple[Template, ...] = (
     _row("closing", TEARDOWN, ("closing signal SIG", "via signal SIG", "Sending process")),
     _row("node-failed", ROOT, ("NODE FAILURE", "Node failure on"), r"Node failure on (?P<host>[\w.\-\[\],]{1,120})|NODE FAILURE", "rank-dead"),  # who prints the latter lives
     _row("interrupted", TEARDOWN, ("death signal, shutting down workers", "DUE TO TIME LIMIT", "DUE TO PREEMPTION", "DUE TO PREEMPT", "CANCELLED AT", "CANCELLED by", "SIGTERM received", "Received SIGTERM", "got signal: 15", "got signal: 1", "got signal: 2", "Received SIGUSR1", "slurmstepd: error: *** JOB", "slurmstepd: error: *** STEP", "caught signal 15", "Requeuing job")),
-    _row("interrupted", TEARDOWN, ("preempted", "Preempted"), r"\b[Pp]reempted\b"),
-    _row("interrupted", TEARDOWN, "KeyboardInterrupt", r"^KeyboardInterrupt|Signal 2 \(SIGINT\)"),
+    _row("interrupted", TEARDOWN, ("preempted", "Preempted"), r"\b(?i:jobs?|tasks?|nodes?|instances?|vms?|tpus?|hosts?|pods?|allocation|workers?)\b.{0,60}\b[Pp]reempted\b(?!, or )"),
+    _row("interrupted", TEARDOWN, "KeyboardInterrupt", r"^KeyboardInterrupt(?::|\s{0,4}$)|Signal 2 \(SIGINT\)"),
     _row("srun-task", TEARDOWN, "srun: error:", r"srun: error: (?P<host>[\w.\-]{1,80}): tasks? (?P<tasks>[\d,\-]{1,400}): (?P<how>[^\r\n]{1,120})"),
     _row("child-signal", TEARDOWN, "received by PID", r"Signal (?P<signal>\d{1,3}) \((?P<name>\w{1,20})\) received by PID (?P<pid>\d{1,9})"),
     _row("deepspeed-exit", TEARDOWN, "exits with return code", r"Process (?P<pid>\d{1,9}) exits with return code = (?P<exit>-?\d{1,6})|exits with return code = (?P<code>-?\d{1,6})"),
@@ -202,19 +202,20 @@ TEMPLATES: tuple[Template, ...] = (
     _row("mpi-code", TEARDOWN, ("Exit code:", "EXIT CODE:"), r"^(?:\s{0,8}Exit code:|=   EXIT CODE:)\s{1,8}(?P<exit>-?\d{1,6})$"),
     _row("died-with", TEARDOWN, "died with <Signals.", r"died with <Signals\.(?P<signal>SIG\w{1,12}): \d{1,3}>"),
     _row("spawn-exit", TEARDOWN, "terminated with", r"[Pp]rocess (?P<rank>\d{1,7}) terminated with (?:exit code (?P<exit>-?\d{1,6})|signal (?P<signal>SIG\w{1,12})|the following error)"),
-    _row("signalled", TEARDOWN, ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Floating point exception", "received at time="), rf"^(?:\S{{1,200}}: line \d{{1,7}}: {{1,8}}\d{{1,9}} |Fatal Python error: )(?P<signal>{SIGNALLED})\b|^(?P<alone>{SIGNALLED})(?: \(core dumped\))?$|\*\*\* (?P<caught>SIG(?:SEGV|BUS|ILL|FPE)) received at time="),
+    _row("signalled", TEARDOWN, ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Floating point exception", "received at time=", "received by PID", "Caught signal ", "), PID: "), rf"^(?:\S{{1,200}}: line \d{{1,7}}: {{1,8}}\d{{1,9}} |Fatal Python error: )(?P<signal>{SIGNALLED})\b|^(?P<alone>{SIGNALLED})(?: \(core dumped\))?$|\*\*\* (?P<caught>SIG(?:SEGV|BUS|ILL|FPE|ABRT))(?: \(@.{{1,40}}?received by PID| received (?:at time=|by PID))|^\[?[^\]]{{0,80}}\]? ?Caught signal \d{{1,2}} \((?P<handled>{SIGNALLED})|^(?P<told>SIG(?:SEGV|BUS|ILL|FPE|ABRT))\(\d{{1,2}}\), PID: "),
     _row("aborted", TEARDOWN, "(core dumped)", r"^(?:\S{1,200}: line \d{1,7}: {1,8}\d{1,9} )?(?P<alone>Aborted) {1,30}\(core dumped\)"),
     _row("segfault", TEARDOWN, ("Segmentation fault", "Fatal Python error", "(core dumped)", "Bus error", "*** Process received signal ***", "Illegal instruction"), r"(?P<what>Segmentation fault|Fatal Python error: [^\r\n]{1,80}|Aborted|Bus error|Illegal instruction|Floating point exception|\(core dumped\)|Process received signal)"),
     _row("cascade", CASCADE, ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException", "torch.distributed.elastic.multiprocessing.errors", "watchdog thread terminated with exception", "exitcode  :", "terminate called after throwing", "DistBackendError", "DistNetworkError", "DistStoreError", "CalledProcessError", "concurrent.futures.process.BrokenProcessPool")),
     _row("completed", INFO, ("worker group successfully finished", "train_runtime", "`Trainer.fit` stopped", "Training completed", "Training complete", "training complete", "Finished training", "finished training", "Training finished", "training done", "Training done", "Training is done", "exiting program at iteration", "Training finished successfully")),
     _row("heap", INFO, ("double free or corruption", "free(): ", "malloc(): ", "malloc_consolidate(): ", "corrupted size vs. prev_size", "corrupted double-linked list", "munmap_chunk(): "), r"^(?P<what>double free or corruption(?: \(\S{1,12}\))?|(?:free|malloc\w{0,20}|munmap_chunk)\(\): [a-z][^\r\n]{1,80}|corrupted [^\r\n]{1,60})"),
-    _row("device-assert", ADVICE, "Assertion `", r"\.cuh?:\d{1,7}: (?P<kernel>\w{1,120}(?:::\w{1,120}){0,8})[^`]{1,120}Assertion `(?P<what>[^`'\r\n]{1,120})[`'] failed"),
+    _row("device-assert", ADVICE, "Assertion `", r"\.cuh?:\d{1,7}: (?P<kernel>\w{1,120}(?:::\w{1,120}){0,8})[^`]{1,120}Assertion `(?P<what>[^`'\r\n]{1,120})[`'](?: failed|\s{0,4}$)"),
     _row("completed", INFO, "finished: ", r"^finished: \d{1,12} steps?\b"),  # runtime.train
     _row("completed", INFO, " passed", r"(?<!failed, )\b\d{1,7} passed(?:, \d{1,7} (?:skipped|deselected|xfailed|xpassed|warnings?)){0,4} in [\d.]{1,12}s"),  # pytest
     # --- facts of the job ---
     _row("member", INFO, "GLOBAL_RANK: ", r"GLOBAL_RANK: (?P<rank>\d{1,7}), MEMBER: \d{1,7}/(?P<members>\d{1,7})"),
     _row("world", INFO, ("world_size", "world size", "Num processes:", "Starting with", "WORLD_SIZE"), r"(?:[wW]orld[ _]size|WORLD_SIZE|Num processes)['\"]?\s{0,4}[:=]{0,2}\s{0,4}(?P<size>\d{1,7})|Starting with (?P<started>\d{1,7}) processes"),
     _row("exception", ROOT, '"message": "', r'^\s{0,8}"message": "(?P<type>(?!\S{0,80}ChildFailed)[A-Za-z_][\w.]{0,80}(?:Error|Exception)): (?P<message>\S[^\r\n]{0,300}?)",?$', "uncaught-exception"),  # torch's error_handler
+    _row("bare-exception", ADVICE, ".py: error: ", r"^(?P<type>[\w./\-]{1,120}\.py): error: (?P<message>\S[^\r\n]{0,300})"),
     _row("bare-exception", ADVICE, ("Error: ", "Exception: "), r"^(?P<type>(?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,80}(?:Error|Exception)): (?P<message>\S[^\r\n]{0,300})"),
     _row("launch", INFO, "nproc_per_node", r"nproc_per_node\s{0,8}[:=]\s{0,4}(?P<nproc>\d{1,5})"),
     _row("several-launched", INFO, "Setting OMP_NUM_THREADS environment variable for each process"),  # torchrun, of more than one
@@ -223,16 +224,26 @@ TEMPLATES: tuple[Template, ...] = (
 
 ANCHORS: tuple[bytes, ...] = (
     b"rror", b"xception", b"Traceback", b"NCCL", b"nccl", b"imed out", b"join", b"onitoredBarrier", b"mismatch",
-    b"out of memory", b"oom", b"OOM", b"Xid", b"GPU", b"No space", b"exitcode", b"ignal", b"SIG", b"reempt", b" code", b"exiting",
-    b"terminated", b"core dumped", b"egmentation", b"orld", b"WORLD_SIZE", b"GLOBAL_RANK", b"rocesses", b"nproc_per", b"OMP_NUM_",
-    b"raining", b"train_runtime", b"successfully", b"Trainer.fit", b"Interrupt", b"Root Cause", b"Failures:", b"illed",
-    b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it", b"worker group", b"atchdog", b"Gloo", b"exited",
-    b"fallen off", b"not yet init", b"checked in", b"Process name", b"socketStart", b"lagging ranks", b"shared memory", b"ibv_",
-    b"socketPoll", b"server socket", b"EI00", b"EJ0001", b"EE1002", b"worker died", b"is dead", b"DEVICE_LOST", b"HSA_STATUS", b"on resource: ", b"storage usage",
-    b"finished: ", b" passed", b"] started", b"started ranks", b"global rank", b"MPI_AB", b"RUNNING AT", b"EXIT CODE",
-    b"RPC call", b"receive grad", b"hccl", b"died with", b'File "', b"Call stack:", b"e-based barrier", b"died unexp", b"orrupt", b"free(): ", b"Assertion", b"alloc(): ", b"munmap_", b"llegal instr",
+    b"out of memory", b"oom", b"OOM", b"Xid", b"GPU", b"No space", b"exitcode", b"ignal", b"SIG", b"reempt", b" code",
+    b"exiting", b"terminated", b"core dumped", b"egmentation", b"orld", b"WORLD_SIZE", b"GLOBAL_RANK", b"rocesses",
+    b"nproc_per", b"OMP_NUM_", b"raining", b"train_runtime", b"successfully", b"Trainer.fit", b"Interrupt",
+    b"Root Cause", b"Failures:", b"illed", b"failed", b"Failed", b"oss", b"teration", b"it/s", b"s/it",
+    b"worker group", b"atchdog", b"Gloo", b"exited", b"fallen off", b"not yet init", b"checked in", b"Process name",
+    b"lagging ranks", b"shared memory", b"ibv_", b"EI00", b"EJ0001", b"EE1002", b"worker died", b"is dead",
+    b"DEVICE_LOST", b"HSA_STATUS", b"on resource: ", b"storage usage", b"finished: ", b" passed", b"] started",
+    b"started ranks", b"global rank", b"MPI_AB", b"RUNNING AT", b"EXIT CODE", b"RPC call", b"receive grad", b"hccl",
+    b"died with", b'File "', b"Call stack:", b"died unexp", b"orrupt", b"free(): ", b"llegal mem", b"consolidate(",
+    b"Got completion", b"essage trunc", b"version mism", b"Assertion", b"alloc(): ", b"munmap_", b"llegal instr",
+    b"socket", b"GIL", b"nconsisten", b"not to match", b"Mismatched", b"aiting", b"barrier", b"connect to",
+    b"timeout", b"TCPStore", b"onnection ", b"Broken pipe", b"Socket closed", b"preamble", b"scalar type", b"NET/",
+    b"async event", b"(run with", b"COMPLETE", b"Init START", b"via P2P", b"via SHM", b"ALLOC_FAILED", b"EXHAUSTED",
+    b"Out Of Mem", b"OUT_OF_MEM", b"low on mem", b"worker (pid", b"Multicast", b"unavailable", b"CUDA_ERROR",
+    b"grad norm", b"Unexpected result", b"quota exc", b"Errno", b"unexpected pos", b"encountered an issue",
+    b"has died", b"Sending process", b"NODE FAIL", b"Node failure", b"DUE TO", b"CANCELLED", b"Requeu",
+    b"received by", b"received at", b"process rank", b"), PID", b"after throwing", b"BrokenProcess", b"Starting with",
+    b'"message": ',
 )  # fmt: skip
-"""What a line must hold to be looked at: one of these is in every line of the table and of `progress`."""
+"""What a line must hold to be looked at: one of these is in every literal of the table, and in every line of `progress`."""
 
 
 _LITERALS = tuple({literal for row in TEMPLATES for literal in row.literals})

@@ -225,7 +225,7 @@ row(
     "an argument that is not known",
     "usage: fit.py [-h] [--lr LR]\nfit.py: error: unrecognized arguments: --local-rank=1\nusage: fit.py [-h] [--lr LR]\nfit.py: error: unrecognized arguments: --local-rank=0\n"
     + table((1, 2, NO_TRACE), (0, 2, NO_TRACE)),
-    ("rank-dead", (0, 1)),
+    ("uncaught-exception", (0, 1)),
 )
 row(
     "DeepSpeed was killed",

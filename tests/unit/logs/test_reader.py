@@ -7,7 +7,7 @@ from random import Random
 
 from dtobs.diagnose import diagnose_logs
 from dtobs.logs.reader import LogFile
-from dtobs.logs.templates import ANCHORS
+from dtobs.logs.templates import ANCHORS, TEMPLATES
 
 ALPHABET = [*ANCHORS, b"a", b"r", b"o", b"N", b" ", b"\n", b"\n", b"\xff", b"123", b"Err", b"nccI", b"rro", b"\t"]
 
@@ -53,3 +53,9 @@ def test_the_last_of_many_lines_that_say_nothing_may_say_something(tmp_path: Pat
     verdict = diagnose_logs([str(path)]).verdict
     assert verdict is not None
     assert (verdict.code, verdict.ranks) == ("disk-full", (2,))
+
+
+def test_every_literal_of_the_table_has_an_anchor():
+    """A line without one is never looked at."""
+    literals = [literal.encode() for row in TEMPLATES for literal in row.literals]
+    assert [literal for literal in literals if not any(anchor in literal for anchor in ANCHORS)] == []
