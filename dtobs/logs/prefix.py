@@ -41,6 +41,7 @@ _LOGGER = re.compile(
     r"[\w.\-]{1,60} - (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) - "
     r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[\w.\-/]{1,120}:\d{1,6}\] )?"
     r"|\[[\w.\-]{1,80}\]\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\] - "
+    r"|(?:TRACE|DEBUG|INFO|SUCCESS|WARNING|ERROR|CRITICAL) {1,5}\| [\w.<>\-]{1,80}:[\w.<>]{1,80}:\d{1,6} - "
 )
 _STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT)(?:: ?| [FP] )")
 _HOST = re.compile(
@@ -74,6 +75,8 @@ _REPLICA = re.compile(rf"(?<![a-z])(?:{'|'.join(REPLICAS)})(?![a-z])")
 _COLUMN = re.compile(r"([\w.\-/:$\[\]]{1,160})([ \t|]|$)")
 _NUMBERED = re.compile(r"(?=.*\d)(?=.*[\-/])[a-z\d.\-/$\[\]]+$")
 """As pods and streams are called, and not as modules of Python or words of a log are."""
+_SPEAKER = re.compile(r"(?!(?:srun|slurmstepd|kernel|salloc):)[A-Za-z][\w.\-]{0,100}:$")
+"""A host or a process, as pdsh names it; what SLURM and the kernel say of themselves is a part of the line."""
 _CONTAINER = re.compile(r"[a-z][a-z\d\-]*$")
 _LEAST_LINES, _MOST_LINES = 8, 64
 _SAME = 4
@@ -137,7 +140,9 @@ def columns(head: bytes) -> re.Pattern[str] | None:
     None where there is none, or where lines may begin alike by themselves.
     """
     lines = [line for line in head.split(b"\n")[:_MOST_LINES] if line.strip()]
-    texts = [split(plain(line))[1] for line in lines]
+    texts = [plain(line) for line in lines]
+    lead = _lead(texts)
+    texts = [split(text[len(lead) :])[1] for text in texts]
     pattern = ""
     for _ in range(2):
         found = [_COLUMN.match(text) for text in texts]
@@ -150,6 +155,7 @@ def columns(head: bytes) -> re.Pattern[str] | None:
             fits = len(names) == 1 and bool(_CONTAINER.match(shape)) and shape not in _TELLING
         else:
             fits = len(names) <= max(1, len(lines) // _SAME) and (bool(_NUMBERED.match(shape)) or end == "\t")
+            fits = fits or (len(names) == 1 and bool(_SPEAKER.match(shape)) and shape[:-1].lower() not in _TELLING)
         if not fits:
             break
         word = r"\d+".join(map(re.escape, shape.split("0"))).replace(
@@ -157,7 +163,18 @@ def columns(head: bytes) -> re.Pattern[str] | None:
         )
         pattern += f"({'?:' if pattern else ''}{word})(?:{re.escape(end)}|$)"
         texts = [text[f.end() :] for text, f in zip(texts, found, strict=True) if f is not None]
-    return re.compile(pattern) if pattern else None
+    if not (pattern or lead):
+        return None
+    return re.compile(f"(?:{re.escape(lead)}|{re.escape(lead.rstrip())}$){pattern or '()'}")
+
+
+def _lead(texts: list[str]) -> str:
+    """What a mail or an indented block puts before every line: ``> ``, or spaces."""
+    if len(texts) < _LEAST_LINES:
+        return ""
+    if all(text.startswith("> ") or text == ">" for text in texts):
+        return "> "
+    return " " * min(len(text) - len(text.lstrip(" ")) for text in texts)
 
 
 def _shape(name: str) -> str:

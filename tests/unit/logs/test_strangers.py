@@ -25,6 +25,10 @@ VIEWERS = {
     "stern": "trainer-worker-0 pytorch {}",
     "aws logs tail": "2026-11-26T05:15:00.123000+00:00 algo-1/abc {}",
     "a table of a console": "2026-11-26T05:15:00.123Z\talgo-1\t{}",
+    "pdsh of a host without a number": "gpubox: {}",
+    "a quoted mail": "> {}",
+    "an indented block": "    {}",
+    "loguru": "2026-11-26 05:15:00.123 | ERROR    | __main__:main:12 - {}",
 }
 BOXED = "a traceback in a box, as rich draws it"
 
