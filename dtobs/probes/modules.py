@@ -158,13 +158,19 @@ def _with_closure(closure: Callable[..., Any], args: Any, kwargs: Any) -> tuple[
 
 
 def contained(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that one only calls, as torchtitan's container of one for each part of a model: a list of them is
-    among its attributes, and together they train what it trains. Their hyperparameters and state are the true ones.
+    """The optimizers that one only calls: what it trains they train together, and their settings and state are the true
+    ones. Either a list of them is among its attributes, as in torchtitan's container of one for each part of a model;
+    or one is and it is no optimizer of its own, as Accelerate's, whose ``step`` does nothing while gradients are
+    accumulated: a step is one of the optimizer inside.
 
-    One that wraps another (Lookahead, ZeRO) does more than to call it, and contains none.
+    One with hooks of its own (Lookahead), or of torch (ZeRO, post-local SGD), does more than to call what it wraps, and
+    contains none.
     """
-    several = [value for value in getattr(optimizer, "__dict__", {}).values() if isinstance(value, (list, tuple, dict))]
+    values = list(getattr(optimizer, "__dict__", {}).values())
+    several = [value for value in values if isinstance(value, (list, tuple, dict))]
     each = [one for value in several for one in (value.values() if isinstance(value, dict) else value)]
+    if not (hasattr(optimizer, "_optimizer_step_pre_hooks") or type(optimizer).__module__.startswith("torch.")):
+        each += values
     inner = [one for one in each if isinstance(one, torch.optim.Optimizer) and one is not optimizer]
     of_inner = {id(p) for one in inner for group in one.param_groups for p in group["params"]}
     return inner if inner and of_inner == {id(p) for g in optimizer.param_groups for p in g["params"]} else []

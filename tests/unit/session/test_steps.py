@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from dtobs.events import STEP_PARTS, Kind, Phase, RankState
+from dtobs.recording.laws import UPDATES
 from dtobs.recording.view import RunView, load_run
 from dtobs.session import Session
 from tests.unit.session.conftest import make_model, train
@@ -114,6 +115,8 @@ def test_what_ran_before_the_first_word_about_steps_is_no_step(attach: Attach):
 class Wrapping(torch.optim.Optimizer):
     """Wraps an optimizer as PostLocalSGDOptimizer does: no initialisation, and so no dictionaries of hooks."""
 
+    __module__ = "torch.distributed.optim.post_localSGD_optimizer"
+
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.param_groups = inner, inner.param_groups
 
@@ -138,6 +141,28 @@ def test_an_optimizer_that_wraps_one_is_seen_and_left_as_it_was(attach: Attach):
     assert steps_of(session)["step"].tolist() == [1, 2, 3]
     assert look(session).page(0)["probe_failures"] == 0
     assert vars(Wrapping)["step"] is before
+
+
+class Accumulating(Wrapping):
+    """As Accelerate's: it steps with every second micro-batch only."""
+
+    __module__ = __name__
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.inner.step()
+
+
+def test_a_call_of_a_front_in_which_nothing_steps_is_no_step(attach: Attach):
+    model = make_model()
+    optimizer = Accumulating(torch.optim.AdamW(model.parameters(), 0.1))
+    with attach(model, optimizer) as session:
+        train(model, optimizer, 6)
+    assert steps_of(session)["micro_batches"].tolist() == [2, 2, 2]
+    view = look(session)
+    assert view.meta(0).laws[UPDATES.name]["kinds"] == {"0": "adam"}
 
 
 @pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25)])
