@@ -105,3 +105,9 @@ def numbers(text: str) -> list[int]:
             last = int(high) if high.isdigit() and len(high) < 8 else int(low)
             found += range(int(low), min(last, int(low) + 100_000) + 1)
     return found[:100_000]
+
+
+def middle_out(text: str, most: int) -> str:
+    """`text` in at most `most` characters: the beginning and the end of a longer one; messages end with the reason."""
+    kept = most - 3
+    return text if len(text) <= most else f"{text[: kept - kept // 2]} … {text[len(text) - kept // 2 :]}"

@@ -310,7 +310,7 @@ def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
     dealt = {p.name for rank in known for p in view.meta(rank).params if 0 in p.shape}  # whole, but to single ranks
     unknown = {
         rank: sum(
-            not p.replica and (rank, row) not in learned and p.name not in dealt
+            not p.replica and not p.counts and (rank, row) not in learned and p.name not in dealt
             for row, p in enumerate(view.meta(rank).params)
         )
         for rank in known

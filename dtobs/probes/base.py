@@ -82,6 +82,9 @@ class Context:
     """Calls in progress of a pipeline's dry run, by which torch learns shapes: it computes with made-up numbers."""
     stepping: torch.optim.Optimizer | None = None  #: the one that steps, while probes are told of it
     steps_open: int = 0  #: calls of optimizers' ``step`` in progress, one inside another
+    reduced_in_step: int = 0  #: reductions that the step in progress has begun and not waited for
+    awaiting: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    """Optimizers that wait in their own step for reductions begun before it, as Horovod's: it begins without them."""
     capturing: Callable[[], bool] | None = None
     """Whether the current stream is being captured: what is issued then runs at every replay, and asking breaks it."""
     progress: Progress = field(init=False)

@@ -141,6 +141,8 @@ class Collectives(Probe):
                 group = group.on_host
             reduce_op = reduction(args[reduce_at]) if reduce_at >= 0 else -1
             root = args[root_at] if root_at >= 0 else -1
+            if (reduces or scatters) and context.stepping is not None:
+                context.reduced_in_step += 1
             if reduces and context.reductions is not None:
                 operation = REDUCE_NAMES.get(reduce_op, "sum")
                 if operation in ("sum", "avg"):

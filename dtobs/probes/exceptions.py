@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from dtobs.events import Kind, RankState, identify, phase_name
 from dtobs.probes.base import Probe
 from dtobs.probes.call_site import PYTHONS, whose
+from dtobs.words import middle_out
 
 MAX_MESSAGE = 2000
 MAX_LINES = 60
@@ -122,7 +123,7 @@ class Exceptions(Probe):
         return {
             "id": identify(f"{name}|{error}"),
             "type": name,
-            "message": without_frames(str(error))[:MAX_MESSAGE],
+            "message": middle_out(without_frames(str(error)), MAX_MESSAGE),
             "traceback": lines[-MAX_LINES:],
             "chain": _chain(error),
             "t_ns": time.monotonic_ns(),

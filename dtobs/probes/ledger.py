@@ -88,6 +88,7 @@ class LedgerProbe(Probe):
         self._now: dict[int, _Look] = {}
         self._handles: list[Any] = []
         self._step, self._compiled_said, self._searches = 0, False, False
+        self._awaits_said = False
         self._learned: dict[int, tuple[int, ...]] = {}
         self._follows = False  # gradients, of whichever rows
         self._record = np.zeros((), LEDGER.dtype)
@@ -204,6 +205,14 @@ class LedgerProbe(Probe):
         if not self._now:
             return
         begin = time.perf_counter_ns()
+        if self.context.stepping in self.context.awaiting:
+            if not self._awaits_said:
+                self._awaits_said = True
+                self._off(
+                    "the optimizer waits in its own step for the reductions of its gradients", "reduced in the step"
+                )
+            self._now = {}
+            return
         mine = self.context.trained_by(self.context.stepping)
         now = {n: look for n, look in self._now.items() if id(self._rows[n].optimized()) in mine}
         for number in now:

@@ -259,7 +259,7 @@ class OptimizerSteps(Probe):
 
     def _start(self, optimizer: Any) -> None:
         """The gradients of this step are there."""
-        self.context.stepping = optimizer
+        self.context.stepping, self.context.reduced_in_step = optimizer, 0
         for hook in self.before:
             hook()
         self.guard(self._begin)(optimizer)

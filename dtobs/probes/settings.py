@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -332,7 +333,9 @@ def _sources(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     folder, left = str(Path(main).resolve().parent), _MOST_SOURCE_BYTES
     for name, module in list(modules.items()):
-        file = getattr(module, "__file__", None)
+        # What lies there already: to ask a lazy module for anything, its dictionary included, imports it.
+        there = object.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
+        file = there.get("__file__")
         # A Path for each of thousands of modules takes ten times as long.
         if name != "__main__" and (not file or os.path.dirname(str(file)) != folder):  # noqa: PTH120
             continue

@@ -40,6 +40,7 @@ _NAMES = {
 _WHAT = {int(getattr(_TYPES, type_)): name for type_, name in _NAMES.items() if hasattr(_TYPES, type_)}
 """By the type of a `Work` the operator whose last call of a thread it is; of any other, it is what was issued last."""
 _MESSAGES = ("send", "recv")
+_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_coalesced")
 
 
 class Waits(Probe):
@@ -78,6 +79,11 @@ class Waits(Probe):
         issued = self._last_issued(name)
         if name != "issued":
             progress.sends = name in _MESSAGES
+        if name in _REDUCTIONS and (stepping := self.context.stepping) is not None:
+            if self.context.reduced_in_step:
+                self.context.reduced_in_step -= 1
+            else:
+                self.context.awaiting.add(stepping)
         progress.wait_begin(*issued)
         return work, issued
 

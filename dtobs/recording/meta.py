@@ -130,6 +130,11 @@ class Parameter:
     dtype: str
     replica: str = ""
 
+    @property
+    def counts(self) -> bool:
+        """Whether it is a counter of steps, as batch norms keep: equal on all ranks, whoever trains what."""
+        return self.dtype.startswith(("int", "uint", "bool"))
+
 
 @dataclass(frozen=True)
 class Construction:

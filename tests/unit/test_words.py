@@ -22,7 +22,18 @@ from dtobs.timeline import picture
 from dtobs.timeline.spans import COMPUTE, Span, Timeline
 from dtobs.timeline.whatif import WhatIf
 from dtobs.tui.words import age
-from dtobs.words import bytes_text, count, duration_text, plural, ranks_do, ranks_text, runs_text, significant, verb
+from dtobs.words import (
+    bytes_text,
+    count,
+    duration_text,
+    middle_out,
+    plural,
+    ranks_do,
+    ranks_text,
+    runs_text,
+    significant,
+    verb,
+)
 from tests.unit.preflight.evidence import healthy
 
 RANKS = "ranks 0-2 and 5"
@@ -151,3 +162,9 @@ def test_numbers_below_each_other_keep_their_zeros():
     ]
     assert bytes_text(4.9 * 2**30, digits=significant) == "4.90 GiB"
     assert (duration_text(3.7e-3), bytes_text(4.9 * 2**30)) == ("3.7 ms", "4.9 GiB")
+
+
+def test_a_long_message_keeps_its_beginning_and_its_end():
+    assert middle_out("short", 20) == "short"
+    told = middle_out("Model(" + "layer, " * 100 + ") got no input", 40)
+    assert len(told) == 40 and told.startswith("Model(layer") and told.endswith("got no input")

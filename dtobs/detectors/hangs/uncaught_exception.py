@@ -17,7 +17,7 @@ from dtobs.detectors.hangs.describe import Evidence, stack_evidence
 from dtobs.detectors.hangs.endings import End, Ending, all_told
 from dtobs.detectors.hangs.situation import LEFT, Situation, Told
 from dtobs.findings import Confidence, Finding
-from dtobs.words import ranks_text
+from dtobs.words import middle_out, ranks_text
 
 _MAX_TRACEBACK = 40
 _MAX_MESSAGE = 300
@@ -90,7 +90,7 @@ def _finding(situation: Situation, endings: Sequence[Ending], confidence: Confid
 
 def _message(ending: Ending) -> str:
     text = " ".join(str((ending.exception or {}).get("message", "")).split())
-    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…"
+    return middle_out(text, _MAX_MESSAGE)
 
 
 def _raised_from(said: Mapping[str, Any], message: str) -> str:

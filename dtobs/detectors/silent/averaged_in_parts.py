@@ -198,6 +198,7 @@ def _parts(view: RunView, ranks: list[int]) -> _Parted | None:
         return None
     first = looks[[places[0] for places in parts.values()]]  # one rank of each part
     moves = (first[:, 1:] != first[:, :-1]).any(axis=(0, 1))
+    moves[[row for row, p in enumerate(view.meta(ranks[0]).params[: len(moves)]) if p.counts]] = False
     differs = _all_differ(first[:, 1:])
     apart: npt.NDArray[np.intp] = np.flatnonzero(moves & differs.all(axis=0))
     alike: npt.NDArray[np.intp] = np.flatnonzero(moves & (first == first[:1]).all(axis=(0, 1)))

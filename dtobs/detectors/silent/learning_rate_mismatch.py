@@ -100,8 +100,11 @@ def _parted(window: StepWindow, rows: list[int], shared: bool) -> int | None:
         newest = np.flatnonzero(whole)[-LEAST_STEPS:]
         if len(newest) < LEAST_STEPS or not apart[newest].all():
             continue  # what has passed is history
-        together = np.flatnonzero(whole & ~apart)
-        if shared and len(together) < LEAST_TOGETHER:
+        known = np.flatnonzero(whole)
+        equal = ~apart[known]
+        # Alike in two steps on end: curves that merely cross are equal in one.
+        together = known[equal & (np.append(equal[1:], False) | np.append(False, equal[:-1]))]
+        if shared and equal.sum() < LEAST_TOGETHER:
             continue  # each part may have a rate of its own
         since = together[-1] + 1 if len(together) else 0
         return int(np.flatnonzero(apart[since:])[0] + since)

@@ -69,6 +69,8 @@ def _left_out(view: RunView, rank: int, learned: Mapping[tuple[int, int], str]) 
 
     def is_left(row: int) -> bool:
         key = learned.get((rank, row), "")
+        if meta.params[row].counts:
+            return False
         # Beside shards, one that is alike on some ranks only is what each of those made of the same samples.
         nowhere = not meta.params[row].replica or meta.params[row].replica.startswith(ALONE)
         return nowhere and (not key or (sharded and not key.startswith(everywhere)))
@@ -78,8 +80,8 @@ def _left_out(view: RunView, rank: int, learned: Mapping[tuple[int, int], str]) 
         return None
     if history["digest"].shape[1] <= rows[-1]:
         return None  # the table was written anew since
-    sizes = [math.prod(p.shape) for p in meta.params]
-    everything = len(rows) == len(sizes)
+    sizes = [0 if p.counts else math.prod(p.shape) for p in meta.params]
+    everything = len(rows) == sum(not p.counts for p in meta.params)
     if not everything and sum(sizes[row] for row in rows) > MOST_LEFT_OUT * sum(sizes):
         return None  # each rank has experts, or layers, of its own
     tensors = tuple((meta.params[row].name, tuple(meta.params[row].shape)) for row in rows)

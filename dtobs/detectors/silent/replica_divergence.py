@@ -164,7 +164,8 @@ def _gradients_travel(view: RunView, copies: ReplicaSet, steps: npt.NDArray[np.i
     """Whether as many bytes as a gradient has went between these ranks, in most of `steps`, or need not."""
     if _parts_of_one_model(view, copies):
         return True
-    sizes = {p.name: math.prod(p.shape) for p in view.meta(copies.ranks[0]).params}
+    still = _never_moving(copies)  # frozen, as the most of a model beside its adapters
+    sizes = {p.name: math.prod(p.shape) for p in view.meta(copies.ranks[0]).params if p.name not in still}
     everyone = set(copies.ranks)
     for rank in copies.ranks:
         meta, history = view.meta(rank), view.rank_steps(rank)
@@ -183,6 +184,13 @@ def _gradients_travel(view: RunView, copies: ReplicaSet, steps: npt.NDArray[np.i
         if travels.mean() <= 0.5:
             return False
     return True
+
+
+def _never_moving(copies: ReplicaSet) -> set[str]:
+    """The parameters of these copies that have not changed at any look; none where nothing has."""
+    own = copies.digests[0]
+    moves = (own[1:] != own[:-1]).any(axis=0)
+    return {name for name, moved in zip(copies.names, moves, strict=True) if not moved} if moves.any() else set()
 
 
 def _bytes_between(

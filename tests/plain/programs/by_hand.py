@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -33,6 +38,51 @@ def gradients_averaged_by_hand(rank: int, world: int, watch: Watch) -> list[floa
         loss.backward()
         average_gradients(model.parameters(), world)
         optimizer.step()
+        losses.append(loss.item())
+    assert_learned(losses)
+    assert_replicas_equal(model.parameters())
+    return losses
+
+
+class AwaitsItsGradients(torch.optim.SGD):
+    """As Horovod's: reductions begin as gradients come, and its own step waits for them first."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], world: int, **settings: float) -> None:
+        super().__init__(parameters, **settings)
+        self.under_way: list[tuple[nn.Parameter, dist.Work]] = []
+        self.world = world
+        for parameter in self.param_groups[0]["params"]:
+            parameter.register_post_accumulate_grad_hook(self.reduce)
+
+    def reduce(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        work = dist.all_reduce(parameter.grad, async_op=True)
+        assert work is not None
+        self.under_way.append((parameter, work))
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter, work in self.under_way:
+            work.wait()
+            assert parameter.grad is not None
+            parameter.grad.div_(self.world)
+        self.under_way.clear()
+        return super().step(closure)
+
+
+@program()
+def an_optimizer_that_waits_for_its_reductions(rank: int, world: int, watch: Watch) -> list[float]:
+    model = mlp()
+    optimizer = AwaitsItsGradients(model.parameters(), world, lr=0.1)
+    watch(model, optimizer)
+    uneven = random.Random(rank)
+    losses = []
+    for step in range(STEPS):
+        time.sleep(uneven.random() * 0.02)  # as samples of different length take
+        x, y = batch(rank, step)
+        loss = mse(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     assert_learned(losses)
     assert_replicas_equal(model.parameters())

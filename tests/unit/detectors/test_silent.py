@@ -247,6 +247,20 @@ def test_copies_within_a_larger_layout(tmp_path: Path):
     assert (found.code, found.ranks, found.evidence[0]["parameter"]) == ("replica-divergence", (0, 1), "norm")
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_adapters_beside_a_frozen_model_are_what_travels(tmp_path: Path, trained: bool):
+    """DDP reduces the adapter in every step: few bytes beside those of the frozen model. Where all is frozen, none."""
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(
+            *(Parameter(name, (size,), "float32", "copies:2:aa") for name, size in (("base", 4096), ("adapter", 64)))
+        )
+        for step in range(30):
+            own = (2 + step * trained) * 100 * (1 + number) if step or not trained else 7
+            rank.step(params_digest=own, collective_bytes=256.0).digests(5000, own)
+    assert [f.code for f in findings(run) if f.code == "replica-divergence"] == ["replica-divergence"] * trained
+
+
 @pytest.mark.parametrize(("shards", "codes"), [((0, 1), ["replica-divergence"]), ((0, 0), [])])
 def test_copies_beside_shards_of_one_model_do_not_go_their_own_ways(
     tmp_path: Path, shards: tuple[int, int], codes: list[str]
