@@ -75,13 +75,15 @@ _REPLICA = re.compile(rf"(?<![a-z])(?:{'|'.join(REPLICAS)})(?![a-z])")
 _COLUMN = re.compile(r"([\w.\-/:$\[\]]{1,160})([ \t|]|$)")
 _NUMBERED = re.compile(r"(?=.*\d)(?=.*[\-/])[a-z\d.\-/$\[\]]+$")
 """As pods and streams are called, and not as modules of Python or words of a log are."""
-_SPEAKER = re.compile(r"(?!(?:srun|slurmstepd|kernel|salloc):)[A-Za-z][\w.\-]{0,100}:$")
-"""A host or a process, as pdsh names it; what SLURM and the kernel say of themselves is a part of the line."""
+_SPEAKER = re.compile(r"(?!(?:srun|slurmstepd|kernel|salloc):)[A-Za-z][\w.\-]{0,100}:$(?<!Error:)(?<!Exception:)")
+"""A host or a process, as pdsh names it. SLURM's name, the kernel's or an exception's is a part of what a line says."""
 _CONTAINER = re.compile(r"[a-z][a-z\d\-]*$")
 _LEAST_LINES, _MOST_LINES = 8, 64
 _SAME = 4
 """Of so many lines one may have another pod, or another stream, on average."""
-_TELLING = frozenset({"step", "epoch", "iter", "iteration", "loss", "train", "training", "info", "error", "warning"})
+_TELLING = frozenset(
+    {"step", "epoch", "iter", "iteration", "loss", "train", "training", "info", "debug", "error", "warning"}
+)
 """Words with which every line of a file may begin by itself."""
 
 
@@ -135,7 +137,8 @@ def apart(raw: bytes) -> list[bytes]:
 
 
 def columns(head: bytes) -> re.Pattern[str] | None:
-    """What stands before every line of a file, by its beginning `head`: a name, the first group, and what follows it.
+    """What stands before every line of a file, by its beginning `head`: a name, the first group, and what follows it;
+    or a quotation mark or spaces alone, with no name in that group.
 
     None where there is none, or where lines may begin alike by themselves.
     """

@@ -75,6 +75,10 @@ class _Look:
     version: int = -1  #: of the parameter at the last backward, as autograd counts its changes
 
 
+_Written = tuple[int, Side, int, int, int, torch.Tensor]
+"""Row, side, micro-batch, part and flags of a record, and what was measured."""
+
+
 class LedgerProbe(Probe):
     """Writes the ring LEDGER and the ``law`` entry that explains its rows."""
 
@@ -89,6 +93,7 @@ class LedgerProbe(Probe):
         self._handles: list[Any] = []
         self._step, self._compiled_said, self._searches = 0, False, False
         self._awaits_said = False
+        self._read: tuple[list[_Written], list[torch.Tensor | None]] = ([], [])  # by the optimizer's step in progress
         self._learned: dict[int, tuple[int, ...]] = {}
         self._follows = False  # gradients, of whichever rows
         self._record = np.zeros((), LEDGER.dtype)
@@ -143,7 +148,7 @@ class LedgerProbe(Probe):
     def remove(self) -> None:
         """Let go of everything."""
         self.backward_end()
-        self._rows, self._now, self._follows = [], {}, False
+        self._rows, self._now, self._follows, self._read = [], {}, False, ([], [])
         super().remove()
 
     def step_begin(self) -> None:
@@ -201,23 +206,18 @@ class LedgerProbe(Probe):
             self._handles.pop()[1].remove()
 
     def before_optimizer(self) -> None:
-        """All has been added and reduced: read what came out, and write both down."""
+        """All has been added and reduced: read what came out."""
         if not self._now:
             return
         begin = time.perf_counter_ns()
         if self.context.stepping in self.context.awaiting:
-            if not self._awaits_said:
-                self._awaits_said = True
-                self._off(
-                    "the optimizer waits in its own step for the reductions of its gradients", "reduced in the step"
-                )
             self._now = {}
             return
         mine = self.context.trained_by(self.context.stepping)
         now = {n: look for n, look in self._now.items() if id(self._rows[n].optimized()) in mine}
         for number in now:
             del self._now[number]  # a second step of the same optimizer in the same step is not looked at
-        written: list[tuple[int, Side, int, int, int, torch.Tensor]] = []
+        written: list[_Written] = []
         fine: list[torch.Tensor | None] = []
         for number, look in now.items():
             final = self._final(self._rows[number], look)
@@ -230,8 +230,21 @@ class LedgerProbe(Probe):
             part = self._part(self._rows[number])
             written.append((number, Side.FINAL, 0, part, self._flags(self._rows[number], look), final[0]))
             fine.append(None)
-        self._write(written, fine)
+        self._read = (written, fine)
         self._rotation.spent(time.perf_counter_ns() - begin)
+
+    def after_optimizer(self) -> None:
+        """Write down what was added and what came out, unless the optimizer waited in its step for what comes out."""
+        (written, fine), self._read = self._read, ([], [])
+        if not written:
+            return
+        if self.context.stepping not in self.context.awaiting:
+            begin = time.perf_counter_ns()
+            self._write(written, fine)
+            self._rotation.spent(time.perf_counter_ns() - begin)
+        elif not self._awaits_said:
+            self._awaits_said = True
+            self._off("the optimizer waits in its own step for the reductions of its gradients", "reduced in the step")
 
     def _reader(self, look: _Look) -> Any:
         def read(gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -277,11 +290,7 @@ class LedgerProbe(Probe):
         flags |= Ledger.LEARNED if row.learned else 0
         return flags | (Ledger.CUSTOM_HOOK if getattr(ddp, "_comm_hooks", None) else 0)
 
-    def _write(
-        self, written: list[tuple[int, Side, int, int, int, torch.Tensor]], fine: list[torch.Tensor | None]
-    ) -> None:
-        if not written:
-            return
+    def _write(self, written: list[_Written], fine: list[torch.Tensor | None]) -> None:
         step, ring, record = self._step, self.context.recorder.law(LEDGER), self._record
 
         def arrived(values: Any) -> bool:

@@ -73,7 +73,7 @@ class AwaitsItsGradients(torch.optim.SGD):
 def an_optimizer_that_waits_for_its_reductions(rank: int, world: int, watch: Watch) -> list[float]:
     model = mlp()
     optimizer = AwaitsItsGradients(model.parameters(), world, lr=0.1)
-    watch(model, optimizer)
+    watch(model, optimizer, replicas=dist.group.WORLD)
     uneven = random.Random(rank)
     losses = []
     for step in range(STEPS):

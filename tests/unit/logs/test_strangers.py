@@ -47,6 +47,20 @@ def test_what_a_viewer_puts_before_every_line_changes_no_answer(tmp_path: Path, 
     assert differ == []
 
 
+def test_an_exception_that_begins_every_line_is_no_host(tmp_path: Path):
+    path = tmp_path / "grepped.log"
+    path.write_text("".join(f"RuntimeError: CUDA error: uncorrectable ECC error encountered ({n})\n" for n in range(9)))
+    verdict = diagnose_logs([str(path)]).verdict
+    assert verdict is not None
+    assert verdict.code == "device-fault"
+    path.write_text(
+        "RuntimeError: bad batch\n" * 70 + "[ERROR] [launch.py:321:sigkill_handler] exits with return code = 1\n"
+    )
+    verdict = diagnose_logs([str(path)]).verdict
+    assert verdict is not None
+    assert "RuntimeError: bad batch" in verdict.summary
+
+
 PODS = ("llm-master-0", "llm-worker-0", "llm-worker-1", "llm-worker-2")
 COLLECTORS = {
     "kubectl logs --prefix": "[pod/{}/pytorch] {}",
