@@ -352,12 +352,17 @@ def _drop_alike(view: RunView) -> Iterator[Off]:
 
 
 def _ledger(view: RunView) -> Iterator[Off]:
+    """What is said on one rank stands for those of which the like is said: ranks train different parameters."""
+    off: dict[str, dict[int, str]] = {}
     for rank in view.ranks:
         said = view.meta(rank).probes.get("ledger")
         if said is not None and said.get("state") == "off":
-            yield Off(
-                "gradients",
-                str(said.get("short") or "group unknown"),
-                f"what becomes of each rank's gradient is not followed on {ranks_text([rank])}: {said.get('reason')}",
-            )
-            return
+            off.setdefault(str(said.get("short") or "group unknown"), {})[rank] = str(said.get("reason"))
+    for short, reasons in off.items():
+        first, reason = next(iter(reasons.items()))
+        of_one = f"on {ranks_text([first])}, " if len(set(reasons.values())) > 1 else ""
+        yield Off(
+            "gradients",
+            short,
+            f"what becomes of each rank's gradient is not followed on {ranks_text(list(reasons))}: {of_one}{reason}",
+        )

@@ -68,9 +68,11 @@ class Context:
     on_rewritten: list[Callable[[], object]] = field(default_factory=list)
     """Called after torch has written parameters between two steps: at the end of ``Join``, those of another rank."""
     reductions: Reductions | None = None
-    """Told of each all-reduce, while it is learned who holds copies."""
+    """Told of each reduction, while it is learned who holds copies."""
     learned: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By id of a parameter the ranks that its gradient is reduced over before a step; a new dict once that is known."""
+    reduced_elsewhere: set[int] = field(default_factory=set)
+    """Ids of those of which it is learned too, but whose reduced gradient is not where an optimizer's step begins."""
     waits_for_data: Callable[[], int | None] = lambda: None
     """The process that makes the batch which the training thread waits for, 0 for none; None where it does not wait."""
     conservation: ConservationProbe | None = None

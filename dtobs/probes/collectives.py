@@ -118,7 +118,8 @@ class Collectives(Probe):
         # Reading the reduce operation runs TorchScript: a third of what recording costs.
         reduce_at = operator.reduce_op if self._level == "full" else -1
         peer_to_peer, scale, barrier = operator.peer_to_peer, operator.scale_by_group, name == "barrier"
-        reduces = name in ("all_reduce", "all_reduce_coalesced")
+        to_one = name == "reduce"
+        reduces = to_one or name in ("all_reduce", "all_reduce_coalesced")
         scatters = name in ("reduce_scatter", "reduce_scatter_coalesced")
         context, events, page = self.context, self._recorder.events, self._recorder.page
         reduction = context.reduce_op
@@ -146,7 +147,7 @@ class Collectives(Probe):
             if reduces and context.reductions is not None:
                 operation = REDUCE_NAMES.get(reduce_op, "sum")
                 if operation in ("sum", "avg"):
-                    context.reductions.reduced(tensors, group.ranks, stepping=context.stepping is not None)
+                    context.reductions.reduced(tensors, group.ranks, elsewhere=to_one or context.stepping is not None)
                 else:
                     context.reductions.otherwise(tensors, group.ranks, operation)
             elif scatters and context.reductions is not None:

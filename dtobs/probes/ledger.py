@@ -121,15 +121,21 @@ class LedgerProbe(Probe):
         context = self.context
         self._learned = context.learned
         rows, unknown = find_rows(context)
+        untold = [named for named in unknown if id(named.tensor) not in context.reduced_elsewhere]
+        if untold:
+            self._off(f"nothing says which ranks share the gradient of {_first_of(untold)}")
+        elif unknown:
+            self._off(
+                f"the gradient of {_first_of(unknown)} is reduced in a buffer, in the optimizer's step or to one rank,"
+                " and is not whole where this rank's optimizer begins",
+                "reduced elsewhere",
+            )
+        elif self._learned:
+            context.recorder.meta.add("probe", name=self.name, state="on", reason="learned from all-reduces")
         if self._rows and [(row.name, row.ranks) for row in rows] == [(row.name, row.ranks) for row in self._rows]:
             return
         self._rows = rows
         self._now, self._rotation = {}, Rotation(0)  # of rows that may not be there any more
-        if unknown:
-            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            self._off(f"nothing says which ranks share the gradient of {unknown[0]}{more}")
-        elif self._learned:
-            context.recorder.meta.add("probe", name=self.name, state="on", reason="learned from all-reduces")
         if not self._rows:
             return
         everything = context.levels.get(self.name) == "all"
@@ -315,14 +321,18 @@ class LedgerProbe(Probe):
         self.context.recorder.meta.add("probe", name=self.name, state="off", reason=reason, short=short)
 
 
-def find_rows(context: Context) -> tuple[list[LedgerRow], list[str]]:
-    """The rows of a ledger, and the names of trained parameters of which nothing says who shares their gradient."""
+def _first_of(unknown: list[Named]) -> str:
+    return unknown[0].name + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
+
+
+def find_rows(context: Context) -> tuple[list[LedgerRow], list[Named]]:
+    """The rows of a ledger, and the trained parameters of which nothing says who shares their gradient."""
     model, trained = context.model, context.trained_by()
     assert model is not None
     shards = fsdp_shards(model)
     inside = {id(p): ddp for ddp in reversed(wrappers(model)) for p in ddp.parameters()}
     rows: list[LedgerRow] = []
-    unknown: list[str] = []
+    unknown: list[Named] = []
     flats = {id(p): flat for flat in flat_parameters(model) for p in flat.held}
     megatron = megatron_groups(model)
     for named in model_tensors(model, context.replicas):
@@ -338,7 +348,7 @@ def find_rows(context: Context) -> tuple[list[LedgerRow], list[str]]:
             else _flat_row(flat, shards[id(flat.parameter)])
         )
         if row is None:
-            unknown.append(named.name)
+            unknown.append(named)
         else:
             rows.append(row)
     return rows, unknown

@@ -71,7 +71,7 @@ class ParameterProbe(Probe):
         """Let go of the model."""
         self._tensors = []
         self._memory = {}
-        self.context.reductions, self.context.learned = None, {}
+        self.context.reductions, self.context.learned, self.context.reduced_elsewhere = None, {}, set()
         super().remove()
 
     def before_optimizer(self) -> None:
@@ -123,6 +123,7 @@ class ParameterProbe(Probe):
 
         Gradients that an optimizer reduces `within` its step are not reduced when it begins.
         """
+        self.context.reduced_elsewhere = {id(self._tensors[row].tensor) for row in copies.keys() & within}
         self.context.learned = {id(self._tensors[row].tensor): copies[row] for row in copies.keys() - within}
         rows = [t.row for t in self._tensors]
         for row in self._unknown & copies.keys():

@@ -3,9 +3,9 @@
 A gradient that is all-reduced before every step makes the same update on all members of the group, so they hold copies
 that must stay equal, whether the program averages gradients by hand, as hooks or in flat buffers, and whatever other
 dimensions it is parallel along. So does one whose sum is scattered in shares of a buffer with all gradients (ZeRO by
-hand), and the gradient of a master copy that is reduced in its place. Only the first optimizer steps are looked at,
-only of parameters of which nothing else tells who holds copies. A gradient that is reduced over several groups, or not
-before every step, tells nothing.
+hand), one that is reduced to the rank that trains it for all, and the gradient of a master copy in its place. Only the
+first optimizer steps are looked at, only of parameters of which nothing else tells who holds copies. A gradient that is
+reduced over several groups, or not before every step, tells nothing.
 """
 
 from __future__ import annotations
@@ -57,17 +57,20 @@ class Reductions:
         self._other: dict[str, int] = {}  # by operation that is no sum: a row it was done to since the last step
         self._others: dict[str, tuple[int, int]] = {}  # the same of all steps, and of how many
 
-    def reduced(self, tensors: Sequence[torch.Tensor], ranks: Ranks, *, stepping: bool = False) -> None:
-        """`tensors` are about to be summed or averaged over `ranks`; `stepping`: while an optimizer steps."""
+    def reduced(self, tensors: Sequence[torch.Tensor], ranks: Ranks, *, elsewhere: bool = False) -> None:
+        """`tensors` are about to be summed or averaged over `ranks`.
+
+        `elsewhere`: this rank does not find the result where it steps: a step is under way, or one rank gets it.
+        """
         if len(ranks) < 2:
             return
         for tensor in tensors:
             rows = self._rows_of(tensor)
-            if not rows and tensor.dim() == 1 and tensor.is_floating_point() and not stepping:
+            if not rows and tensor.dim() == 1 and tensor.is_floating_point() and not elsewhere:
                 self._buffers[ranks] += tensor.numel()
             for row in rows:
                 self._now.setdefault(row, set()).add(ranks)
-                if stepping or (self._masters and not self._is_gradient(_place(tensor))):
+                if elsewhere or (self._masters and not self._is_gradient(_place(tensor))):
                     self.within.add(row)
 
     def scattered(self, shares: Sequence[torch.Tensor], ranks: Ranks) -> None:

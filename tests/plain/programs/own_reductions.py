@@ -136,3 +136,56 @@ def averages_parameters_later_on(rank: int, world: int, watch: Watch) -> list[fl
     assert_learned(losses)
     assert_replicas_equal(model.parameters())
     return losses
+
+
+@program(ranks=3)
+def reduces_to_the_rank_that_trains_it(rank: int, world: int, watch: Watch) -> list[float]:
+    """Each rank trains every third parameter, whose gradient is reduced to it alone, and sends what it made of it."""
+    model = mlp()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters[rank::world], 1e-2)
+    watch(model, optimizer)
+    losses = []
+    for step in range(2 * STEPS):
+        x, y = batch(rank, step)
+        loss = mse(model(x), y)
+        loss.backward()
+        for number, parameter in enumerate(parameters):
+            dist.reduce(parameter.grad, number % world)
+            if number % world == rank:
+                parameter.grad /= world
+            else:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        for number, parameter in enumerate(parameters):
+            dist.broadcast(parameter.data, number % world)
+        losses.append(loss.item())
+    assert_learned(losses)
+    assert_replicas_equal(parameters)
+    return losses
+
+
+@program()
+def reduces_to_one_that_steps_for_all(rank: int, world: int, watch: Watch) -> list[float]:
+    """The first rank steps for all; what the others make of their own gradients is written over by its weights."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch(model, optimizer)
+    losses = []
+    for step in range(2 * STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        work = [dist.reduce(parameter.grad, 0, op=dist.ReduceOp.SUM, async_op=True) for parameter in model.parameters()]
+        for each, parameter in zip(work, model.parameters(), strict=True):
+            each.wait()
+            parameter.grad /= world
+        optimizer.step()
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+        losses.append(loss.item())
+    assert_learned(losses)
+    assert_replicas_equal(model.parameters())
+    return losses

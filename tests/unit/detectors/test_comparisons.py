@@ -106,6 +106,16 @@ def test_what_else_is_off(tmp_path: Path):
     }
 
 
+def test_gradients_that_are_not_followed_are_told_of_all_ranks_together(tmp_path: Path):
+    run = run_of(tmp_path, [layout(r, [0, 1]) for r in (0, 1)])
+    for rank, name in zip(run.ranks, ("a", "b"), strict=True):
+        rank.meta("probe", name="ledger", state="off", reason=f"{name} is reduced to one rank", short="elsewhere")
+    said = [off.text for off in comparisons_off(run.view()) if off.reason == "elsewhere"]
+    assert said == [
+        "what becomes of each rank's gradient is not followed on ranks 0 and 1: on rank 0, a is reduced to one rank"
+    ]
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [

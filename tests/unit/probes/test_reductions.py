@@ -74,7 +74,7 @@ def test_what_an_optimizer_reduces_in_its_step_is_told_apart():
     for each in named:
         each.tensor.grad = torch.ones_like(each.tensor)
     reductions.reduced([named[0].tensor.grad], ALL)
-    reductions.reduced([named[1].tensor.grad], ALL, stepping=True)
+    reductions.reduced([named[1].tensor.grad], ALL, elsewhere=True)
     assert reductions.within == {1}
 
 
@@ -168,3 +168,13 @@ def test_shares_of_a_buffer_with_all_gradients():
     assert learned(named, reduce(7, calls=2)).found() == found.found()  # in two buckets
     assert learned(named, reduce(10)).found() == {}  # of something else
     assert learned(named, reduce(40)).found() == {}
+
+
+def test_what_is_reduced_to_the_rank_that_trains_it_is_whole_on_no_other():
+    def reduce(reductions, gradients, step):
+        for gradient in gradients:
+            reductions.reduced([gradient], PAIR, elsewhere=True)
+
+    found = learned(tensors(2), reduce)
+    assert found.found() == {0: PAIR, 1: PAIR}
+    assert found.within == {0, 1}
