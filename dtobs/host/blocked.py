@@ -24,6 +24,8 @@ _CALLS: dict[str, dict[str, tuple[int, ...]]] = {
         "child by kind": (247,),
         "lock": (72, 73),
         "sleep": (35, 230),
+        "open": (2,),
+        "open at": (257, 437),
     },
     "aarch64": {
         "read": (63, 65, 67, 207, 212),
@@ -34,11 +36,13 @@ _CALLS: dict[str, dict[str, tuple[int, ...]]] = {
         "child by kind": (95,),
         "lock": (25, 32),
         "sleep": (101, 115),
+        "open at": (56, 437),
     },
 }
 """What a system call does, by the machine and its number (Linux, arch/x86/entry/syscalls and asm-generic/unistd.h)."""
 _MOST_COMMAND = 60
 _MOST_BYTES = 1 << 20
+_PAGE = 4096
 
 
 def waits_for(pid: int, ranks: Mapping[int, int], proc: Path = Path("/proc"), machine: str = "") -> str:
@@ -56,7 +60,22 @@ def waits_for(pid: int, ranks: Mapping[int, int], proc: Path = Path("/proc"), ma
         return _child(pid, first if does == "child" else second, proc)
     if does == "sleep":
         return "a sleep to end"
+    if does in ("open", "open at"):
+        path = _text_at(pid, first if does == "open" else second, proc)
+        return f"the file {path} to open" if path else "a file to open"
     return _descriptor(pid, does, first & 0xFFFFFFFF, ranks, proc) if does else ""
+
+
+def _text_at(pid: int, address: int, proc: Path) -> str:
+    """The text at an address of the process, as far as its page goes; "" where that may not be read."""
+    try:
+        with (proc / str(pid) / "mem").open("rb", buffering=0) as memory:
+            memory.seek(address)
+            found = memory.read(_PAGE - address % _PAGE)
+    except (OSError, OverflowError, ValueError):
+        return ""
+    text = found.partition(b"\0")[0].decode(errors="replace")
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _child(pid: int, child: int, proc: Path) -> str:

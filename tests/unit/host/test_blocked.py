@@ -117,3 +117,18 @@ def test_what_the_call_names(tmp_path: Path, call: str, target: str, expected: s
 def test_a_machine_of_which_no_calls_are_known(tmp_path: Path) -> None:
     pretended(tmp_path, "63 0x5 0x0 0x0", _5="/data/x")
     assert waits_for(7, {}, tmp_path, "riscv64") == ""
+
+
+def test_opening_a_pipe_with_a_name_that_nobody_reads_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    os.mkfifo(path)
+    child = subprocess.Popen([sys.executable, "-c", f"open({str(path)!r}, 'wb')"])
+    try:
+        for _ in range(1000):
+            if waits_for(child.pid, {}) == f"the file {path} to open":
+                break
+            time.sleep(0.01)
+        assert waits_for(child.pid, {}) == f"the file {path} to open"
+    finally:
+        child.kill()
+        child.wait()
