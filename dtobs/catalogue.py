@@ -221,7 +221,8 @@ _ROWS: tuple[Row, ...] = (
         "hangs",
         Severity.CRITICAL,
         "A rank finished while its peers still train",
-        "Make every rank do the same number of steps: uneven shards are the usual cause (drop_last, Join).",
+        "See what ended this rank's loop: a shard shorter than those of others (drop_last, Join), or a condition that"
+        " each rank decides by itself (early stop, NaN, time limit), which all must decide together.",
         Trait.ENDING | Trait.AFTERMATH | Trait.DEADLOCK | Trait.SEEN,
     ),
     (
@@ -237,7 +238,8 @@ _ROWS: tuple[Row, ...] = (
         "hangs",
         Severity.CRITICAL,
         "Native code holds a rank's Python lock",
-        "The stack names the call into native code. Release the GIL there, or move the call to a process of its own.",
+        "The stack names the call into native code: see whether what it waits for answers (storage, a pipe, a server),"
+        " and release the GIL there, or move the call to a process of its own.",
         Trait.RECOVERABLE | Trait.SEEN | Trait.SAYS_WHY,
     ),
     (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 
 NONE = "–"
 MAX_RUNS = 8
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,40}[ -/]?[@-~]|\x1b[()][A-Z0-9]|\x1b\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|\x1b.")
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -111,3 +113,8 @@ def middle_out(text: str, most: int) -> str:
     """`text` in at most `most` characters: the beginning and the end of a longer one; messages end with the reason."""
     kept = most - 3
     return text if len(text) <= most else f"{text[: kept - kept // 2]} … {text[len(text) - kept // 2 :]}"
+
+
+def without_escapes(text: str) -> str:
+    """`text` without the sequences by which programs colour it and move a terminal's cursor."""
+    return _ESCAPES.sub("", text) if "\x1b" in text else text

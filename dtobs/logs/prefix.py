@@ -14,9 +14,9 @@ import re
 from dataclasses import dataclass
 
 from dtobs.logs.places import REPLICAS
+from dtobs.words import without_escapes
 
 _LAYERS = 8
-_ANSI = re.compile(r"\x1b\[[0-9;?]{0,40}[ -/]?[@-~]|\x1b[()][A-Z0-9]|\x1b\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|\x1b.")
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127], None)
 
 _RANK = re.compile(r"\[(?:rank|RANK|Rank)[ :=]{0,2}(\d{1,7})\[?\]:? ?")
@@ -105,8 +105,7 @@ NOBODY = Origin()
 def plain(raw: bytes) -> str:
     """A line as text without what terminals would obey."""
     text = raw.decode("utf-8", "replace")
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
+    text = without_escapes(text)
     return text.translate(_CONTROLS) if not text.isprintable() else text
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from dtobs.events import Kind, RankState, identify, phase_name
 from dtobs.probes.base import Probe
 from dtobs.probes.call_site import PYTHONS, whose
-from dtobs.words import middle_out
+from dtobs.words import middle_out, without_escapes
 
 MAX_MESSAGE = 2000
 MAX_LINES = 60
@@ -119,11 +119,11 @@ class Exceptions(Probe):
     def _described(self, error: BaseException) -> dict[str, Any]:
         context, kind = self.context, type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        lines = "".join(traceback.format_exception(error)).splitlines()
+        lines = without_escapes("".join(traceback.format_exception(error))).splitlines()
         return {
             "id": identify(f"{name}|{error}"),
             "type": name,
-            "message": middle_out(without_frames(str(error)), MAX_MESSAGE),
+            "message": middle_out(without_frames(without_escapes(str(error))), MAX_MESSAGE),
             "traceback": lines[-MAX_LINES:],
             "chain": _chain(error),
             "t_ns": time.monotonic_ns(),
@@ -247,7 +247,7 @@ def _chain(error: BaseException) -> list[dict[str, str]]:
         kind = type(link)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         how = "cause" if before is explicit else "context"
-        found.append({"type": name, "message": str(link)[:MAX_LINK], "file": file, "how": how})
+        found.append({"type": name, "message": without_escapes(str(link))[:MAX_LINK], "file": file, "how": how})
     return found
 
 

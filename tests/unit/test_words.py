@@ -33,6 +33,7 @@ from dtobs.words import (
     runs_text,
     significant,
     verb,
+    without_escapes,
 )
 from tests.unit.preflight.evidence import healthy
 
@@ -168,3 +169,10 @@ def test_a_long_message_keeps_its_beginning_and_its_end():
     assert middle_out("short", 20) == "short"
     told = middle_out("Model(" + "layer, " * 100 + ") got no input", 40)
     assert len(told) == 40 and told.startswith("Model(layer") and told.endswith("got no input")
+
+
+@pytest.mark.parametrize(
+    "coloured", ["\x1b[31;1mtorn\x1b[0m file", "\x1b]8;;http://a\x07torn\x1b]8;;\x07 file", "torn file"]
+)
+def test_text_without_what_terminals_obey(coloured: str) -> None:
+    assert without_escapes(coloured) == "torn file"

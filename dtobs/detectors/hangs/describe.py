@@ -136,6 +136,9 @@ def waits_there(situation: Situation, rank: int) -> str:
     waits_for = capture.ranks[rank].waits_for
     if not waits_for and (thread := thread_beside(situation.view, rank)) is not None:
         waits_for = f"a lock or a thread, while a thread of its own is at {thread.user_frame}"
+    process = situation.view.process(rank)
+    if not waits_for and process is not None and process.wchan.startswith("futex"):
+        waits_for = "a lock or a thread of its own"  # who owns the lock the kernel does not know
     return f", where it waits for {waits_for}" if waits_for else ""
 
 

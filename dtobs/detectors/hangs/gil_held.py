@@ -7,7 +7,14 @@ hang as well. The evidence is that native threads of the process answered while 
 from __future__ import annotations
 
 from dtobs.detectors.hangs.absent import together
-from dtobs.detectors.hangs.describe import line_of, stack_evidence, still_working, waiters, waiting_evidence
+from dtobs.detectors.hangs.describe import (
+    line_of,
+    stack_evidence,
+    still_working,
+    waiters,
+    waiting_evidence,
+    waits_there,
+)
 from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 from dtobs.words import ranks_text
@@ -18,12 +25,12 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
     found = []
     mine = [rank for rank, code in situation.halted.items() if code == "gil-held" and rank in left]
     for ranks, absence in together(situation, mine):
-        line = line_of(situation, ranks[0])
+        line, waits = line_of(situation, ranks[0]), waits_there(situation, ranks[0])
         peers = f"; {waiters(situation, absence)}" if absence.waiting else ""
         found.append(
             Finding(
                 "gil-held",
-                f"native code holds the Python lock of {ranks_text(ranks)}{f' {line}' if line else ''}: "
+                f"native code holds the Python lock of {ranks_text(ranks)}{f' {line}' if line else ''}{waits}: "
                 f"its native threads answered and Python did not{peers}{still_working(situation, ranks)}",
                 ranks,
                 Confidence.CERTAIN if situation.overdue(ranks) else Confidence.LIKELY,

@@ -28,7 +28,7 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
     if len(loops) < len(stalled.ranks):
         return Told()
     first = stalled.ranks[0]
-    waits = waits_there(situation, first) or _lock(situation, first)
+    waits = waits_there(situation, first)
     sure = all(loop.inner for loop in loops.values()) and "child process" not in waits
     verb = "is" if len(loops) == 1 else "are, the first of them,"
     finding = Finding(
@@ -42,13 +42,6 @@ def find(situation: Situation, left: frozenset[int]) -> Told:
         since_ns=stalled.since_ns,
     )
     return situation.told([finding])
-
-
-def _lock(situation: Situation, rank: int) -> str:
-    """What the kernel says of a thread that waits for another one; who owns the lock it does not know."""
-    process = situation.view.process(rank)
-    waits = process is not None and process.wchan.startswith("futex")
-    return ", where it waits for a lock or a thread of its own" if waits else ""
 
 
 def _stands_in(situation: Situation, rank: int) -> Loop | None:

@@ -207,6 +207,10 @@ def test_gil_held(training):
     (finding,) = found(view).values()
     assert (finding.code, finding.ranks) == ("gil-held", (1,))
     assert "at /me/native.py:5 in call" in finding.summary
+    assert view.capture is not None
+    view.capture.ranks[1] = replace(view.capture.ranks[1], waits_for="the file /data/x.pt to open")
+    (finding,) = found(view).values()
+    assert "at /me/native.py:5 in call, where it waits for the file /data/x.pt to open: its native" in finding.summary
 
 
 def test_gil_held_before_the_rank_moved_on_is_history(training):

@@ -139,6 +139,8 @@ def test_of_a_rank_that_waits_for_a_lock_the_line_of_its_other_thread_is_told(tr
     (finding,) = found(captured(view, rank_1=stack(beside) + stack("/home/me/train.py:9 main"))).values()
     said = "where it waits for a lock or a thread, while a thread of its own is at /home/me/upload.py:4 in put"
     assert (said in finding.summary) == told
+    alone = ", where it waits for a lock or a thread of its own"
+    assert (alone in finding.summary) == (bool(wchan) and not told)
 
 
 @pytest.mark.parametrize("waits", [True, False])

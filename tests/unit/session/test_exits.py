@@ -131,12 +131,14 @@ def test_what_an_error_was_raised_from_and_what_was_handled_then(attach: Attach,
             try:
                 raise KeyError("x")
             except KeyError:
-                raise OSError("no disk")  # noqa: B904 - without a cause of its own
+                raise OSError("\x1b[31mno\x1b[0m disk")  # noqa: B904 - without a cause of its own
         except OSError as why:
-            raise ValueError("no sample") from why
+            raise ValueError("\x1b[1mno\x1b[0m sample") from why
     except ValueError as error:
         sys.excepthook(type(error), error, error.__traceback__)
     session.close_at_exit()
     (said,) = load_run(session.run_dir).meta(0).exceptions
     assert [(link["type"], link["how"]) for link in said["chain"]] == [("OSError", "cause"), ("KeyError", "context")]
-    assert "no sample" in capsys.readouterr().err
+    assert (said["message"], said["chain"][0]["message"]) == ("no sample", "no disk")
+    assert "ValueError: no sample" in said["traceback"]
+    assert "ValueError: \x1b[1mno" in capsys.readouterr().err, "the program's own output is as it was"
