@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtobs.detectors.peers import data_groups
+from dtobs.detectors.silent.averages_apart import buffers_never_alike
 from dtobs.detectors.silent.config_mismatch import UNGRADED, UNHELD, settings_of
 from dtobs.detectors.silent.gradient_nonfinite import skipped_nan
 from dtobs.detectors.silent.learned_copies import learned_keys
@@ -72,6 +73,7 @@ def comparisons_off(view: RunView) -> list[Off]:
         found += _drop_alike(view)
         found += _ledger(view)
         found += _batch_norm(view)
+        found += _buffers(view)
     return list({(off.check, off.reason): off for off in found}.values())[:MOST]
 
 
@@ -188,6 +190,22 @@ def _batch_norm(view: RunView) -> Iterator[Off]:
                 " alone, so the same samples on another number of ranks train another model;"
                 " torch.nn.SyncBatchNorm.convert_sync_batchnorm makes them those of all ranks",
             )
+
+
+def _buffers(view: RunView) -> Iterator[Off]:
+    """A fact: a codebook, a centre or a running mean that each rank makes of its own samples."""
+    for ranks, names in buffers_never_alike(view):
+        if all(is_declared("own-statistics", view.meta(rank).policy) for rank in ranks):
+            continue
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield Off(
+            "buffers",
+            "of each rank",
+            f"buffers of the model differ between {ranks_text(ranks)} after every forward looked at ({names[0]}{more}),"
+            " though the parameters that are compared are alike: where each rank makes them of its own samples (a"
+            " codebook, a centre), a checkpoint has those of one rank; all_reduce what they are made of to have them of"
+            " all samples",
+        )
 
 
 def _never_called(view: RunView) -> Iterator[Off]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.detectors.peers import outliers
+from dtobs.detectors.peers import data_groups, outliers
 from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import AVERAGES, AVERAGES_PIECES
@@ -26,6 +26,8 @@ from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
 
 VALUES, LOOKS = 4, 2
+APART_LOOKS = 16
+"""Looks in all of which buffers differ, before it is said."""
 RECENT = 16
 """Records of a rank, the newest, in which a look that all ranks have is sought first."""
 REST_LOOKS = 16
@@ -63,6 +65,23 @@ def averages_apart(view: RunView) -> list[Finding]:
         elif label and used and (told := _rests(label, holders, moving)) is not None:
             found.append(told)
     return found
+
+
+def buffers_never_alike(view: RunView) -> Iterator[tuple[list[int], list[str]]]:
+    """Data-parallel ranks with equal parameters, and the float buffers that differed between them in every look."""
+    for (label, pieces), holders in _holders(view).items():
+        for group in data_groups(view) if not label else ():
+            written = {rank: _looks(view, rank, holders[rank][0]) for rank in group if rank in holders}
+            if len(written) < 2 or not all(map(len, written.values())):
+                continue
+            steps = functools.reduce(np.intersect1d, (looks["step"] for looks in written.values()))
+            if len(steps) < APART_LOOKS or not models_agree(view, list(written), int(steps[0]) - 1):
+                continue
+            every = np.stack([looks["digest"][np.isin(looks["step"], steps)] for looks in written.values()])
+            apart = (every != every[:1]).any(axis=0).all(axis=0)
+            names = [name for name, differs in zip(pieces, apart, strict=False) if differs]
+            if names:
+                yield list(written), names
 
 
 def _agree_now(recent: dict[int, npt.NDArray[np.void]]) -> bool:

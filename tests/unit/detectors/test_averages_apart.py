@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.silent.averages_apart import averages_apart
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import AVERAGES
 from dtobs.recording.meta import Parameter
+from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRun
 
 PIECES = ["a.weight", "b.weight", "c.weight"]
@@ -18,9 +21,13 @@ Copies = list[list[list[int]]]
 """By rank and look the digests of the pieces; None for a rank whose copy never moved."""
 
 
-def told(
+def told(tmp_path: Path, looks: Copies, **options: Any) -> list[Finding]:
+    return averages_apart(recorded(tmp_path, looks, **options))
+
+
+def recorded(
     tmp_path: Path, looks: Copies, *, label: str = "EMA", used: bool = False, models_differ: bool = False
-) -> list[Finding]:
+) -> RunView:
     run = FakeRun(tmp_path, len(looks))
     for rank in run.ranks:
         rank.parameters(Parameter("w", (4,), "float32", "copies:all"))
@@ -32,7 +39,7 @@ def told(
         for step in range(1, 40):
             value = step + (1000 * rank.number if models_differ else 0)
             rank.step(step, params_digest=value).digests(value, step=step)
-    return averages_apart(run.view())
+    return run.view()
 
 
 def alike(count: int, world: int = 2) -> Copies:
@@ -82,6 +89,25 @@ def test_statistics_that_were_never_alike_hide_nothing(tmp_path: Path):
     """A dict of the whole state has those of batch norms as well."""
     (found,) = told(tmp_path, changed(changed(alike(30), 1, 0, piece=2), 1, 20))
     assert ": b.weight; it was alike" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("looks", "options", "said"),
+    [
+        (changed(changed(alike(30), 1, 0), 1, 0, piece=2), {}, "(b.weight and 1 more)"),
+        (changed(alike(30), 1, 0), {"models_differ": True}, ""),
+        (changed(alike(30), 1, 0), {"label": "EMA"}, ""),  # a copy, and no buffers
+        (changed(alike(30), 1, 0, until=29), {}, ""),
+        (changed(alike(12), 1, 0), {}, ""),
+        (alike(30), {}, ""),
+        ([alike(30)[0], []], {}, ""),
+    ],
+)
+def test_buffers_that_were_never_alike_are_a_fact(tmp_path: Path, looks: Copies, options: Any, said: str):
+    view = recorded(tmp_path, looks, **{"label": "", **options})
+    facts = [off.text for off in comparisons_off(view) if off.check == "buffers"]
+    assert len(facts) == bool(said)
+    assert all(said in fact for fact in facts)
 
 
 def test_ranks_that_hold_other_shards_are_compared_with_their_own_replicas(tmp_path: Path):
