@@ -55,8 +55,8 @@ ROWS: tuple[Row, ...] = (
         "silent",
         Severity.CRITICAL,
         "An optimizer does not get the gradients of all ranks",
-        "Call the wrapped model itself, make every parameter before wrapping it, and check the ranks of the process "
-        "group given to the wrapper.",
+        "Wrap every model that is trained (DistributedDataParallel) and call the wrapped one, make every parameter "
+        "before wrapping it, and check the ranks of the process group given to the wrapper.",
         Trait.PARTS,
         "own-models",
     ),
