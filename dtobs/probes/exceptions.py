@@ -52,6 +52,9 @@ class Exceptions(Probe):
         super().__init__()
         self._seen: set[int] = set()
         self._leaving: _Leaving | None = None
+        self._left_at: tuple[int, dict[str, Any] | None] | None = (
+            None  # where ``sys.exit(0)`` was called, in which step
+        )
         self.saw: Callable[[BaseException], object] = _ignore
 
     def install(self) -> None:
@@ -86,6 +89,8 @@ class Exceptions(Probe):
                     failed, why = False, f"{said['type'].rpartition('.')[2]}: {said['message']}"
                     said |= {"type": "SystemExit", "message": why}
             self._leaving = _Leaving(self.context.step, id(error), said, failed)
+        elif code in (None, 0) and threading.current_thread() is threading.main_thread():
+            self._left_at = (self.context.step, self._frame_here())
 
     def _leaves_already(self, code: object) -> bool:
         """Whether `code` only says again why the program leaves, as multiprocessing does from Python 3.13 on."""
@@ -103,6 +108,8 @@ class Exceptions(Probe):
         if flying is not None and not isinstance(flying, SystemExit):
             self.record(flying)
             return
+        if self._left_at is not None and self._left_at[0] == self.context.step:
+            self.context.recorder.meta.add("process", left_at=self._left_at[1])
         if leaving is None or leaving.step != self.context.step or leaving.error in self._seen or self._told_to_end():
             return
         self._write(leaving.said, leaving.failed)

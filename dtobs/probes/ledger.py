@@ -126,8 +126,8 @@ class LedgerProbe(Probe):
             self._off(f"nothing says which ranks share the gradient of {_first_of(untold)}")
         elif unknown:
             self._off(
-                f"the gradient of {_first_of(unknown)} is reduced in a buffer, in the optimizer's step or to one rank,"
-                " and is not whole where this rank's optimizer begins",
+                f"the gradient of {_first_of(unknown)} is reduced in a buffer or a copy, in the optimizer's step, or"
+                " to one rank, and is not whole where this rank's optimizer begins",
                 "reduced elsewhere",
             )
         elif self._learned:

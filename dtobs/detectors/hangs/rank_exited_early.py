@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence, waits_in
-from dtobs.detectors.hangs.endings import TOGETHER_NS, End
+from dtobs.detectors.hangs.endings import TOGETHER_NS, End, raised_at
 from dtobs.detectors.hangs.p2p_unmatched import message_counts
 from dtobs.detectors.hangs.situation import LEFT, Absence, Situation, Told
 from dtobs.findings import Confidence, Finding
@@ -140,4 +140,5 @@ def _by_launcher(situation: Situation, rank: int) -> bool:
 def _how(situation: Situation, rank: int) -> str:
     if _by_launcher(situation, rank):
         return "left the training"
-    return situation.endings[rank].left_by or "ended normally"
+    place = raised_at({"frame": situation.view.meta(rank).process.get("left_at")})
+    return situation.endings[rank].left_by or (f"ended normally by sys.exit at {place}" if place else "ended normally")

@@ -181,6 +181,14 @@ def test_exited_early_while_peers_wait(training):
     assert "rank 1 ended normally after 20 steps, of which its peers did 21" in finding.summary
 
 
+def test_exited_early_by_a_call_of_exit(training):
+    run = training(2)
+    run.rank(1).meta("process", left_at={"file": "a.py", "line": 9, "function": "stop"}).close()
+    run.rank(0).collective(wait=True)
+    (finding,) = found(run.view(later=61, processes={1: gone(0)})).values()
+    assert "rank 1 ended normally by sys.exit at a.py:9 in stop after 20 steps, while" in finding.summary
+
+
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
