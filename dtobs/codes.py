@@ -35,6 +35,7 @@ class Trait(Flag):
     MACHINE = auto()  #: a host or a link is to blame, not the program
     PARTS = auto()  #: it makes copies of a model part: their divergence is its consequence
     TRANSIENT = auto()  #: nobody can say whether the same program fails again
+    LASTS = auto()  #: the model keeps what it did, also when the steps since are right
     HANG = RECOVERABLE | DEADLOCK | DISAGREEMENT  #: it is over only when the run moves on
 
 

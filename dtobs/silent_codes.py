@@ -216,6 +216,7 @@ ROWS: tuple[Row, ...] = (
         Severity.CRITICAL,
         "Ranks of one model replica read different data",
         "Seed and shard the data by the data-parallel place only, or broadcast each batch within the group.",
+        Trait.LASTS,
     ),
     (
         "data-not-resumed",

@@ -14,7 +14,7 @@ from dtobs.detectors.base import Detector
 from dtobs.detectors.hangs.stall import moved_on
 from dtobs.detectors.performance.throughput_drop import lasts
 from dtobs.expectations import is_declared
-from dtobs.findings import Finding, Severity, Trait
+from dtobs.findings import Confidence, Finding, Severity, Trait
 from dtobs.recording.view import RunView
 
 FAMILIES = ("hangs", "silent", "performance")
@@ -69,9 +69,12 @@ def is_over(view: RunView, finding: Finding, found_ns: int, found: Sequence[Find
     """Whether what a look of `found_ns` has told and the present one does not tell any more has come to its end.
 
     A hang is over when the run trains again, and a fall of its pace when the pace is back or is told in other words.
+    What made a model wrong is not over when the steps since are right: the job may have gone on to something else.
     """
     if finding.traits & Trait.HANG:
         return moved_on(view, found_ns)
+    if finding.traits & Trait.LASTS and finding.confidence is not Confidence.POSSIBLE:
+        return False
     if finding.code != "throughput-drop" or any(other.code == finding.code for other in found):
         return True
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import dtobs
+from dtobs.detectors import is_over
 from dtobs.detectors.silent.batchnorm_unsynchronized import batchnorm_unsynchronized
 from dtobs.detectors.silent.data_mismatch import data_mismatch
 from dtobs.detectors.silent.data_overlap import data_overlap
@@ -275,6 +277,14 @@ def test_tensor_parallel_ranks_that_read_apart_are_found(tmp_path: Path):
     two = replicas(tmp_path / "b", own, dealt=4)
     assert [f.ranks for f in two] == [(0, 1), (2, 3)]
     assert two[0].summary.endswith("the sampler deals to 4 ranks, and there are 2 replicas of the model")
+
+
+def test_a_model_taught_with_mismatched_data_is_not_right_when_the_data_are(tmp_path: Path):
+    """A job that goes on to something else keeps its verdict, unless that was only possible."""
+    (found,) = replicas(tmp_path / "then", no_longer_alike)
+    now = FakeRun(tmp_path / "now", 2).view()
+    assert not is_over(now, found, 0, [])
+    assert is_over(now, replace(found, confidence=Confidence.POSSIBLE), 0, [])
 
 
 def test_ranks_that_split_sequences_are_asked_for_their_sampler_only(tmp_path: Path):
