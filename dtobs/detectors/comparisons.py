@@ -18,6 +18,7 @@ from dtobs.detectors.silent.averages_apart import buffers_never_alike
 from dtobs.detectors.silent.config_mismatch import UNGRADED, UNHELD, settings_of
 from dtobs.detectors.silent.gradient_nonfinite import skipped_nan
 from dtobs.detectors.silent.learned_copies import learned_keys
+from dtobs.detectors.silent.own_models import parted_since
 from dtobs.detectors.silent.replica_divergence import apart_on_purpose
 from dtobs.detectors.silent.seed_policy import dropping_alike
 from dtobs.expectations import is_declared
@@ -327,19 +328,23 @@ def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
     learned = learned_keys(view)
     dealt = {p.name for rank in known for p in view.meta(rank).params if 0 in p.shape}  # whole, but to single ranks
     unknown = {
-        rank: sum(
-            not p.replica and not p.counts and (rank, row) not in learned and p.name not in dealt
+        rank: [
+            row
             for row, p in enumerate(view.meta(rank).params)
-        )
+            if not p.replica and not p.counts and (rank, row) not in learned and p.name not in dealt
+        ]
         for rank in known
     }
     if any(unknown.values()):
-        rank = max(unknown, key=lambda r: unknown[r])
+        rank = max(unknown, key=lambda r: len(unknown[r]))
+        parted, step = parted_since(view, unknown)
+        apart = f" ({parted} began alike on {ranks_text(known)}, and no two of these agree after step {step})"
         yield Off(
             "copies of the model",
             "copies unknown",
-            f"{unknown[rank]} of {len(view.meta(rank).params)} parameters are not compared between ranks: nothing says"
-            " which ranks hold copies of them; where some do, declare it with attach(replicas=GROUP)",
+            f"{len(unknown[rank])} of {len(view.meta(rank).params)} parameters are not compared between ranks: nothing"
+            f" says which ranks hold copies of them{apart if parted else ''}; where some do, declare it with"
+            " attach(replicas=GROUP)",
         )
 
 

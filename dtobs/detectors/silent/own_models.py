@@ -51,6 +51,32 @@ def own_models(view: RunView) -> list[Finding]:
     return [*found, *(f for f in averaged_in_parts(view) if f.ranks not in told)]
 
 
+def parted_since(view: RunView, rows: Mapping[int, list[int]]) -> tuple[int, int]:
+    """How many tensors began alike on all ranks and are different on each after a step, and which step.
+
+    `rows` are those of each rank's table that are asked for; the step is the newest of which all ranks have a look.
+    """
+    histories = {rank: view.digests(rank) for rank in rows}
+    if not 1 < len(rows) <= MOST_RANKS or not all(map(len, histories.values())):
+        return 0, 0
+    begins, ends = ({int(h["step"][at]) for h in histories.values()} for at in (0, -1))
+    first, last = max(begins), min(ends)
+    values: list[dict[tuple[str, tuple[int, ...]], list[int]]] = [defaultdict(list), defaultdict(list)]
+    for rank, history in histories.items():
+        for found, step in zip(values, (first, last), strict=True):
+            look = history["digest"][history["step"] == step]
+            for row in rows[rank] if len(look) and rows[rank] and rows[rank][-1] < look.shape[1] else ():
+                tensor = view.meta(rank).params[row]
+                found[tensor.name, tuple(tensor.shape)].append(int(look[-1][row]))
+    began, now = values
+    parted = [
+        tensor
+        for tensor, each in now.items()
+        if len(each) == len(rows) == len(set(each)) and len(began[tensor]) == len(rows) and len(set(began[tensor])) == 1
+    ]
+    return len(parted), last
+
+
 @dataclass(frozen=True)
 class _Left:
     """The tensors of a rank of which nothing tells copies, what they began with, and whether they are all it has."""

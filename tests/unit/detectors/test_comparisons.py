@@ -106,6 +106,25 @@ def test_what_else_is_off(tmp_path: Path):
     }
 
 
+@pytest.mark.parametrize(
+    ("began", "now", "said"),
+    [
+        ((1, 1, 1), (5, 6, 7), " (1 began alike on ranks 0-2, and no two of these agree after step 8)"),
+        ((1, 1, 1), (5, 6, 6), ""),
+        ((1, 1, 1), (1, 1, 1), ""),
+        ((1, 1, 2), (5, 6, 7), ""),
+    ],
+)
+def test_what_began_alike_and_is_so_no_more_is_told_where_copies_are_unknown(
+    tmp_path: Path, began: tuple[int, ...], now: tuple[int, ...], said: str
+):
+    run = run_of(tmp_path, [layout(r, [0, 1, 2]) for r in range(3)], replica="")
+    for rank, first, last in zip(run.ranks, began, now, strict=True):
+        rank.digests(first, step=-1).digests(last, step=8)
+    (text,) = [off.text for off in comparisons_off(run.view()) if off.reason == "copies unknown"]
+    assert f"which ranks hold copies of them{said}; where some do" in text
+
+
 def test_gradients_that_are_not_followed_are_told_of_all_ranks_together(tmp_path: Path):
     run = run_of(tmp_path, [layout(r, [0, 1]) for r in (0, 1)])
     for rank, name in zip(run.ranks, ("a", "b"), strict=True):
