@@ -6,8 +6,8 @@ a DistributedSampler; and since the first step all that moves differs between al
 travelled between them as a gradient has. It is only possible that this is a mistake: models may be kept apart on
 purpose, and averaged later than after `FIRST_PERIOD` steps. Ranks that have nothing in common, send each other messages
 (a pipeline), read the same samples or began differently (an ensemble) are left alone. The same is asked of single
-tensors of a model whose others are sharded or averaged, where nothing is exchanged as experts do; those may lie in no
-module, as a temperature outside of DDP.
+tensors of a model whose others are sharded or averaged, and of a whole model beside such a one, where nothing is
+exchanged as experts do; they may lie in no module, as a temperature outside of DDP.
 
 Why it hurts: nobody averages the gradients, so each model learns from its own rank's samples only.
 """
@@ -15,8 +15,9 @@ Why it hurts: nobody averages the gradients, so each model learns from its own r
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from dtobs.detectors.silent.config_mismatch import settings_of
 from dtobs.detectors.silent.learned_copies import LEARNED, learned_keys
 from dtobs.detectors.silent.replica_divergence import FIRST_PERIOD
 from dtobs.findings import Confidence, Finding
+from dtobs.recording.meta import Parameter
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
 
@@ -34,7 +36,9 @@ MOST_RANKS = 256
 PARTED = 3
 """The look from which on what is not averaged differs: Adam moves a single number by the learning rate at first."""
 MOST_LEFT_OUT = 0.25
-"""The share of a model's elements that is likely to have been forgotten."""
+"""The share of a model's elements that is likely to have been forgotten; of several models whole ones are as well."""
+_FURTHER = re.compile(r"model \d+\.")
+"""What the names of parameters of a second model begin with (`probes.layout`)."""
 
 
 def own_models(view: RunView) -> list[Finding]:
@@ -108,11 +112,22 @@ def _left_out(view: RunView, rank: int, learned: Mapping[tuple[int, int], str]) 
         return None  # the table was written anew since
     sizes = [0 if p.counts else math.prod(p.shape) for p in meta.params]
     everything = len(rows) == sum(not p.counts for p in meta.params)
-    if not everything and sum(sizes[row] for row in rows) > MOST_LEFT_OUT * sum(sizes):
+    share = sum(sizes[row] for row in rows) / max(1, sum(sizes))
+    if not everything and share > MOST_LEFT_OUT and not _whole_models(meta.params, rows):
         return None  # each rank has experts, or layers, of its own
     tensors = tuple((meta.params[row].name, tuple(meta.params[row].shape)) for row in rows)
     began, step = history["digest"][0][list(rows)].tobytes(), int(history["step"][0])
     return _Left(rows, tensors, began, step, everything)
+
+
+def _whole_models(params: Sequence[Parameter], rows: tuple[int, ...]) -> bool:
+    """Whether these are all parameters of some of the models that a job trains, as of one that nobody wrapped."""
+    models: dict[str, set[bool]] = defaultdict(set)
+    for row, parameter in enumerate(params):
+        if not parameter.counts:
+            further = _FURTHER.match(parameter.name)
+            models[further[0] if further else ""].add(row in rows)
+    return all(len(left) == 1 for left in models.values())
 
 
 def _judge(view: RunView, ranks: list[int], left: _Left) -> Finding | None:

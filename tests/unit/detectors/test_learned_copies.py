@@ -118,21 +118,23 @@ def test_ranks_that_never_call_and_whose_samples_are_dealt_to_them(
 
 
 @pytest.mark.parametrize(
-    ("other", "op", "size", "found"),
+    ("name", "other", "op", "size", "found"),
     [
-        (0, "reduce_scatter", 8, True),
-        (0, "reduce_scatter", 4096, False),  # layers of its own, or experts
-        (0, "all_to_all", 8, False),
-        (1, "reduce_scatter", 8, False),  # began with values of its own
+        ("own", 0, "reduce_scatter", 8, True),
+        ("own", 0, "reduce_scatter", 4096, False),  # layers of its own, or experts
+        ("own", 0, "all_to_all", 8, False),
+        ("own", 1, "reduce_scatter", 8, False),  # began with values of its own
+        ("model 2.own", 0, "reduce_scatter", 4096, True),  # a whole model, as one of two that nobody wrapped
+        ("model 2.own", 1, "reduce_scatter", 4096, False),
     ],
 )
 def test_a_tensor_that_is_left_out_of_what_is_done_for_the_rest(
-    tmp_path: Path, other: int, op: str, size: int, found: bool
+    tmp_path: Path, name: str, other: int, op: str, size: int, found: bool
 ):
     run = FakeRun(tmp_path, 2)
     for number, rank in enumerate(run.ranks):
         rank.parameters(
-            Parameter("w", (64, 64), "float32", f"mesh:1:{number}"), Parameter("own", (size,), "float32", "")
+            Parameter("w", (64, 64), "float32", f"mesh:1:{number}"), Parameter(name, (size,), "float32", "")
         )
         rank.step(0).digests(7 + number, 3 + other * number, step=-1)
         for step in range(1, 30):
@@ -142,7 +144,7 @@ def test_a_tensor_that_is_left_out_of_what_is_done_for_the_rest(
             )
     told = [f for f in findings(run) if f.code == "gradients-not-synchronized"]
     assert [(f.ranks, f.severity) for f in told] == [((0, 1), "note")] * found
-    assert all(f.summary.startswith("the copies of own on ranks 0 and 1 began alike") for f in told)
+    assert all(f.summary.startswith(f"the copies of {name} on ranks 0 and 1 began alike") for f in told)
 
 
 @pytest.mark.parametrize(("reduced", "found"), [(True, [(3,)]), (False, [])])
