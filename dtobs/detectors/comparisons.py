@@ -25,7 +25,7 @@ from dtobs.expectations import is_declared
 from dtobs.recording.laws import UPDATES
 from dtobs.recording.stepless import FIRST_STEPS
 from dtobs.recording.view import RunView
-from dtobs.words import count, ranks_text
+from dtobs.words import count, ranks_text, verb
 
 MOST = 16
 _EVALUATION_STEPS = 16
@@ -36,6 +36,7 @@ _UNTRAINED = {
     UNGRADED: "no gradient came to {} of {} in any step looked at, and nothing changes there, although the optimizer"
     " holds it: where it is to be trained, look for a branch that is not called, or for a detach()",
 }
+_UNKNOWN = "copies unknown"
 _LAYERS = "dropout and batch-norm layers in training mode"
 
 
@@ -74,7 +75,8 @@ def comparisons_off(view: RunView) -> list[Off]:
         found += _drop_alike(view)
         found += _ledger(view)
         found += _batch_norm(view)
-        found += _buffers(view)
+        if not any(off.reason == _UNKNOWN for off in found):  # where models may differ, their buffers say nothing
+            found += _buffers(view)
     return list({(off.check, off.reason): off for off in found}.values())[:MOST]
 
 
@@ -337,11 +339,14 @@ def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
     }
     if any(unknown.values()):
         rank = max(unknown, key=lambda r: len(unknown[r]))
-        parted, step = parted_since(view, unknown)
-        apart = f" ({parted} began alike on {ranks_text(known)}, and no two of these agree after step {step})"
+        parted, alike, step = parted_since(view, unknown)
+        began = f"; {alike} began alike" if alike else ""
+        apart = (
+            f" ({parted} of them {verb(parted, 'differ')} between all of {ranks_text(known)} after step {step}{began})"
+        )
         yield Off(
             "copies of the model",
-            "copies unknown",
+            _UNKNOWN,
             f"{len(unknown[rank])} of {len(view.meta(rank).params)} parameters are not compared between ranks: nothing"
             f" says which ranks hold copies of them{apart if parted else ''}; where some do, declare it with"
             " attach(replicas=GROUP)",

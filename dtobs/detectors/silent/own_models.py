@@ -55,14 +55,15 @@ def own_models(view: RunView) -> list[Finding]:
     return [*found, *(f for f in averaged_in_parts(view) if f.ranks not in told)]
 
 
-def parted_since(view: RunView, rows: Mapping[int, list[int]]) -> tuple[int, int]:
-    """How many tensors began alike on all ranks and are different on each after a step, and which step.
+def parted_since(view: RunView, rows: Mapping[int, list[int]]) -> tuple[int, int, int]:
+    """How many tensors are different on each rank after a step, how many of them were alike at first, and which step.
 
-    `rows` are those of each rank's table that are asked for; the step is the newest of which all ranks have a look.
+    `rows` are those of each rank's table that are asked for; the step is the newest of which all ranks have a look. Of
+    a long run the beginning is not known any more.
     """
     histories = {rank: view.digests(rank) for rank in rows}
     if not 1 < len(rows) <= MOST_RANKS or not all(map(len, histories.values())):
-        return 0, 0
+        return 0, 0, 0
     begins, ends = ({int(h["step"][at]) for h in histories.values()} for at in (0, -1))
     first, last = max(begins), min(ends)
     values: list[dict[tuple[str, tuple[int, ...]], list[int]]] = [defaultdict(list), defaultdict(list)]
@@ -73,12 +74,9 @@ def parted_since(view: RunView, rows: Mapping[int, list[int]]) -> tuple[int, int
                 tensor = view.meta(rank).params[row]
                 found[tensor.name, tuple(tensor.shape)].append(int(look[-1][row]))
     began, now = values
-    parted = [
-        tensor
-        for tensor, each in now.items()
-        if len(each) == len(rows) == len(set(each)) and len(began[tensor]) == len(rows) and len(set(began[tensor])) == 1
-    ]
-    return len(parted), last
+    parted = [tensor for tensor, each in now.items() if len(each) == len(rows) == len(set(each))]
+    alike = [tensor for tensor in parted if len(began[tensor]) == len(rows) and len(set(began[tensor])) == 1]
+    return len(parted), len(alike), last
 
 
 @dataclass(frozen=True)
