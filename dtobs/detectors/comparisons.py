@@ -37,6 +37,8 @@ _UNTRAINED = {
     " holds it: where it is to be trained, look for a branch that is not called, or for a detach()",
 }
 _UNKNOWN = "copies unknown"
+_MOST_ASKED = 8
+"""Ranks whose tensors are held against each other at each look: of thousands it would be much, and they are alike."""
 _LAYERS = "dropout and batch-norm layers in training mode"
 
 
@@ -339,11 +341,11 @@ def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
     }
     if any(unknown.values()):
         rank = max(unknown, key=lambda r: len(unknown[r]))
-        parted, alike, step = parted_since(view, unknown)
+        some = dict(list(unknown.items())[:_MOST_ASKED])
+        of = ranks_text(list(some))
+        parted, alike, step = parted_since(view, some)
         began = f"; {alike} began alike" if alike else ""
-        apart = (
-            f" ({parted} of them {verb(parted, 'differ')} between all of {ranks_text(known)} after step {step}{began})"
-        )
+        apart = f" ({parted} of them {verb(parted, 'differ')} between all of {of} after step {step}{began})"
         yield Off(
             "copies of the model",
             _UNKNOWN,

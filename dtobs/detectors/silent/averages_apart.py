@@ -28,6 +28,8 @@ from dtobs.words import ranks_do, ranks_text
 VALUES, LOOKS = 4, 2
 APART_LOOKS = 16
 """Looks in all of which buffers differ, before it is said."""
+MOST_APART = 8
+"""Ranks whose buffers are held against each other: it is asked at each look."""
 RECENT = 16
 """Records of a rank, the newest, in which a look that all ranks have is sought first."""
 REST_LOOKS = 16
@@ -68,19 +70,27 @@ def averages_apart(view: RunView) -> list[Finding]:
 
 
 def buffers_never_alike(view: RunView) -> Iterator[tuple[list[int], list[str]]]:
-    """Data-parallel ranks with equal parameters, and the float buffers that differed between them in every look."""
+    """Data-parallel ranks with equal parameters, and the float buffers that differed between them in every look.
+
+    Of groups that hold the same, the first is looked at, and of that `MOST_APART` ranks.
+    """
     for (label, pieces), holders in _holders(view).items():
-        for group in data_groups(view) if not label else ():
-            written = {rank: _looks(view, rank, holders[rank][0]) for rank in group if rank in holders}
-            if len(written) < 2 or not all(map(len, written.values())):
+        groups = ([rank for rank in group if rank in holders] for group in (data_groups(view) if not label else ()))
+        for group in [group for group in groups if len(group) > 1][:1]:
+            written = {rank: _looks(view, rank, holders[rank][0]) for rank in group[:MOST_APART]}
+            if not all(map(len, written.values())):
                 continue
             steps = functools.reduce(np.intersect1d, (looks["step"] for looks in written.values()))
-            if len(steps) < APART_LOOKS or not models_agree(view, list(written), int(steps[0]) - 1):
+            if len(steps) < APART_LOOKS:
                 continue
             every = np.stack([looks["digest"][np.isin(looks["step"], steps)] for looks in written.values()])
             apart = (every != every[:1]).any(axis=0).all(axis=0)
             names = [name for name, differs in zip(pieces, apart, strict=False) if differs]
-            if names:
+            # Whether the models agree is dear to ask, and asked once.
+            asked = view.memo.setdefault("buffers apart", {})
+            if names and pieces not in asked:
+                asked[pieces] = models_agree(view, list(written), int(steps[0]) - 1)
+            if names and asked[pieces]:
                 yield list(written), names
 
 

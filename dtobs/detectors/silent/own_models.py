@@ -62,7 +62,7 @@ def parted_since(view: RunView, rows: Mapping[int, list[int]]) -> tuple[int, int
     a long run the beginning is not known any more.
     """
     histories = {rank: view.digests(rank) for rank in rows}
-    if not 1 < len(rows) <= MOST_RANKS or not all(map(len, histories.values())):
+    if len(rows) < 2 or not all(map(len, histories.values())):
         return 0, 0, 0
     begins, ends = ({int(h["step"][at]) for h in histories.values()} for at in (0, -1))
     first, last = max(begins), min(ends)
