@@ -52,9 +52,7 @@ class Exceptions(Probe):
         super().__init__()
         self._seen: set[int] = set()
         self._leaving: _Leaving | None = None
-        self._left_at: tuple[int, dict[str, Any] | None] | None = (
-            None  # where ``sys.exit(0)`` was called, in which step
-        )
+        self._left_at: tuple[int, dict[str, Any] | None] | None = None  # the step and line of ``sys.exit(0)``
         self.saw: Callable[[BaseException], object] = _ignore
 
     def install(self) -> None:

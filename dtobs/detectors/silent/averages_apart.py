@@ -86,11 +86,13 @@ def buffers_never_alike(view: RunView) -> Iterator[tuple[list[int], list[str]]]:
             every = np.stack([looks["digest"][np.isin(looks["step"], steps)] for looks in written.values()])
             apart = (every != every[:1]).any(axis=0).all(axis=0)
             names = [name for name, differs in zip(pieces, apart, strict=False) if differs]
-            # Whether the models agree is dear to ask, and asked once.
+            # Whether the models agree is dear to ask: not again once they do, else when there are twice the looks.
             asked = view.memo.setdefault("buffers apart", {})
-            if names and pieces not in asked:
-                asked[pieces] = models_agree(view, list(written), int(steps[0]) - 1)
-            if names and asked[pieces]:
+            looks, agree = asked.get(pieces, (0, False))
+            if names and not agree and len(steps) >= 2 * looks:
+                agree = models_agree(view, list(written), int(steps[0]) - 1)
+                asked[pieces] = len(steps), agree
+            if names and agree:
                 yield list(written), names
 
 
