@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from dtobs.detectors.peers import (
     rows_of,
     sequence_groups,
     sequence_mesh,
+    side_by_side,
     tensor_groups,
     tokens_shared_with,
 )
@@ -34,7 +36,6 @@ from dtobs.detectors.silent.replicas import replica_sets
 from dtobs.detectors.silent.sample_ledger import streams
 from dtobs.events import Kind, Phase
 from dtobs.findings import Confidence, Finding
-from dtobs.recording.step_window import StepWindow
 from dtobs.recording.view import RunView
 from dtobs.words import count, ranks_text
 
@@ -52,7 +53,7 @@ def data_mismatch(view: RunView) -> list[Finding]:
     tensor = [(ranks, f"the tensor-parallel group of {ranks_text(ranks)}") for ranks in tensor_groups(view)]
     given_whole, parts = _sequences(view)
     sequence = [(ranks, f"the context-parallel group of {ranks_text(ranks)}") for ranks in [*given_whole, *parts]]
-    for ranks, whole in [*tensor, *sequence, *_of_one_model(view, window)]:
+    for ranks, whole in [*tensor, *sequence, *_of_one_model(view)]:
         rows = rows_of(view, ranks)
         digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
         known = (digests != 0).all(axis=0)
@@ -62,7 +63,8 @@ def data_mismatch(view: RunView) -> list[Finding]:
         if ranks in given_whole:
             reason = "each splits sequences of its own, where the group has to split the same ones"
         else:
-            reason = _reason(view, ranks, known & ~unequal) if ranks not in parts else _dealt_parts(view, ranks)
+            alike = int((known & ~unequal).sum())
+            reason = _reason(view, ranks, alike) if ranks not in parts else _dealt_parts(view, ranks)
         apart = "" if reason or ranks in parts else _apart(view, ranks)
         if not reason and not apart:
             continue
@@ -71,7 +73,7 @@ def data_mismatch(view: RunView) -> list[Finding]:
         whom = (
             f"{ranks_text(odd)} read other data than" if majority else f"{ranks_text(odd)} read different data within"
         )
-        step = int(window.steps[int(unequal.argmax())])
+        step = _history(view, ranks).apart
         found.append(
             Finding(
                 "data-mismatch",
@@ -85,7 +87,7 @@ def data_mismatch(view: RunView) -> list[Finding]:
     return found
 
 
-def _of_one_model(view: RunView, window: StepWindow) -> Iterator[tuple[list[int], str]]:
+def _of_one_model(view: RunView) -> Iterator[tuple[list[int], str]]:
     """Ranks whose copies were alike until they went apart, and that read the same before, in steps that were not alike.
 
     Only those of which nothing else says which of them read different samples.
@@ -94,13 +96,8 @@ def _of_one_model(view: RunView, window: StepWindow) -> Iterator[tuple[list[int]
     for copies in replica_sets(view):
         if not copies.learned or not copies.differs[-1].any():
             continue
-        rows = rows_of(view, copies.ranks)
-        digests = np.where(window.valid[rows], window.records["input_digest"][rows], np.uint64(0))
-        first = digests[:, (digests != 0).all(axis=0)][:, :LEAST_BEFORE]
-        if first.shape[1] < LEAST_BEFORE:
-            continue
         together: dict[bytes, list[int]] = defaultdict(list)
-        for rank, read in zip(copies.ranks, first, strict=True):
+        for rank, read in zip(copies.ranks, _history(view, copies.ranks).first, strict=True):
             if len(set(read.tolist())) == LEAST_BEFORE:
                 together[read.tobytes()].append(rank)
         for ranks in together.values():
@@ -108,12 +105,38 @@ def _of_one_model(view: RunView, window: StepWindow) -> Iterator[tuple[list[int]
                 yield ranks, f"the ranks that hold copies of {copies.names[0]} and read the same before"
 
 
-def _reason(view: RunView, ranks: list[int], equal: npt.NDArray[np.bool_]) -> str:
-    """Why different inputs of these ranks cannot be parts of one batch; "" where they can."""
+@dataclass(frozen=True)
+class _History:
+    """What ranks read in the recorded steps, as asked for the first time."""
+
+    first: npt.NDArray[np.uint64]  #: digests of the oldest `LEAST_BEFORE` steps, [ranks, steps]
+    alike: int  #: batches that all of them read in one step
+    apart: int  #: the step from which on they read apart
+
+
+def _history(view: RunView, ranks: list[int]) -> _History:
+    """The history of `ranks`: a phase that reads otherwise may be longer than the window, and begin between looks."""
+    kept: dict[tuple[int, ...], _History] = view.memo.setdefault("data-mismatch", {})
+    if (key := tuple(ranks)) not in kept:
+        steps, digests = side_by_side(view, ranks, "input_digest")
+        known = (digests != 0).all(axis=0)
+        steps, digests = steps[known], digests[:, known]
+        alike = (digests == digests[:1]).all(axis=0)
+        together = steps[alike].max(initial=-1)
+        apart = int(steps[steps > together].min(initial=together + 1))
+        kept[key] = _History(digests[:, :LEAST_BEFORE].copy(), len(np.unique(digests[0, alike])), apart)
+    return kept[key]
+
+
+def _reason(view: RunView, ranks: list[int], alike: int) -> str:
+    """Why different inputs of these ranks cannot be parts of one batch; "" where they can.
+
+    `alike` counts the steps of the window in which they read the same.
+    """
     if shared := [rank for rank in ranks if set(ranks) <= set(tokens_shared_with(view, rank))]:
         return f"the embedding of rank {shared[0]} takes the tokens of all of them to be the same (Replicate)"
-    if equal.sum() >= LEAST_STEPS:
-        return f"in {int(equal.sum())} others it was the same"
+    if (alike := max(alike, _history(view, ranks).alike)) >= LEAST_STEPS:
+        return f"in {alike} others it was the same"
     if dealt := _dealt(view, ranks):
         return dealt
     read = [np.unique(stream.digests) for stream in streams(view, ranks)]

@@ -224,6 +224,7 @@ def replicas(
     apart: int | None = None,
     trade: bool = False,
     tokens: bool = False,
+    steps: int = 12,
 ) -> list[Finding]:
     """Two by two ranks: rank = 2 * data + tensor; a sampler deals to `dealt` ranks.
 
@@ -240,7 +241,7 @@ def replicas(
             rank.meta("process", token_ranks=[2 * (rank.number // 2), 2 * (rank.number // 2) + 1])
         if apart is not None:
             rank.parameters(Parameter("norm", (8,), "float32", f"mesh:2:{rank.number // 2}")).digests(7, step=-1)
-        for step in range(12):
+        for step in range(steps):
             if trade:
                 rank.collective("all_to_all", pairs[rank.number // 2])
             rank.step(None, input_digest=digest(rank.number, step))
@@ -270,6 +271,11 @@ def test_tensor_parallel_ranks_that_read_apart_are_found(tmp_path: Path):
     (one,) = replicas(tmp_path / "a", no_longer_alike)
     assert (one.code, one.ranks, one.step) == ("data-mismatch", (0, 1), 6)
     assert one.summary.endswith("in 6 of 12 steps: in 6 others it was the same")
+    (one,) = replicas(tmp_path / "long ago", lambda rank, step: (own if step >= 100 else alike)(rank, step), steps=200)[
+        :1
+    ]
+    assert one.step == 100
+    assert one.summary.endswith("in 64 of 64 steps: in 100 others it was the same")
     both = replicas(tmp_path / "tokens", own, tokens=True)
     assert [f.ranks for f in both] == [(0, 1), (2, 3)]
     assert "the embedding of rank 0 takes the tokens of all of them to be the same" in both[0].summary
