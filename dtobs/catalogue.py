@@ -281,7 +281,7 @@ _ROWS: tuple[Row, ...] = (
         "hangs",
         Severity.CRITICAL,
         "A send or a receive has no other half",
-        "Compare the peers and the order of sends and receives on the ranks named (schedule, batch_isend_irecv).",
+        "Compare peers, tags and the order of sends and receives on the ranks named (schedule, batch_isend_irecv).",
         Trait.DEADLOCK | Trait.SEEN,
     ),
     (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -28,13 +29,31 @@ class Kind(IntEnum):
     COLLECTIVE = 5  #: issued; `seq` counts per group, `value` is bytes
     WAIT_BEGIN = 6  #: the host blocks on a collective (its group and seq when known)
     WAIT_END = 7  #: `value` is the seconds blocked
-    P2P = 8  #: a send or a receive was issued; `seq` counts per group, direction and peer, `value` is the peer
+    P2P = 8  #: a send or a receive was issued; `value` is the peer, `seq` a `message_number`
     POLICY = 9  #: the program declared rules: see the meta entry
     ERROR = 10  #: `site` identifies the meta entry of the exception
     ATTACH = 11
     CLOSE = 12
     NONFINITE_GRADIENT = 13  #: `seq` is the row of the gradient in the parameter table, `value` its square
     UNUSED_PARAMETERS = 14  #: of `value` of them, first row `seq`, a backward under DDP made no gradient
+
+
+_COUNT_BITS = 32
+
+
+def message_number(number: int, tag: int) -> int:
+    """The `seq` of a message: its number among those of one group, direction and peer, below the tag that it has."""
+    return number | (tag & 0x7FFFFFFF) << _COUNT_BITS
+
+
+def number_of(seq: Any) -> Any:
+    """The number in the `seq` of a message, or in an array of them. Those of collectives are as they are."""
+    return seq & ((1 << _COUNT_BITS) - 1)
+
+
+def tag_of(seq: Any) -> Any:
+    """The tag in the `seq` of a message, or in an array of them; 0 of collectives."""
+    return seq >> _COUNT_BITS
 
 
 class Phase(IntEnum):

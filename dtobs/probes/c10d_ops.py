@@ -52,6 +52,7 @@ class Operator:
     group: int
     reduce_op: int
     root: int
+    tag: int
     is_async: int
     blocking: bool  #: returns only when its peers have answered
     scale_by_group: bool
@@ -104,6 +105,7 @@ def _describe(entry: torch._ops.OpOverload, qualified: str, arguments: list[str]
         group=position("process_group"),
         reduce_op=position("reduce_op"),
         root=position(*_ROOTS),
+        tag=position("tag"),
         is_async=position("async_op"),
         blocking="Work" not in str(entry._schema).partition("->")[2],
         scale_by_group=name.startswith(("all_gather", "reduce_scatter")),

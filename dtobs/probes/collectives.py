@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
-from dtobs.events import Kind, Phase, identify
+from dtobs.events import Kind, Phase, identify, message_number
 from dtobs.probes.base import Probe
 from dtobs.probes.c10d_ops import REDUCE_NAMES, Interception, Operator, discover, work_of
 from dtobs.probes.call_site import CallSites
@@ -114,7 +114,7 @@ class Collectives(Probe):
 
     def _recording(self, operator: Operator) -> Callable[[tuple[Any, ...], bool], Callable[[Any], object] | None]:
         group_at, payload_at = operator.group, operator.payload
-        root_at, name = operator.root, operator.name
+        root_at, tag_at, name = operator.root, operator.tag, operator.name
         # Reading the reduce operation runs TorchScript: a third of what recording costs.
         reduce_at = operator.reduce_op if self._level == "full" else -1
         peer_to_peer, scale, barrier = operator.peer_to_peer, operator.scale_by_group, name == "barrier"
@@ -166,6 +166,8 @@ class Collectives(Probe):
                 peer = group.global_rank(root)
                 counts = group.sent if name == "send" else group.received
                 seq = counts[peer] = counts.get(peer, 0) + 1
+                if tag_at >= 0 and args[tag_at] and tensors[0].is_cpu:  # NCCL takes no notice of tags
+                    seq = message_number(seq, args[tag_at])
                 said = last.__dict__
                 said["issued"] = said[name] = (group.number, seq)
                 progress.sends = True

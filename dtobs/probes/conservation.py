@@ -237,7 +237,7 @@ class ConservationProbe(Probe):
         """Called before a call is issued: what to do with what its operator returns; None: it is not looked at."""
         if operator.peer_to_peer:
             pair = (group.number, args[operator.root], operator.name)
-            if args[3 if operator.name == "send" else operator.root + 1]:
+            if args[operator.tag]:
                 self._tagged.add(pair)  # messages with tags may overtake each other
             if pair in self._tagged:
                 return self._pass(args)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.events import Kind, Phase, RankState, phase_name
+from dtobs.events import Kind, Phase, RankState, number_of, phase_name
 from dtobs.host.process import signal_name
 from dtobs.host.stacks import Crash, Frame, ThreadStack, main_thread, read_crash, training_thread
 from dtobs.recording.meta import Group, Meta, Op, Site
@@ -252,7 +252,7 @@ class Rank:
     def _call(self, op: int, seq: int, group: int, site: int, peer: int = -1) -> LastCall:
         meta = self.meta
         what = meta.ops.get(op) or Op(_UNKNOWN_CALL if peer < 0 else "message")
-        return LastCall(what, seq, meta.groups.get(group), meta.sites.get(site), peer)
+        return LastCall(what, number_of(seq), meta.groups.get(group), meta.sites.get(site), peer)
 
     @property
     def exception(self) -> dict[str, Any] | None:

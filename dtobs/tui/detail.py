@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.events import EXPOSED_ALONG, STEP_PARTS, Kind, phase_name
+from dtobs.events import EXPOSED_ALONG, STEP_PARTS, Kind, number_of, phase_name
 from dtobs.host.stacks import folded
 from dtobs.recording.meta import Meta
 from dtobs.recording.rank import Rank
@@ -177,7 +177,7 @@ def _op(e: np.void, meta: Meta) -> str:
 
 def _collective(e: np.void, meta: Meta) -> str:
     group = meta.groups.get(int(e["group"]))
-    return f"{_op(e, meta)} #{int(e['seq'])}{f' in {group}' if group else ''}".strip()
+    return f"{_op(e, meta)} #{int(number_of(e['seq']))}{f' in {group}' if group else ''}".strip()
 
 
 def _site(e: np.void, meta: Meta) -> str:
@@ -192,7 +192,7 @@ _WHAT: dict[int, Callable[[np.void, Meta], str]] = {
     Kind.COLLECTIVE: lambda e, m: _collective(e, m) + _site(e, m),
     Kind.WAIT_BEGIN: _collective,
     Kind.WAIT_END: lambda e, m: f"after {duration_text(float(e['value']))}",
-    Kind.P2P: lambda e, m: f"{_op(e, m)} with {int(e['value'])} #{int(e['seq'])}" + _site(e, m),
+    Kind.P2P: lambda e, m: f"{_op(e, m)} with {int(e['value'])} #{int(number_of(e['seq']))}" + _site(e, m),
 }
 
 

@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 
 import dtobs
-from dtobs.events import Kind
+from dtobs.events import Kind, number_of, tag_of
 from dtobs.probes.c10d_ops import Interception, Operator, discover
 from dtobs.probes.reduce_ops import READABLE, ReduceOps
 from dtobs.recording.view import RunView, load_run
@@ -53,10 +53,10 @@ def all_plain(rank: int, world: int, folder: Path) -> None:
         dist.barrier()
         dist.monitored_barrier()
         if rank == 0:
-            dist.send(x, 1)
+            dist.send(x, 1, tag=3)
             dist.recv(x, 1)
         else:
-            dist.recv(x, 0)
+            dist.recv(x, 0, tag=3)
             dist.send(x, 0)
         for work in dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, pair[0], 1 - rank)]
@@ -99,8 +99,9 @@ def test_every_plain_collective(tmp_path: Path):
     maximum = next(op for op in view.meta(0).ops.values() if op.op == "all_reduce")
     assert (maximum.reduce_op, maximum.shapes, maximum.dtypes) == ("max", ((4,),), ("float32",))
     assert {s.file for s in view.meta(0).sites.values()} == {THIS_FILE}
-    peers = [int(e["value"]) for e in view.events(1) if e["kind"] == Kind.P2P]
-    assert peers == [0, 0, 0, 0]
+    messages = [e for e in view.events(1) if e["kind"] == Kind.P2P]
+    assert [int(e["value"]) for e in messages] == [0, 0, 0, 0]
+    assert [(number_of(int(e["seq"])), tag_of(int(e["seq"]))) for e in messages] == [(1, 3), (1, 0), (2, 0), (2, 0)]
 
 
 def waits(view: RunView, rank: int) -> list[tuple[int, int]]:

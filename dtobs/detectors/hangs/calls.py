@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from dtobs.calls.lost_step import Program
 from dtobs.calls.order import History
 from dtobs.calls.table import CallTable, begins
-from dtobs.events import Kind
+from dtobs.events import EVENT_DTYPE, Kind, number_of, tag_of
 from dtobs.recording.meta import Group, Op, Site
 from dtobs.recording.rank import open_wait
 from dtobs.recording.view import RunView
@@ -31,6 +32,8 @@ CALL_DTYPE = np.dtype(
 ON_DEVICES = ("nccl", "xccl", "hccl", "mccl")
 """Backends, and how names of calls in their recorders begin, of which devices do what hosts issue."""
 _SITES_LOOKED_AT = 256
+_OUT_OF_ORDER = 16
+"""Messages of one pair and direction that are under way at once."""
 _OTHER_HALF = {"send": "recv", "recv": "send"}
 
 
@@ -38,7 +41,7 @@ _OTHER_HALF = {"send": "recv", "recv": "send"}
 class Blocked:
     """What a rank last began to wait for: collective `seq` of `group`, or the rank `peer` (-1: a collective).
 
-    `op` and `site` are those of a send or a receive; 0 for collectives.
+    `op`, `site` and `tag` are those of a send or a receive; 0 for collectives.
     """
 
     group: int
@@ -46,6 +49,14 @@ class Blocked:
     peer: int = -1
     op: int = 0
     site: int = 0
+    tag: int = 0
+
+
+def _message(event: np.void) -> Blocked:
+    """A wait for the send or the receive of one event."""
+    seq = int(event["seq"])
+    peer, op, site = int(event["value"]), int(event["op"]), int(event["site"])
+    return Blocked(int(event["group"]), number_of(seq), peer, op, site, tag_of(seq))
 
 
 _NEEDS_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -128,7 +139,34 @@ class Calls:
     def answered(self, rank: int, message: Blocked) -> bool:
         """Whether the peer of a send or a receive has issued the other half."""
         other = _OTHER_HALF.get(self.op(rank, message.op).op, "")
-        return self.exchanged(message.peer, rank, other, message.group) >= message.seq
+        enough = self.exchanged(message.peer, rank, other, message.group) >= message.seq
+        return enough and not self.other_tags(rank, message)
+
+    def other_tags(self, rank: int, message: Blocked) -> list[int]:
+        """The tags of what the peer has issued that may be meant for `message` of `rank`, and has another tag.
+
+        Backends on hosts bring messages together by their tags, in any order. Where the oldest are no longer held, it
+        has to be so from each of several messages on, lest it be one whose other half was forgotten.
+        """
+        way = self.op(rank, message.op).op
+        mine = self._seqs(rank, message.peer, way, message.group)
+        theirs = self._seqs(message.peer, rank, _OTHER_HALF.get(way, ""), message.group)
+        if not len(theirs) or not (tag_of(mine).any() or tag_of(theirs).any()):
+            return []
+        first = max(int(number_of(mine).min()), int(number_of(theirs).min()))
+        tags: Counter[int] = Counter()
+        for start in range(first, first + 1 if first == 1 else min(first + _OUT_OF_ORDER, message.seq)):
+            tags = Counter(tag_of(theirs[number_of(theirs) >= start]).tolist())
+            tags.subtract(tag_of(mine[number_of(mine) >= start]).tolist())
+            if tags[message.tag] >= 0:
+                return []
+        return sorted(tag for tag, left in tags.items() if left > 0)
+
+    def _seqs(self, rank: int, peer: int, way: str, group: int) -> npt.NDArray[np.uint64]:
+        """The `seq` of what `rank` sent to `peer`, or asked it for, as far as it is held."""
+        made = self._messages.get(rank, np.zeros(0, EVENT_DTYPE))
+        ops = [op for op in np.unique(made["op"]).tolist() if self.op(rank, op).op == way]
+        return np.asarray(made["seq"][(made["value"] == peer) & (made["group"] == group) & np.isin(made["op"], ops)])
 
     def unanswered(self, rank: int) -> list[Blocked]:
         """Messages of `rank` of which the peer has not issued the other half: the oldest of each kind, oldest first."""
@@ -141,11 +179,11 @@ class Calls:
             if peer in (rank, -1) or peer in self.unreliable or forgotten:
                 continue
             same = (made["value"] == peer) & (made["group"] == group) & (made["op"] == op)
-            for row in made[same & (made["seq"] > self.exchanged(*answer))][:1]:
+            for row in made[same & (number_of(made["seq"]) > self.exchanged(*answer))][:1]:
                 kind = (group, int(peer), way)
-                found[kind] = min(found.get(kind, row), row, key=lambda r: int(r["seq"]))
+                found[kind] = min(found.get(kind, row), row, key=lambda r: int(number_of(r["seq"])))
         oldest = sorted(found.values(), key=lambda r: int(r["t_ns"]))
-        return [Blocked(*(int(row[name]) for name in ("group", "seq", "value", "op", "site"))) for row in oldest]
+        return [_message(row) for row in oldest]
 
     def call(self, rank: int, group: int, seq: int) -> np.void | None:
         """One call as CALL_DTYPE; None when `rank` never made it or no longer holds it."""
@@ -222,7 +260,7 @@ class Calls:
         issued = np.flatnonzero(np.isin(events["kind"], (Kind.P2P, Kind.COLLECTIVE)))
         if not len(issued) or (last := events[issued[-1]])["kind"] != Kind.P2P:
             return None
-        return Blocked(*(int(last[name]) for name in ("group", "seq", "value", "op", "site")))
+        return _message(last)
 
     def _of_rank(self, rank: int) -> npt.NDArray[np.void]:
         events = self._view.events(rank)
@@ -270,7 +308,7 @@ class Calls:
             for peer, group in np.unique(made[["value", "group"]]).tolist():
                 key = (rank, int(peer), name, int(group))
                 same = (made["value"] == peer) & (made["group"] == group)
-                self._exchanged[key] = max(self._exchanged.get(key, 0), int(made["seq"][same].max()))
+                self._exchanged[key] = max(self._exchanged.get(key, 0), int(number_of(made["seq"][same]).max()))
 
     def _note_batch(self, rank: int, events: npt.NDArray[np.void]) -> None:
         kinds = (Kind.P2P, Kind.COLLECTIVE, Kind.WAIT_BEGIN, Kind.WAIT_END)
@@ -285,8 +323,8 @@ class Calls:
         wait = open_wait(events)
         if wait is None:
             return
-        message = (int(wait["value"]), int(wait["op"]), int(wait["site"])) if wait["kind"] == Kind.P2P else ()
-        self.open_waits[rank] = Blocked(int(wait["group"]), int(wait["seq"]), *message)
+        collective = Blocked(int(wait["group"]), int(number_of(wait["seq"])))
+        self.open_waits[rank] = _message(wait) if wait["kind"] == Kind.P2P else collective
 
 
 def _switched_off(view: RunView, rank: int) -> bool:

@@ -50,7 +50,12 @@ def message_counts(situation: Situation, rank: int, peer: int) -> Evidence:
 
     received, sent = total(rank, peer, "recv"), total(peer, rank, "send")
     said = f"rank {rank} asked for {count(received, 'message')} from rank {peer}, which sent {sent}"
-    if received <= sent:
+    at = situation.blocked[rank]
+    if at.peer == peer and (tags := calls.other_tags(rank, at)):
+        done, other = ("asks for", "sent") if calls.op(rank, at.op).op == "recv" else ("sends", "asked for")
+        them = ", ".join(map(str, tags[:_MAX_SHOWN]))
+        said = f"rank {rank} {done} a message with tag {at.tag}, and rank {peer} {other} one with tag {them}"
+    elif received <= sent:
         sent, received = total(rank, peer, "send"), total(peer, rank, "recv")
         said = f"rank {rank} sent {count(sent, 'message')} to rank {peer}, which asked for {received}"
     return {"what": "messages", "rank": rank, "peer": peer, "sent": sent, "received": received, "said": said}

@@ -153,12 +153,13 @@ class Situation:
 
     def unmatched(self, rank: int) -> bool:
         """Whether `rank` waits in a send or a receive of which its peer has not issued the other half."""
-        peer, calls = self.blocked[rank].peer, self.calls
-        return peer >= 0 and any(
+        at, peer, calls = self.blocked[rank], self.blocked[rank].peer, self.calls
+        fewer = peer >= 0 and any(
             calls.exchanged(rank, peer, mine, group) > calls.exchanged(peer, rank, other, group)
             for mine, other in (("recv", "send"), ("send", "recv"))
             for group in calls.exchange_groups(rank, peer)
         )
+        return fewer or (peer >= 0 and bool(calls.other_tags(rank, at)))
 
     def main_stack(self, rank: int) -> ThreadStack | None:
         """The stack of the rank's main thread at the capture; None where there is none or the rank moved on."""

@@ -8,9 +8,10 @@ import pytest
 
 from dtobs.diagnose import diagnose
 from dtobs.diagnose.gather import Evidence
-from dtobs.events import Kind, identify
+from dtobs.events import Kind, identify, message_number
 from dtobs.host.kernel_log import XID_NOTE
 from dtobs.recording.meta import Op
+from dtobs.recording.ring import EVENT_CAPACITY
 from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRank, FakeRun
 from dtobs.testing.layout import JobLayout
@@ -20,12 +21,12 @@ from tests.unit.detectors_hangs.test_crashes import GLOO_CLOSED, fails, gone
 from tests.unit.detectors_hangs.trouble import captured, found, stack
 
 
-def message(rank: FakeRank, op: str, peer: int, seq: int, *, wait: bool = False) -> None:
-    """Issue a send or a receive of group default, and wait for it for ever."""
+def message(rank: FakeRank, op: str, peer: int, number: int, *, wait: bool = False, tag: int = 0) -> None:
+    """Issue the `number`-th send or receive of a pair in group default, and wait for it for ever."""
     what = Op(op, "", ((3,),), ("float32",))
-    number, group = identify(str(what)), rank.run.group()
-    rank.meta("op", id=number, op=op, shapes=what.shapes, dtypes=what.dtypes)
-    rank.event(Kind.P2P, group=group, seq=seq, op=number, value=peer)
+    op_id, group, seq = identify(str(what)), rank.run.group(), message_number(number, tag)
+    rank.meta("op", id=op_id, op=op, shapes=what.shapes, dtypes=what.dtypes)
+    rank.event(Kind.P2P, group=group, seq=seq, op=op_id, value=peer)
     if wait:
         rank.event(Kind.WAIT_BEGIN, group=group, seq=seq).page(wait_since_ns=rank.clock_ns)
 
@@ -42,6 +43,40 @@ def test_a_receive_that_nobody_sends_for_names_both_and_the_counts(training):
     assert "while rank 0 waits in " in finding.summary
     assert finding.summary.endswith("rank 1 asked for 2 messages from rank 0, which sent 1")
     assert found(run.view(later=50)) == {}
+
+
+def tagged(run: FakeRun, sent: list[int], asked: list[int]) -> RunView:
+    """Rank 0 sends rank 1 messages with these tags, and each waits for its last one."""
+    for rank, op, tags in ((0, "send", sent), (1, "recv", asked)):
+        for number, tag in enumerate(tags, 1):
+            message(run.rank(rank), op, 1 - rank, number, tag=tag, wait=number == len(tags))
+    return run.view(later=61)
+
+
+def test_a_message_with_another_tag_is_not_the_one_that_is_waited_for(training):
+    (finding,) = found(tagged(training(2), [5, 6, 9], [6, 5, 7])).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("p2p-unmatched", (0, 1), "certain")
+    assert "rank 0 waits to send float32[3] #3 to rank 1" in finding.summary
+    assert finding.summary.endswith("rank 0 sends a message with tag 9, and rank 1 asked for one with tag 7")
+
+
+def test_tags_of_messages_that_cross_are_no_sign(training):
+    (finding,) = found(tagged(training(2), [5, 6, 7, 8], [6, 5, 8, 7])).values()
+    assert finding.code == "network-stalled"
+
+
+def test_what_is_not_held_any_more_is_no_other_tag(training):
+    """The oldest message that both hold may be one of several that crossed."""
+    run = training(2)
+    for rank in (0, 1):
+        for _ in range(EVENT_CAPACITY - 60):
+            run.rank(rank).event(Kind.WAIT_END)
+    sent = [tag for step in range(40) for tag in (2 * step, 2 * step + 1)]
+    asked = [tag for step in range(40) for tag in (2 * step + 1, 2 * step)]
+    view = tagged(run, sent, asked)
+    assert 1 < view.events(1)["seq"][view.events(1)["kind"] == Kind.P2P].min() & 0xFFFF < 80
+    (finding,) = found(view).values()
+    assert finding.code == "network-stalled"
 
 
 @pytest.mark.parametrize(("sent", "left"), [(2, (1,)), (3, (0, 1))])
