@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
@@ -18,8 +19,10 @@ from dtobs.events import Kind, Phase, identify, message_number
 from dtobs.probes.base import Probe
 from dtobs.probes.c10d_ops import REDUCE_NAMES, Interception, Operator, discover, work_of
 from dtobs.probes.call_site import CallSites
-from dtobs.probes.process_groups import GroupTable
+from dtobs.probes.message_parts import dealt
+from dtobs.probes.process_groups import GroupState, GroupTable
 from dtobs.probes.reduce_ops import ReduceOps
+from dtobs.recording.laws import SPLIT_RANKS, SPLITS
 from dtobs.recording.page import INDEX
 
 _GROUP, _SEQ, _OP = INDEX["collective_group"], INDEX["collective_seq"], INDEX["collective_op"]
@@ -42,6 +45,7 @@ class Collectives(Probe):
         super().__init__()
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._last = threading.local()
+        self._split = np.zeros((), SPLITS.dtype)
 
     def install(self) -> None:
         context = self.context
@@ -121,6 +125,7 @@ class Collectives(Probe):
         to_one = name == "reduce"
         reduces = to_one or name in ("all_reduce", "all_reduce_coalesced")
         scatters = name in ("reduce_scatter", "reduce_scatter_coalesced")
+        deals = name == "all_to_all" and self._level == "full"
         context, events, page = self.context, self._recorder.events, self._recorder.page
         reduction = context.reduce_op
         ints, floats, commit, write = page.ints, page.floats, page.commit, events.write
@@ -182,6 +187,8 @@ class Collectives(Probe):
                 now = write(collective, phase, context.step, group.number, op, site, thread_id(), seq, float(size))
                 # Point to point counts per pair: the page's sequence number is that of the group's collectives.
                 ints[_GROUP], ints[_SEQ], ints[_OP], ints[_SITE], ints[_NS] = group.number, seq, op, site, now
+                if deals and len(group.ranks) <= SPLIT_RANKS:
+                    self._deals(args, group, seq)
                 if waits:
                     about_to_wait(now)
                 if phase == backward and not context.record["sync_ns"]:
@@ -200,6 +207,13 @@ class Collectives(Probe):
             return conservation.look(operator, args, group, seq, op)
 
         return record
+
+    def _deals(self, args: tuple[Any, ...], group: GroupState, seq: int) -> None:
+        record, size = self._split, len(group.ranks)
+        record["step"], record["group"], record["seq"] = self.context.step, group.number, seq
+        record["sent"][:size], record["taken"][:size] = dealt(args, size)
+        record["sent"][size:] = record["taken"][size:] = -1
+        self._recorder.law(SPLITS).append(record)
 
     def _define(
         self,

@@ -97,6 +97,18 @@ def cut(operator: str, reduction: str, root: int, args: Sequence[Any], seat: Sea
     return Parts(rule, *sides)
 
 
+def dealt(args: Sequence[Any], size: int) -> tuple[list[int], list[int]]:
+    """How many elements an all-to-all of a group of `size` sends to each rank, and takes from each."""
+    if type(args[0]) is list:
+        return [t.numel() for t in args[1]], [t.numel() for t in args[0]]
+    return _elements(args[1], args[4], size), _elements(args[0], args[3], size)
+
+
+def _elements(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
+    width = math.prod(tensor.shape[1:])
+    return [each * width for each in rows] or [tensor.numel() // size] * size
+
+
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The memory of a tensor as one row, in the order in which it is sent; None where it has gaps or is no memory."""
     if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:

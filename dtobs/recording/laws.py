@@ -18,6 +18,8 @@ WINDOW = 32
 """Elements of one tensor that the update audit copies."""
 SAMPLES_EACH = 32
 """Samples in one record of the data ledger."""
+SPLIT_RANKS = 64
+"""Ranks of the largest group of which it is written down how an all-to-all deals its elements out."""
 AVERAGES_PIECES = 32
 """Pieces of a copy that a loop keeps beside its model: tensors, or several in a row, each with one digest."""
 
@@ -172,5 +174,15 @@ AVERAGES = Law(
     ),
     1 << 11,
 )
-LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES, SAMPLES, CONSERVATION, AVERAGES)}
+SPLITS = Law(
+    "splits",
+    _record(
+        ("group", "<u4"),
+        ("seq", "<u8"),  # of an all-to-all
+        ("sent", "<i8", (SPLIT_RANKS,)),  # elements to each rank of the group, in its order; -1 beyond
+        ("taken", "<i8", (SPLIT_RANKS,)),  # elements from each
+    ),
+    1 << 7,
+)
+LAWS = {law.name: law for law in (LEDGER, LOSS_WEIGHTS, UPDATES, SAMPLES, CONSERVATION, AVERAGES, SPLITS)}
 """Every law by name."""

@@ -20,6 +20,7 @@ import dtobs
 from dtobs.events import Kind, number_of, tag_of
 from dtobs.probes.c10d_ops import Interception, Operator, discover
 from dtobs.probes.reduce_ops import READABLE, ReduceOps
+from dtobs.recording.laws import SPLITS
 from dtobs.recording.view import RunView, load_run
 from tests.harness import run_ranks
 
@@ -48,6 +49,8 @@ def all_plain(rank: int, world: int, folder: Path) -> None:
         dist.reduce_scatter_tensor(torch.empty(2), x)
         dist.reduce_scatter(torch.empty(4), pair)
         dist.all_to_all_single(torch.empty(4), x)
+        taken, sent = ([1, 4], [0, 4]) if rank else ([3, 0], [3, 1])
+        dist.all_to_all_single(torch.empty(sum(taken), 3), torch.ones(4, 3), taken, sent)
         dist.gather(x, pair if rank == 0 else None, dst=0)
         dist.scatter(torch.empty(4), pair if rank == 0 else None, src=0)
         dist.barrier()
@@ -71,7 +74,7 @@ def test_every_plain_collective(tmp_path: Path):
     run_ranks(all_plain, 2, tmp_path / "run")
     view = load_run(tmp_path / "run")
     names = issued(view)
-    assert names[:12] == [
+    assert names[:13] == [
         "all_reduce",
         "broadcast",
         "reduce",
@@ -80,13 +83,14 @@ def test_every_plain_collective(tmp_path: Path):
         "reduce_scatter",
         "reduce_scatter",
         "all_to_all",
+        "all_to_all",
         "gather",
         "scatter",
         "barrier",
         "monitored_barrier",
     ]
-    assert names[12:16] == ["send", "recv", "send", "recv"]
-    assert issued(view, 1)[12:16] == ["recv", "send", "send", "recv"]
+    assert names[13:17] == ["send", "recv", "send", "recv"]
+    assert issued(view, 1)[13:17] == ["recv", "send", "send", "recv"]
     assert Counter(names)["all_gather"] >= 4  # objects travel by it
     assert view.page(0)["probe_failures"] == 0
     # Both ranks wrote the same number for the same call, and count alike.
@@ -99,6 +103,12 @@ def test_every_plain_collective(tmp_path: Path):
     maximum = next(op for op in view.meta(0).ops.values() if op.op == "all_reduce")
     assert (maximum.reduce_op, maximum.shapes, maximum.dtypes) == ("max", ((4,),), ("float32",))
     assert {s.file for s in view.meta(0).sites.values()} == {THIS_FILE}
+    dealt = [view.law(SPLITS, rank) for rank in (0, 1)]
+    assert [records["sent"][:, :3].tolist() for records in dealt] == [
+        [[2, 2, -1], [9, 3, -1]],
+        [[2, 2, -1], [0, 12, -1]],
+    ]
+    assert [records["taken"][:, :2].tolist() for records in dealt] == [[[2, 2], [9, 0]], [[2, 2], [3, 12]]]
     messages = [e for e in view.events(1) if e["kind"] == Kind.P2P]
     assert [int(e["value"]) for e in messages] == [0, 0, 0, 0]
     assert [(number_of(int(e["seq"])), tag_of(int(e["seq"]))) for e in messages] == [(1, 3), (1, 0), (2, 0), (2, 0)]

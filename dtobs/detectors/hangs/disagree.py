@@ -21,6 +21,7 @@ from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 
 _MAX_CALLS_SHOWN = 8
+_SPLITS = "Let ranks exchange their counts first, and use what each was told as its output splits."
 
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
@@ -45,6 +46,9 @@ def _mismatch(situation: Situation, found: Mismatch) -> Finding:
     # From different lines, the sizes are not what is wrong: one side has made a call that the other has not.
     lines = {_site(situation, found, ranks[0]) for _, ranks in found.versions} - {""}
     said = mismatch_text(found.code, place, found.parties, lambda rank: f"{made[rank]}{_site(situation, found, rank)}")
+    if found.said:
+        rank = found.parties.odd[0]
+        said = f"different sizes at {place}, {made[rank]}{_site(situation, found, rank)}: {found.said}"
     apart = _went_apart(situation, found)
     return Finding(
         found.code,
@@ -54,7 +58,7 @@ def _mismatch(situation: Situation, found: Mismatch) -> Finding:
         step=found.step,
         group=group_name(situation, found.group),
         evidence=tuple(_calls(situation, found)),
-        next_step=CATALOGUE["collective-mismatch"].next_step if len(lines) > 1 else "",
+        next_step=_SPLITS if found.said else CATALOGUE["collective-mismatch"].next_step if len(lines) > 1 else "",
         since_ns=found.t_ns,
     )
 

@@ -16,11 +16,15 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.calls.agree import Agreement, Disagreement, disagreements
+from dtobs.calls.agree import Agreement, Disagreement, Parties, disagreements
 from dtobs.detectors.hangs.calls import Calls
+from dtobs.recording.laws import SPLITS
 from dtobs.recording.meta import Op
+from dtobs.recording.view import RunView
+from dtobs.words import count
 
 _SHAPELESS = ("all_to_all", "barrier", "monitored_barrier")
+MOST_SAID = 3
 _PERHAPS_UNEVEN = ("all_gather", "reduce_scatter", "gather", "scatter")
 
 
@@ -28,13 +32,15 @@ _PERHAPS_UNEVEN = ("all_gather", "reduce_scatter", "gather", "scatter")
 class Mismatch(Disagreement):
     """The first disagreement of one kind in a group.
 
-    `versions` lists what was called, each with its ranks, the most frequent first.
+    `versions` lists what was called, each with its ranks, the most frequent first; `said` what does not fit where that
+    does not show it.
     """
 
     versions: tuple[tuple[str, tuple[int, ...]], ...]
     step: int
     t_ns: int
     stopped: bool  #: whether a rank got no further than this in the group
+    said: str = ""
 
 
 def mismatches(calls: Calls, *, moving: bool) -> list[Mismatch]:
@@ -53,6 +59,64 @@ def mismatches(calls: Calls, *, moving: bool) -> list[Mismatch]:
         if one.code == "collective-mismatch":
             settled.add(one.group)
     return list(found.values())
+
+
+def dealt_apart(view: RunView, calls: Calls) -> list[Mismatch]:
+    """The first all-to-all of each group in which a rank sends another more or less than that takes from it.
+
+    Asked of a run that has stopped: backends do not notice, they wait, fail, or deal out what they have.
+    """
+    key, issued = "all-to-all", int(view.pages["collectives"].sum())
+    if (kept := view.memo.get(key)) and kept[0] == issued:  # a run that stands still
+        return list(kept[1])
+    found: dict[int, Mismatch] = {}
+    dealt: dict[tuple[int, int], dict[int, np.void]] = {}
+    for rank in view.ranks:
+        for record in view.law(SPLITS, rank):
+            dealt.setdefault((int(record["group"]), int(record["seq"])), {})[rank] = record
+    for (group, seq), by_rank in sorted(dealt.items()):
+        if group not in found and (odd := _dealt_apart(calls, group, seq, by_rank)):
+            found[group] = odd
+    view.memo[key] = issued, list(found.values())
+    return list(found.values())
+
+
+def _dealt_apart(calls: Calls, group: int, seq: int, by_rank: dict[int, np.void]) -> Mismatch | None:
+    place = {rank: at for at, rank in enumerate(calls.members(group))}
+    known = [rank for rank in sorted(by_rank) if rank in place and calls.call(rank, group, seq) is not None]
+    places = [place[rank] for rank in known]
+    sent, taken = (np.array([by_rank[rank][side] for rank in known])[:, places] for side in ("sent", "taken"))
+    wrong = [
+        (known[source], known[target], int(sent[source, target]), int(taken[target, source]))
+        for source, target in np.argwhere(sent != taken.T).tolist()
+    ]
+    if not wrong:
+        return None
+    in_all = set.intersection(*({source, target} for source, target, *_ in wrong))
+    sure = len(in_all) == 1
+    odd = tuple(in_all) if sure else tuple(sorted({rank for pair in wrong for rank in pair[:2]}))
+    others = tuple(rank for rank in sorted(known) if rank not in odd)
+    ways = tuple(filter(None, (others, odd))) if sure else tuple((rank,) for rank in odd)
+    rows = calls.rows[calls.table.rows(group, seq, seq)]
+    at = [int(np.flatnonzero(rows["rank"] == ranks[0])[0]) for ranks in ways]
+    first = int(calls.table.rows(group, seq, seq).start)
+    said = "; ".join(
+        f"rank {source} sends {count(put, 'element')} to rank {target}, which takes {got}"
+        for source, target, put, got in wrong[:MOST_SAID]
+    )
+    more = f"; and {count(len(wrong) - MOST_SAID, 'more pair')}" if len(wrong) > MOST_SAID else ""
+    return Mismatch(
+        "shape-mismatch",
+        group,
+        seq,
+        Parties(ways, odd, sure),
+        tuple(first + row for row in at),
+        tuple((str(calls.op(ranks[0], int(rows["op"][row]))), ranks) for row, ranks in zip(at, ways, strict=True)),
+        int(rows["step"].max()),
+        int(rows["t_ns"].min()),
+        _stopped(calls, rows),
+        said + more,
+    )
 
 
 def _agreements(calls: Calls, part: slice) -> dict[int, Agreement]:

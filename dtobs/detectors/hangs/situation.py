@@ -13,7 +13,7 @@ from dtobs.calls.waits import circle_in
 from dtobs.detectors.hangs.calls import ON_DEVICES, Blocked, Calls
 from dtobs.detectors.hangs.endings import End, Ending, all_told, causes, endings
 from dtobs.detectors.hangs.messages import settle
-from dtobs.detectors.hangs.mismatch import Mismatch, mismatches
+from dtobs.detectors.hangs.mismatch import Mismatch, dealt_apart, mismatches
 from dtobs.detectors.hangs.stall import WORKING_CORES, Stall, stall
 from dtobs.events import Phase
 from dtobs.findings import CATALOGUE, Finding, Trait
@@ -232,6 +232,9 @@ def _interpret(view: RunView) -> Situation:
     first = causes(ended, stalled=stalled is not None)
     situation = Situation(view, stalled, calls, ended, first, _blocked(view, calls, ended, stalled))
     situation.mismatches = mismatches(calls, moving=not situation.broken)
+    if situation.broken:
+        known = {(m.group, m.code) for m in situation.mismatches}
+        situation.mismatches += [m for m in dealt_apart(view, calls) if (m.group, m.code) not in known]
     situation.lost_steps = believed(lost_steps(calls.program()), situation.mismatches)
     lost = {(d.group, d.rank): d.seq for d in situation.lost_steps}  # what a lost step explains is no second cause
     situation.mismatches = [

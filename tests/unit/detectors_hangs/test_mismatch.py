@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from dtobs.host.process import ProcessState
+from dtobs.recording.laws import SPLITS
 from dtobs.recording.meta import Op, Site
+from dtobs.testing.fake_run import FakeRun
 from tests.unit.detectors_hangs.trouble import found
 
 SUM = Op("all_reduce", "sum", ((4, 8),), ("float32",))
@@ -35,6 +38,39 @@ def test_the_minority_is_named_without_a_stall(training, other, code):
     assert (finding.code, finding.ranks, finding.confidence) == (code, (1,), "certain")
     assert f"rank 1 called {other} at model.py:41 in sync, but ranks 0 and 2 called {SUM}" in finding.summary
     assert "#21 of group default" in finding.summary
+
+
+def deals(run: FakeRun, sent: list[list[int]], taken: list[list[int]]) -> None:
+    """Each rank makes an all-to-all that sends and takes so many elements to and from each, and waits."""
+    for rank, to, from_ in zip(run.ranks, sent, taken, strict=True):
+        rank.collective(Op("all_to_all", "", (), ("float32",)), site=Site("moe.py", 7, "dispatch"), wait=True)
+        record = np.zeros((), SPLITS.dtype)
+        record["group"], record["seq"] = run.group(), rank.seqs[run.group()]
+        record["sent"], record["taken"] = -1, -1
+        record["sent"][: len(to)], record["taken"][: len(from_)] = to, from_
+        rank.recorder.law(SPLITS).append(record)
+
+
+def test_an_all_to_all_that_does_not_deal_what_is_taken(training):
+    run = training(3)
+    deals(run, [[4, 4, 4], [6, 4, 2], [4, 4, 4]], [[4] * 3] * 3)
+    (finding,) = found(run.view(later=61)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("shape-mismatch", (1,), "certain")
+    assert finding.summary == (
+        "different sizes at #21 of group default, all_to_all() at moe.py:7 in dispatch: rank 1 sends 6 elements to rank "
+        "0, which takes 4; rank 1 sends 2 elements to rank 2, which takes 4"
+    )
+    assert "exchange their counts" in finding.next_step
+    two = training(2)
+    deals(two, [[1, 2], [3, 4]], [[1, 3], [1, 4]])
+    (finding,) = found(two.view(later=61)).values()
+    assert (finding.ranks, finding.confidence) == ((0, 1), "likely")
+
+
+def test_an_all_to_all_that_deals_unevenly_is_right(training):
+    run = training(2)
+    deals(run, [[3, 1], [0, 4]], [[3, 0], [1, 4]])
+    assert "shape-mismatch" not in found(run.view(later=61))
 
 
 EVALUATES = Site("eval.py", 5, "evaluate")
