@@ -231,6 +231,12 @@ def identify(text: str) -> int:
     return xxhash.xxh32_intdigest(text.encode()) or 1
 
 
+def phase_number(name: str) -> int:
+    """The number of a phase: a `Phase`, or for a name of the user's own the same number on every rank."""
+    known = PHASE_BY_NAME.get(name)
+    return int(known) if known is not None else FIRST_CUSTOM_PHASE + identify(name) % 60_000
+
+
 def group_id(name: str, ranks: tuple[int, ...]) -> int:
     """Identify a process group by its name and its global ranks, the same number on each of its ranks."""
     return identify(f"{name}|{','.join(map(str, ranks))}")

@@ -19,13 +19,11 @@ import numpy.typing as npt
 from dtobs.events import (
     EXPOSED_ALONG,
     FIRST_CUSTOM_PHASE,
-    PHASE_BY_NAME,
     STEP_DTYPE,
     STEP_PARTS,
     Kind,
     Phase,
     RankState,
-    identify,
 )
 from dtobs.probes.base import Context
 from dtobs.probes.hindrances import Hindrances
@@ -57,6 +55,7 @@ class _ThreadEnd:
 DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, CHECKPOINT, VALIDATION, COMPILE, OTHER = range(len(STEP_PARTS))
 _NO_TRAINING = frozenset({CHECKPOINT, VALIDATION})
 """Parts in which waiting for others is part of the work."""
+_TRAINING = frozenset({FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT})
 _PART_OF: dict[int, int] = {
     Phase.DATA: DATA,
     Phase.FORWARD: FORWARD,
@@ -90,12 +89,6 @@ _ALONG_FIELDS = tuple(f"exposed_{along}_ns" for along in EXPOSED_ALONG)
 _PIPELINE, _UNNAMED = EXPOSED_ALONG.index("pipeline"), len(EXPOSED_ALONG)
 
 
-def phase_number(name: str) -> int:
-    """The number of a phase: a `Phase`, or for a name of the user's own the same number on every rank."""
-    known = PHASE_BY_NAME.get(name)
-    return int(known) if known is not None else FIRST_CUSTOM_PHASE + identify(name) % 60_000
-
-
 def empty_record() -> Record:
     """A step record that says nothing yet: floats NaN, ``nonfinite`` and ``nonfinite_param`` -1, the rest 0."""
     record = np.zeros((), STEP_DTYPE)
@@ -122,6 +115,8 @@ class Progress:
         self._empty = empty_record()
         self._parts = [0] * len(STEP_PARTS)
         self._part, self._since = OTHER, clock()
+        self._validates = False  # no training since a pass of a validation
+        self._between = 0  # and what passed between such passes, in no other part
         self._stack: list[tuple[int, int, bool]] = []  # asked, shown, asked by the user and known
         self._wait_depth, self._wait_begin = 0, 0
         self._along = [0] * (_UNNAMED + 1)  # exposed communication by dimension; the last is that of no known one
@@ -238,7 +233,16 @@ class Progress:
             self._switch(self.part, self._clock())
 
     def _switch(self, part: int, now: int) -> None:
-        self._parts[self._part] += now - self._since
+        lasted = now - self._since
+        self._parts[self._part] += lasted
+        if self._validates and self._part == OTHER:
+            self._between += lasted
+        if part == VALIDATION:  # metrics between its batches belong to it
+            self._parts[OTHER] -= self._between
+            self._parts[VALIDATION] += self._between
+            self._validates, self._between = True, 0
+        elif part in _TRAINING:
+            self._validates, self._between = False, 0
         if self._device is not None and part != self._part and self.in_step:
             self._device.change(part, self._wait_along if part == EXPOSED else _UNNAMED)
         self._part, self._since = part, now
@@ -421,7 +425,7 @@ class Progress:
             self._hindrances.begin()
         self.in_step, self._optimizer_stepped, self._pending, self._optimizers = True, False, False, 0
         self._parts, self._along = [0] * len(STEP_PARTS), [0] * (_UNNAMED + 1)
-        self._since = self._begin_ns = now
+        self._since, self._begin_ns, self._between = now, now, 0
         self._cpu_ns, self._probe_ns = time.process_time_ns(), ints[_PROBE_NS]
         self._collectives0, self._bytes0 = ints[_COLLECTIVES], self._floats[_COLLECTIVE_BYTES]
         self.micro_batches = 0

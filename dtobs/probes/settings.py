@@ -36,6 +36,8 @@ MOST_NAMES = 4
 SKIPPED = 4
 """Steps that an optimizer may leave out between two looks before it counts as gone back to an earlier state."""
 _ENVIRONMENT = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
+_TORCHS_NORMS = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+"""What other classes of batch norm do, such as those that synchronise by their own means, is not known."""
 _BY_MODE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _MOST_SOURCE_BYTES = 4 << 20
 Parameters = list[tuple[str, torch.Tensor]]
@@ -292,7 +294,7 @@ def _model(named: Parameters, modules: list[weakref.ref[nn.Module]]) -> dict[str
     if alive:
         training = sum(module.training for module in alive)
         fields["dropout and batch-norm layers in training mode"] = f"{training} of {len(alive)}"
-        norms = [module for module in alive if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        norms = [module for module in alive if getattr(type(module), "forward", None) in _TORCHS_NORMS]
         if norms:
             together = sum(isinstance(module, nn.SyncBatchNorm) for module in norms)
             kind = "of all ranks" if together == len(norms) else "of each rank"

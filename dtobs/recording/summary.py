@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.events import Kind
+from dtobs.findings import Finding
 from dtobs.recording.attempts import Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
 from dtobs.recording.journal import hung_since, read_journal, standing_share
 from dtobs.recording.rundir import RunDirectory
@@ -29,7 +30,7 @@ ADVICE = {
     "starting": "keep compiled code and tokenised data between runs",
     "restarts": "look at what ended the attempts, and at what the launcher waits for before the next",
     "steps done again": "checkpoint more often",
-    "standing still": "`dtobs diagnose` says for whom the others waited",
+    "standing still": "look for what only some ranks do, or do much longer",
     "data": "give the loader more workers, or prepare the data beforehand",
     "communication": "see where with `dtobs timeline`; reduce less often, in larger buckets or in BF16",
     "waiting for slower ranks": "`dtobs top` shows who works longest; balance the inputs by cost",
@@ -78,6 +79,7 @@ class Summary:
     whole: bool
     late: tuple[str, int | None] = ("", None)
     """Of `LATE` what most waits for slower ranks were for, "" where it is no one thing; the rank, where it is one."""
+    stood: str = ""  #: what the longest standstill looked like
     awaited: int | None = None  #: the rank that keeps the others waiting for messages
     no_core: float = 0.0  #: seconds that a rank could run and had no core, in whatever it did then
     crowded: tuple[int, int] = (0, 0)  #: the ranks of one host that have fewer cores than they are, and those cores
@@ -113,6 +115,8 @@ class Summary:
             elif worst == MESSAGES and self.awaited is not None:
                 what = f", mostly for rank {self.awaited}, which hardly waits itself"
                 advice = "look at what it does between its messages"
+            elif worst == "standing still" and self.stood:
+                what, advice = ", as last seen", self.stood
             said.append(f"the largest loss is {worst} ({lost}){what}: {advice}")
         if self.no_core >= NO_CORE_SHARE * self.elapsed:
             said.append(
@@ -140,7 +144,8 @@ def summarise(view: RunView) -> Summary | None:
     clock = Clock(str(view.meta(first).process.get("boot_id")), int(view.page(first)["clock_offset_ns"]))
     earlier = earlier_attempts(view.root, view.attempt, clock)
     done = highest_finished_step(earlier)
-    hung = hung_since(e.finding for e in read_journal(RunDirectory(view.root).findings))
+    journal = [e.finding for e in read_journal(RunDirectory(view.root).findings)]
+    hung = hung_since(journal)
     each, walls, tokens = [], [], 0.0
     waited: dict[int, dict[int, tuple[npt.NDArray[np.void], npt.NDArray[np.float64]]]] = {}  # by attempt and rank
     for rank, records in found.items():
@@ -190,10 +195,22 @@ def summarise(view: RunView) -> Summary | None:
         losses=losses,
         whole=all(int(records["stamp"][0]) == 1 for records in found.values()),
         late=_most_of(reasons),
+        stood=_stood(journal, list(found.values())),
         awaited=_awaited(view, ranks) if max(losses, key=lambda name: losses[name]) == MESSAGES else None,
         crowded=_crowded(view),
         no_core=float(np.mean([records["run_delay_ns"].sum() for records in found.values()])) / 1e9,
     )
+
+
+def _stood(journal: Sequence[Finding], histories: Sequence[npt.NDArray[np.void]]) -> str:
+    """What was seen last of the hang in the longest step."""
+    longest, said = 0, ""
+    for finding in (f for f in journal if hung_since([f])):
+        for steps in histories:
+            inside = steps[(steps["begin_ns"] <= finding.since_ns) & (finding.since_ns <= steps["end_ns"])]
+            if len(inside) and (lasted := int((inside["end_ns"] - inside["begin_ns"])[-1])) >= longest:
+                longest, said = lasted, finding.summary
+    return said
 
 
 def _crowded(view: RunView) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtobs.events import Kind, Phase
+from dtobs.events import Kind, Phase, phase_number
 from dtobs.expectations import rules_of
 from dtobs.probes.backward import Backward
 from dtobs.probes.base import Context, Probe
@@ -19,7 +19,7 @@ from dtobs.probes.deferred import capture_test
 from dtobs.probes.following import Following
 from dtobs.probes.layout import Bare, Together, wrapper_around
 from dtobs.probes.modules import Forward, OptimizerSteps, contained
-from dtobs.probes.progress import Progress, phase_number
+from dtobs.probes.progress import Progress
 from dtobs.probes.table import DISTRIBUTED, OFF, make_probes
 from dtobs.session.reports import Reports
 

@@ -57,8 +57,8 @@ def test_an_all_to_all_that_does_not_deal_what_is_taken(training):
     (finding,) = found(run.view(later=61)).values()
     assert (finding.code, finding.ranks, finding.confidence) == ("shape-mismatch", (1,), "certain")
     assert finding.summary == (
-        "different sizes at #21 of group default, all_to_all() at moe.py:7 in dispatch: rank 1 sends 6 elements to rank "
-        "0, which takes 4; rank 1 sends 2 elements to rank 2, which takes 4"
+        "different sizes at #21 of group default, all_to_all() at moe.py:7 in dispatch: "
+        "rank 1 sends 6 elements to rank 0, which takes 4; rank 1 sends 2 elements to rank 2, which takes 4"
     )
     assert "exchange their counts" in finding.next_step
     two = training(2)

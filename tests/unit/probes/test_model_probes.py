@@ -337,3 +337,17 @@ def test_the_learning_rate_of_a_table_that_one_rank_owns_is_not_that_of_all(tmp_
     assert view.pages["probe_failures"].tolist() == [0], view.meta(0).probes
     assert view.rank_steps(0)["learning_rate"].tolist() == pytest.approx([0.01] * 3)
     assert not any("of group 1" in name for _, fields in view.meta(0).settings for name in fields)
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    """Stands for one that synchronises by its own means."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(("norm", "said"), [(nn.BatchNorm1d, "1 layer, statistics of each rank"), (OwnBatchNorm, None)])
+def test_only_of_torchs_batch_norms_is_it_known_what_they_do(tmp_path: Path, norm: type[nn.Module], said: str | None):
+    train(nn.Sequential(nn.Linear(3, 3), norm(3)), tmp_path)
+    ((_, fields),) = load_run(tmp_path).meta(0).settings
+    assert fields.get("batch norm") == said

@@ -193,6 +193,7 @@ def test_a_hang_is_no_communication_and_no_backward(tmp_path: Path):
     assert found.losses["standing still"] == pytest.approx(30.0, abs=0.01)
     assert found.elapsed * found.goodput == pytest.approx(201 * 0.094, abs=0.1)  # but for one step
     assert found.lines()[1].startswith("the largest loss is standing still (30 s")
+    assert found.lines()[1].endswith(" of the time), as last seen: rank 1 is suspended")
 
 
 def test_a_run_without_a_step_has_no_summary(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -230,6 +231,25 @@ def test_evaluation_is_validation(attach: Attach):
     assert steps["validation_ns"][0] == 0
     assert steps["validation_ns"][1] > 0
     assert steps["micro_batches"].tolist() == [1, 1]
+
+
+def test_what_lies_between_the_passes_of_an_evaluation_belongs_to_it(attach: Attach):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer) as session:
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            for _ in DataLoader(TensorDataset(torch.ones(6, 8)), batch_size=3):
+                model(torch.ones(1, 8))
+                time.sleep(0.05)
+        train(model, optimizer, 1)
+        time.sleep(0.05)
+        train(model, optimizer, 1)
+    steps = steps_of(session)
+    assert steps["validation_ns"][1] > 50e6
+    assert (steps["other_ns"][1:] > 50e6).all()  # what follows the last pass is no part of it
+    parts = sum(steps[f"{part}_ns"] for part in STEP_PARTS)
+    assert (parts == steps["end_ns"] - steps["begin_ns"]).all()
 
 
 def test_what_ddp_wraps_is_seen_when_it_is_evaluated_alone(attach: Attach, tmp_path: Path):
