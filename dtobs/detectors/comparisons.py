@@ -356,14 +356,14 @@ def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
 
 
 def _apart(view: RunView) -> Iterator[Off]:
-    for ranks, step in apart_on_purpose(view):
+    for ranks, since in apart_on_purpose(view):
         if all(is_declared("own-models", view.meta(rank).policy) for rank in ranks):
             continue
         yield Off(
             "copies of the model",
             "averaged now and then",
-            f"the copies of the model on {ranks_text(ranks)} differ since step {step} and no gradient travels between"
-            " them: possibly they are averaged now and then on purpose (local SGD, DiLoCo), so nothing is made of it;"
+            f"the copies of the model on {ranks_text(ranks)} differ {since} and no gradient travels between them:"
+            " possibly they are averaged now and then on purpose (local SGD, DiLoCo), so nothing is made of it;"
             ' session.policy(average_every=STEPS) has their meetings checked, and session.policy(expect="own-models")'
             " or dtobs run --expect own-models says that they need not meet",
         )

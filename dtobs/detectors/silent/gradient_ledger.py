@@ -244,7 +244,11 @@ def _one(ranks: Sequence[int]) -> str:
 
 def _which(names: list[str], others: set[str]) -> str:
     if not others and len(names) > 2:
-        return f"all {len(names)} parameters looked at"
+        first = names[0].partition(".")[0]
+        of = (
+            f" of {first}" if first.startswith("model ") and all(name.startswith(f"{first}.") for name in names) else ""
+        )
+        return f"all {len(names)} parameters{of} looked at"
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     fine = f" ({count(len(others), 'other is', 'others are')} fine)" if others else ""
     return ", ".join(names[:2]) + more + fine

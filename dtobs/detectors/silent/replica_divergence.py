@@ -31,8 +31,8 @@ from dtobs.words import ranks_do, ranks_text
 
 FIRST_PERIOD = 16
 """Steps that copies may be apart, with no gradient between them, before it is said."""
-LEAST_TOGETHER = 4
-"""Looks in which tensors moved alike while others were apart."""
+LEAST_TOGETHER, MOVES_SHARE = 4, 0.3
+"""Looks in which tensors moved alike while others were apart, and of all looks the share in which they moved."""
 MOST_SIDES = 4
 OTHER_WAY = (
     "Look for a branch that not all ranks take: layers left out by a generator with a seed of its own, a skipped"
@@ -58,14 +58,15 @@ def replica_divergence(view: RunView) -> list[Finding]:
     return list(first.values())
 
 
-def apart_on_purpose(view: RunView) -> list[tuple[list[int], int]]:
-    """Ranks whose copies went apart with no gradient between them, and the step after which they were first seen so."""
-    judged = ((copies, _judge(view, copies)) for copies in replica_sets(view))
-    return [
-        (copies.ranks, int(copies.steps[copies.differs.any(axis=1)][0]))
-        for copies, sure in judged
-        if sure is Confidence.POSSIBLE
-    ]
+def apart_on_purpose(view: RunView) -> list[tuple[list[int], str]]:
+    """Ranks whose copies went apart with no gradient between them, and since when: "since step 7"."""
+    found = []
+    for copies in replica_sets(view):
+        if _judge(view, copies) is Confidence.POSSIBLE:
+            differs: npt.NDArray[np.bool_] = np.any(copies.differs, axis=1)
+            before = "at least " if differs[0] and copies.steps[0] > 1 else ""  # the oldest that is kept
+            found.append((copies.ranks, f"{before}since step {int(copies.steps[differs][0])}"))
+    return found
 
 
 def going_their_own_ways(view: RunView, copies: ReplicaSet) -> bool:
@@ -126,7 +127,8 @@ def _in_part(copies: ReplicaSet, differs: npt.NDArray[np.bool_]) -> bool:
     own, apart = copies.digests[0, since:], copies.differs[since:]
     if len(own) < LEAST_TOGETHER:
         return False
-    moves = (own[1:] != own[:-1]).all(axis=0)
+    moved = (own[1:] != own[:-1]).sum(axis=0)  # of several models, one moves while another rests
+    moves = (moved >= LEAST_TOGETHER - 1) & (moved > MOVES_SHARE * len(own))
     return bool((moves & ~apart.any(axis=0)).any())
 
 

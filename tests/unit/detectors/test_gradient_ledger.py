@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtobs.detectors.silent.gradient_ledger import gradient_ledger
+from dtobs.detectors.silent.gradient_ledger import _which, gradient_ledger
 from dtobs.detectors.silent.ledger_looks import judged_looks, looks
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.laws import LEDGER, SKETCHES, Ledger, Side
@@ -151,6 +151,8 @@ def test_sentences(tmp_path: Path):
         "the optimizers of ranks 0 and 1 get their own gradients only instead of the average over all, in all 5"
         " parameters looked at since step 1"
     )
+    assert _which(["model 2.up", "model 2.down", "model 2.norm"], set()) == "all 3 parameters of model 2 looked at"
+    assert _which(["model 1.up", "model 2.up", "model 2.down"], set()) == "all 3 parameters looked at"
     assert said("one ignored").endswith(", in blocks.1.up.weight (4 others are fine) since step 3")
     assert said("share lost") == (
         "what rank 2 computed does not reach the optimizers of ranks 0-3, in all 5 parameters looked at since step 1"

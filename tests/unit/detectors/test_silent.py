@@ -219,6 +219,32 @@ def test_a_long_first_period_is_a_fact_and_no_finding(tmp_path: Path):
     assert "session.policy(average_every=STEPS)" in fact.text
 
 
+def test_since_when_copies_are_apart_may_be_longer_ago_than_is_kept(tmp_path: Path):
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*PARAMETERS)
+        for step in range(144, 180):
+            rank.step(step, params_digest=step + 1000 * number, collective_bytes=0.0).digests(
+                step + 1000 * number, 7, 7
+            )
+    (fact,) = [off for off in comparisons_off(run.view()) if off.reason == "averaged now and then"]
+    assert "ranks 0 and 1 differ at least since step 144" in fact.text
+
+
+def test_of_models_that_step_in_turn_one_is_kept_alike(tmp_path: Path):
+    """Actor and critic: the one moves while the other rests, and only the actor is reduced."""
+    run = FakeRun(tmp_path, 2)
+    for number, rank in enumerate(run.ranks):
+        rank.parameters(*(Parameter(name, (4096,), "float32", "copies:2:aa") for name in ("actor", "critic")))
+        rank.digests(1, 2, step=-1)
+        for step in range(24):
+            actor, critic = 10 + step // 2, 100 + step + (1 + step) // 2 * 1000 * (1 + number)
+            rank.step(params_digest=actor + critic, collective_bytes=0.0).digests(actor, critic)
+    found = only(run)
+    assert (found.code, found.confidence) == ("replica-divergence", Confidence.CERTAIN)
+    assert "differ in critic" in found.summary
+
+
 @pytest.mark.parametrize(("travels", "policy"), [(True, 0), (False, 50)])
 def test_it_is_not_said_of_copies_that_part_or_where_it_is_declared(tmp_path: Path, travels: bool, policy: int):
     run = averaging(tmp_path, [False] * 5 + [True] * 30, travels=travels, policy=policy)
