@@ -13,7 +13,7 @@ from typing import Any
 
 from dtobs.findings import Confidence, Finding
 from dtobs.stacks.model import WAITS, Doing, RankStack, Standing, standing
-from dtobs.words import ranks_do, ranks_text, verb
+from dtobs.words import count, ranks_do, ranks_text, verb
 
 _EVIDENCE = 8
 _SHOWN = 4
@@ -72,7 +72,11 @@ def _elsewhere(waiting: Stood, elsewhere: Stood, seen: dict[int, RankStack], con
     code = _CODES[doing]
     if held and doing is Doing.CODE:
         code, ranks = "gil-held", held
-    said = f"{ranks_do(ranks, 'are')} {elsewhere[ranks[0]].words()}"
+    places: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        places[elsewhere[rank].words()].append(rank)
+    said = ", ".join(f"{ranks_do(those, 'are')} {place}" for place, those in list(places.items())[:_SHOWN])
+    said += f" and {count(len(places) - _SHOWN, 'other place')}" if len(places) > _SHOWN else ""
     said += f" and {verb(len(ranks), 'hold')} Python's lock" if code == "gil-held" else ""
     first = min(waiting)
     text = f"{said}, while {ranks_do(waiting, 'wait')} {waiting[first].words()}"

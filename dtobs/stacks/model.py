@@ -24,6 +24,8 @@ _C10D = re.compile(
     r"torch/distributed/(?:distributed_c10d|_functional_collectives|c10d_logger|nn/functional|collective_utils)\.py$"
 )
 _P2P = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+_PIPELINE_WAITS = {"_wait_batch_p2p": "a send or a receive of the pipeline"}
+"""Functions of torch's pipeline schedules (``torch/distributed/pipelining/schedules.py``), and what they wait for."""
 _COLLECTIVES = re.compile(
     r"(?:all_reduce|broadcast|reduce|all_gather|gather|scatter|reduce_scatter|all_to_all|barrier|monitored_barrier"
     r"|wait_tensor|_all_gather_base|_reduce_scatter_base)(?:_into_tensor|_tensor|_single|_coalesced|_object|_object_list)?$"
@@ -115,6 +117,8 @@ def standing(frames: tuple[Frame, ...]) -> Standing:
         name = _bare(frame.function)
         if _C10D.search(frame.file) and (_COLLECTIVES.match(name) or name in _P2P or name in _MEETING):
             call = name
+        if frame.file.endswith("torch/distributed/pipelining/schedules.py") and name in _PIPELINE_WAITS:
+            return Standing(Doing.MESSAGE, _PIPELINE_WAITS[name], own, inner)
     if call:
         doing = Doing.MEETING if call in _MEETING else Doing.MESSAGE if call in _P2P else Doing.COLLECTIVE
         return Standing(doing, call, own, inner)

@@ -52,11 +52,13 @@ def _finding(situation: Situation, way: str, endings: list[Ending]) -> Finding:
     traced = crash is not None and crash.stack is not None
     left = _LEFT if traced else _EXITED
     following = left if first.exit_code > 0 else after_signal(-first.exit_code, shown=traced)
+    places = {where(situation, e.rank) for e in endings[:8]}
+    whose = f"rank {first.rank} " if len(places) > 1 else ""
     pids = ", ".join(str(e.process.pid) for e in endings[:8] if e.process)
     return Finding(
         "rank-dead",
         f"{ranks_do(ranks, 'are')} dead: {'every process' if everybody else f'pid {pids}'} {way}, "
-        f"last {where(situation, first.rank)} of step {int(view.page(first.rank)['step'])}",
+        f"{whose}last {where(situation, first.rank)} of step {int(view.page(first.rank)['step'])}",
         ranks,
         confidence,
         step=int(view.page(first.rank)["step"]),

@@ -36,6 +36,13 @@ SAVING = (Frame(f"{TORCH}/serialization.py", 900, "save"), Frame("/home/me/train
 CODE = (Frame("/usr/lib/python3.11/subprocess.py", 1, "wait"), Frame("/home/me/train.py", 33, "validate"), MAIN)
 
 
+PIPELINE = (
+    Frame(f"{TORCH}/distributed/pipelining/schedules.py", 683, "_wait_batch_p2p"),
+    Frame(f"{TORCH}/distributed/pipelining/schedules.py", 1067, "Schedule1F1B._step_microbatches"),
+    STEP,
+)
+
+
 def ranks(*frames: tuple[Frame, ...], still: bool | None = True, **more: object) -> list[RankStack]:
     return [RankStack(n, one, still=still, **more) for n, one in enumerate(frames)]
 
@@ -47,6 +54,7 @@ def ranks(*frames: tuple[Frame, ...], still: bool | None = True, **more: object)
         (call("batch_isend_irecv"), Doing.MESSAGE, "batch_isend_irecv"),
         (call("init_process_group", MAIN), Doing.MEETING, "init_process_group"),
         (BACKWARD, Doing.BACKWARD, ""),
+        (PIPELINE, Doing.MESSAGE, "a send or a receive of the pipeline"),
         (LOADING, Doing.DATA, ""),
         (SAVING, Doing.CHECKPOINT, ""),
         (CODE, Doing.CODE, ""),
@@ -74,6 +82,15 @@ def test_rank_elsewhere(odd: tuple[Frame, ...], code: str, world: int):
     assert [(f.code, f.ranks, f.confidence) for f in findings] == [(code, (world - 1,), Confidence.LIKELY)]
     assert "while rank" in findings[0].summary
     assert notes == []
+
+
+def test_ranks_elsewhere_at_several_lines():
+    other = (Frame("/home/me/train.py", 62, "save"), MAIN)
+    (found,), _ = judge(ranks(PIPELINE, CODE, other, PIPELINE, CODE), 5)
+    assert found.summary == (
+        "ranks 1 and 4 are at /home/me/train.py:33 in validate, rank 2 is at /home/me/train.py:62 in save, "
+        "while ranks 0 and 3 wait in a send or a receive of the pipeline at /home/me/train.py:40 in step"
+    )
 
 
 def test_one_look_is_only_possible():
