@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dtobs.calls.agree import Parties
 from dtobs.words import count, ranks_text, verb
 
+SPLITS_NEXT = "Let ranks exchange their counts first, and use what each was told as its output splits."
+"""What to do about an all-to-all that does not deal out what is taken."""
 _MAX_LENGTH = 40
 _MAX_SIDES = 4
 _WHAT = {

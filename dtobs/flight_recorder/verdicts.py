@@ -9,7 +9,7 @@ import numpy as np
 from dtobs.calls.frontier import Frontier
 from dtobs.calls.order import History, came_before, odd_ranks, smaller_side
 from dtobs.calls.waits import PendingCall, PendingPair, Root
-from dtobs.calls.words import all_issued_text, circle_text, not_completed_text, not_issued_text
+from dtobs.calls.words import SPLITS_NEXT, all_issued_text, circle_text, not_completed_text, not_issued_text
 from dtobs.findings import Confidence, Finding
 from dtobs.flight_recorder.columns import STARTED
 from dtobs.flight_recorder.model import Dumps
@@ -20,6 +20,9 @@ from dtobs.words import ranks_text, verb
 
 _LEAST_PEERS, _MOST_PEERS = 2, 64
 """Ranks outside of a circle that have to agree on an order of calls, and how many are asked."""
+
+
+MOST_SHOWN = 8
 
 
 class Verdicts:
@@ -148,9 +151,27 @@ class Verdicts:
         )
 
     def _stalled(self, call: PendingCall) -> Finding:
-        """Every rank issued the call, none waits in an older one: the network, or a device if no dump tells starts."""
+        """Every rank issued the call, none waits in an older one: the network, or a device if no dump tells starts.
+
+        Of an all-to-all the sizes may be at fault; a dump has those of all peers together, so nobody is named.
+        """
         words = self.words
         group = self.dumps.groups[call.group]
+        entries = [entry for _, entry in self._pending(call, call.waiting)]
+        made = [self.dumps.operations[int(self.dumps.entries["signature"][entry])] for entry in entries]
+        if len(made) == group.size and all(one.family == "all_to_all" and all(one.elements) for one in made):
+            sent, taken = (sum(one.elements[side] for one in made) for side in (0, 1))
+            if sent != taken:
+                return Finding(
+                    "shape-mismatch",
+                    f"different sizes at #{int(self.dumps.entries['seq'][call.entry])} of group {group.label},"
+                    f" {words.operation(call.entry)}{words.site(call.entry)}: its ranks send {sent:,} elements in all,"
+                    f" and take {taken:,}",
+                    confidence=Confidence.LIKELY,
+                    group=group.label,
+                    evidence=(words.evidence("sent and taken", entries[:MOST_SHOWN], sent=sent, taken=taken),),
+                    next_step=SPLITS_NEXT,
+                )
         left = len(set(call.waiting) - set(call.finished))
         summary = all_issued_text(
             words.ranks({*call.waiting, *call.finished}),

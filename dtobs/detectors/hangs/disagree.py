@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dtobs.calls.agree import went_apart
 from dtobs.calls.lost_step import LostStep
-from dtobs.calls.words import lost_step_text, mismatch_text, went_apart_text
+from dtobs.calls.words import SPLITS_NEXT, lost_step_text, mismatch_text, went_apart_text
 from dtobs.catalogue import CATALOGUE
 from dtobs.detectors.hangs.describe import Evidence, group_name
 from dtobs.detectors.hangs.endings import End, Ending
@@ -21,7 +21,6 @@ from dtobs.detectors.hangs.situation import Situation, Told
 from dtobs.findings import Confidence, Finding
 
 _MAX_CALLS_SHOWN = 8
-_SPLITS = "Let ranks exchange their counts first, and use what each was told as its output splits."
 
 
 def find(situation: Situation, left: frozenset[int]) -> Told:
@@ -58,7 +57,7 @@ def _mismatch(situation: Situation, found: Mismatch) -> Finding:
         step=found.step,
         group=group_name(situation, found.group),
         evidence=tuple(_calls(situation, found)),
-        next_step=_SPLITS if found.said else CATALOGUE["collective-mismatch"].next_step if len(lines) > 1 else "",
+        next_step=SPLITS_NEXT if found.said else CATALOGUE["collective-mismatch"].next_step if len(lines) > 1 else "",
         since_ns=found.t_ns,
     )
 

@@ -47,6 +47,20 @@ def test_calls_that_fit_together(one, other):
     assert codes(dump([one], TWO), dump([other], TWO)) == []
 
 
+@pytest.mark.parametrize(("taken", "code"), [((5, 3), "network-stalled"), ((5, 4), "shape-mismatch")])
+def test_an_all_to_all_takes_what_is_sent(taken: tuple[int, int], code: str):
+    ranks = [
+        dump([call(1, "nccl:all_to_all", sizes=[[4, 6]], outputs=[[rows, 6]], state="started", site="moe")], TWO)
+        for rows in taken
+    ]
+    (found,) = findings(*ranks)
+    assert (found.code, found.ranks) == (code, ())
+    if code == "shape-mismatch":
+        assert found.confidence is Confidence.LIKELY
+        assert found.summary.endswith(": its ranks send 48 elements in all, and take 54")
+    assert codes(ranks[0], dump([call(1, "nccl:all_to_all", sizes=[[4, 6]], outputs=[[9, 6]])], TWO)) != [(code, ())]
+
+
 def test_rank_zero_that_always_calls_from_a_line_of_its_own():
     others = dump([call(n, site="train" if n % 3 else "save") for n in range(1, 40)], THREE)
     zero = dump([call(n, site="train" if n % 3 else "save_main") for n in range(1, 40)], THREE)
