@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dtobs.detectors.silent.config_mismatch import is_state
+from dtobs.errors import RecordingError
 from dtobs.recording.attempts import Clock, attempt_steps
+from dtobs.recording.laws import UPDATES
 from dtobs.recording.meta import Meta, read_meta
+from dtobs.recording.ring import adapt, read_ring
 from dtobs.recording.rundir import RunDirectory
 from dtobs.recording.view import RunView
 
 LEAST_STEPS = 4
 MOST_STEPS = 64
+LEFT_OUT = 4
+"""Steps that a scaler may have left out since the optimizer's count was read."""
 _ANY_CLOCK = Clock("", 0)
 
 
@@ -32,6 +37,7 @@ class Redone:
     earlier: npt.NDArray[np.void]
     begun: npt.NDArray[np.void]
     numbered: bool = True  #: the training said which steps these are; else the data told it
+    ahead: int = 0  #: by how many steps the data is ahead of what the optimizer counts, where the data told it
 
     def same_inputs(self) -> bool:
         """Whether all steps done again read what they read before, as far as both are known, and there are enough."""
@@ -55,13 +61,14 @@ def redone(view: RunView) -> Iterator[Redone]:
         if all(numbered):
             yield _align(rank, earlier.steps, view.rank_steps(rank))
         elif not any(numbered) and (found := _align_by_inputs(rank, earlier.steps, view.rank_steps(rank))):
-            yield found
+            yield replace(found, ahead=_ahead(view, earlier.number, found))
 
 
 @dataclass(frozen=True)
 class Earlier:
     """What a rank left of the last attempt in which it finished a step: STEP_DTYPE, and the ranks there were."""
 
+    number: int
     meta: Meta
     steps: npt.NDArray[np.void]
     world: int
@@ -73,8 +80,32 @@ def before(view: RunView, rank: int) -> Earlier | None:
     for number in range(view.attempt - 1, -1, -1):
         steps = attempt_steps(view.root, rank, number, _ANY_CLOCK)
         if len(steps):
-            return Earlier(read_meta(run.meta(rank, number)), steps, _world(run, number))
+            return Earlier(number, read_meta(run.meta(rank, number)), steps, _world(run, number))
     return None
+
+
+def _ahead(view: RunView, earlier: int, pair: Redone) -> int:
+    """How far the data is ahead of the optimizer, by the count that the latter keeps; 0 where that is not known.
+
+    A scaler leaves steps out that the optimizer does not count.
+    """
+    counts = []
+    for number, step in ((earlier, int(pair.before["step"][0])), (view.attempt, int(pair.after["step"][0]))):
+        path = RunDirectory(view.root).ring(UPDATES.name, pair.rank, number)
+        try:
+            records = adapt(path, read_ring(path), UPDATES.dtype) if path.exists() else np.zeros(0, UPDATES.dtype)
+        except RecordingError:
+            return 0
+        records = records[np.isfinite(records["done"])]
+        if not len(records):
+            return 0
+        nearest = records[np.abs(records["step"] - step).argmin()]
+        counts.append(step + int(nearest["done"]) - int(nearest["step"]))
+    if counts[1] <= int(pair.after["step"][0]):
+        return 0  # it has counted nothing before this attempt: its state was not loaded
+    apart = counts[0] - counts[1]
+    scaled = not (np.isnan(pair.earlier["loss_scale"]).all() and np.isnan(pair.begun["loss_scale"]).all())
+    return 0 if scaled and abs(apart) <= LEFT_OUT else apart
 
 
 def optimizer_states(meta: Meta) -> dict[str, list[str]]:

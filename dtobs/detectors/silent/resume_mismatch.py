@@ -45,7 +45,7 @@ _NOT_LOADED = "its weights were probably not loaded"
 def resume_mismatch(view: RunView) -> list[Finding]:
     """One finding for each quantity that differs, with all its ranks."""
     aligned = list(redone(view))
-    pairs = [pair for pair in aligned if pair.same_inputs()]
+    pairs = [pair for pair in aligned if pair.same_inputs() and not pair.ahead]
     without = [*_without_state(view, aligned), *_moments_of_zero(view), *_of_other_steps(view)]
     found = []
     for name, called, words, is_odd in _QUANTITIES:

@@ -4,7 +4,8 @@ What it does: where all steps that a restart does again read what they had read 
 The states of torch's generators at the end of those steps are then compared with those of the attempt before;
 generators that do not move, because nothing draws from them, prove nothing. In a loop that counts its steps anew, only
 numbers that the attempt before had drawn in earlier steps count: an iterator of a `DataLoader` draws one number when it
-is made, so that restored generators are elsewhere too where a restart makes one in the midst of a pass.
+is made, so that restored generators are elsewhere too where a restart makes one in the midst of a pass. Where the data
+goes on elsewhere than the optimizer, it is another step, and `data-not-resumed` says so.
 
 Why it hurts: dropout and augmentation are others than in a run without the restart: the run cannot be repeated, and
 every restart with a fixed seed draws the same numbers again.
@@ -24,7 +25,7 @@ def rng_not_restored(view: RunView) -> list[Finding]:
     """One finding for all ranks whose generators went on from another state."""
     found: dict[int, int] = {}
     for pair in redone(view):
-        if not pair.same_inputs():
+        if pair.ahead or not pair.same_inputs():
             continue
         for name in ("rng_torch", "rng_device"):
             before, after = pair.before[name], pair.after[name]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dtobs.detectors.silent import DETECTORS
@@ -13,6 +14,7 @@ from dtobs.detectors.silent.learning_rate_not_scaled import learning_rate_not_sc
 from dtobs.detectors.silent.weights_not_loaded import weights_not_loaded
 from dtobs.events import identify
 from dtobs.findings import Finding
+from dtobs.recording.laws import UPDATES
 from dtobs.recording.meta import Unloaded
 from dtobs.recording.view import RunView
 from dtobs.testing.fake_run import FakeRun
@@ -106,13 +108,14 @@ def counted_anew(
     optimizer: tuple[str, str, str] | None = None,
     passes: tuple[int, ...] = (),
     trained: tuple[str, str] = ("8", "8"),
+    counted: int | None = None,
     **odd: Callable[[int], float],
 ) -> RunView:
     """30 steps, then 20 whose data begins at step `at`; both count from 1 and do not know their first input.
 
     `optimizer`: what it has before the first and the second step of the first attempt, and before the first of the
     second; `passes`: steps at which one over the data begins in the first attempt; `trained`: how many parameters
-    each attempt trains.
+    each attempt trains; `counted`: how many steps the optimizer has done before the second.
     """
     for attempt, (first, steps) in enumerate(((0, range(30)), (at, range(20)))):
         run = FakeRun(tmp_path, 2, attempt=attempt, start_ns=10**12 * (attempt + 1))
@@ -124,6 +127,10 @@ def counted_anew(
                 rank.meta("settings", step=step, fields=fields)
             for step in passes if not attempt else ():
                 rank.meta("pass", step=step, sampler=0, shuffles=True, seed=0, epoch=0, replicas=2, samples=640)
+            for step in (1, 16, 28) if counted is not None else ():
+                record = np.zeros((), UPDATES.dtype)
+                record["step"], record["done"] = step, step - 1 + counted * attempt
+                rank.recorder.law(UPDATES).append(record)
             for step in steps:
                 there = first + step
                 learned = step + 30 * attempt if states[-1:] == ("kept",) and not at else there
@@ -155,6 +162,23 @@ def test_the_data_aligns_loops_that_count_anew(
 ) -> None:
     told = found(counted_anew(tmp_path, at, period, **odd))
     assert [(f.code, f.ranks, f.step) for f in told] == ([(code, (0, 1), 2)] if code else [])
+
+
+@pytest.mark.parametrize(("counted", "code"), [(20, ""), (12, "data-not-resumed"), (0, "rng-not-restored")])
+def test_data_that_goes_on_elsewhere_than_the_optimizer(tmp_path: Path, counted: int, code: str) -> None:
+    odd = {"rng_torch": lambda there: identify(f"drawn {there - 20 + counted}")} if counted != 20 else {}
+    told = found(counted_anew(tmp_path, 20, counted=counted, **odd))
+    assert [f.code for f in told] == ([code] if code else [])
+    if counted == 12:
+        assert told[0].summary == (
+            "ranks 0 and 1 have gone on after a restart with data that is 8 steps ahead of the optimizer's state: step"
+            " 2 reads what step 22 of the attempt before had read, and the optimizer counts 8 fewer"
+        )
+
+
+def test_steps_that_a_scaler_left_out_are_no_other_place(tmp_path: Path) -> None:
+    told = found(counted_anew(tmp_path, 20, counted=17, loss_scale=lambda there: 1024.0))
+    assert told == []
 
 
 ADAM = ("empty", "kept", "kept")
