@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dtobs.detectors.peers import data_groups
 from dtobs.detectors.silent.averages_apart import buffers_never_alike
-from dtobs.detectors.silent.config_mismatch import UNGRADED, UNHELD, settings_of
+from dtobs.detectors.silent.config_mismatch import LAYERS, NORMS, UNGRADED, UNHELD, settings_of
 from dtobs.detectors.silent.gradient_nonfinite import skipped_nan
 from dtobs.detectors.silent.learned_copies import learned_keys
 from dtobs.detectors.silent.own_models import parted_since
@@ -39,7 +39,6 @@ _UNTRAINED = {
 _UNKNOWN = "copies unknown"
 _MOST_ASKED = 8
 """Ranks whose tensors are held against each other at each look: of thousands it would be much, and they are alike."""
-_LAYERS = "dropout and batch-norm layers in training mode"
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def _in_evaluation(view: RunView) -> Iterator[Off]:
     """Ranks whose model was put into evaluation mode, and that have trained on."""
     since: dict[int, int] = {}
     for rank in view.ranks:
-        said = [(step, fields[_LAYERS]) for step, fields in view.meta(rank).settings if _LAYERS in fields]
+        said = [(step, fields[LAYERS]) for step, fields in view.meta(rank).settings if LAYERS in fields]
         if len(said) < 2 or not _none(said[-1][1]) or _none(said[-2][1]):
             continue
         steps = view.recent_steps(rank, _EVALUATION_STEPS)
@@ -186,7 +185,7 @@ def _batch_norm(view: RunView) -> Iterator[Off]:
     """A fact, and often on purpose: each rank normalises by the samples that it has itself."""
     for ranks in data_groups(view):
         settings = settings_of(view, ranks[0], int(view.page(ranks[0])["step"]))
-        layers, _, statistics = settings.get("batch norm", "").partition(", ")
+        layers, _, statistics = settings.get(NORMS, "").partition(", ")
         if len(ranks) > 1 and statistics.endswith("of each rank"):
             yield Off(
                 "batch norm",

@@ -110,7 +110,7 @@ def _order(sampler: Any) -> dict[str, int] | None:
     """What the order of a pass follows from; a RandomSampler has neither seed nor epoch (-1)."""
     if isinstance(sampler, DistributedSampler):
         said = {"shuffles": bool(sampler.shuffle), "seed": int(sampler.seed), "epoch": int(sampler.epoch)}
-        return {**said, "replicas": int(sampler.num_replicas), "samples": len(sampler)}
+        return {**said, "replicas": int(sampler.num_replicas), "part": int(sampler.rank), "samples": len(sampler)}
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
         return {"shuffles": True, "seed": -1, "epoch": -1, "replicas": 1, "samples": len(sampler)}
     return None

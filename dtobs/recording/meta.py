@@ -357,7 +357,8 @@ def add_entry(meta: Meta, e: dict[str, Any]) -> None:
         case "law":
             meta.laws[decode(str, e["name"])] = e
         case "pass":
-            meta.passes.append(decode(dict[str, int | bool], {name: e[name] for name in PASS_FIELDS}))
+            said = {name: e[name] for name in PASS_FIELDS} | {"part": e.get("part", -1)}
+            meta.passes.append(decode(dict[str, int | bool], said))
         case "save":
             save = decode(Save, e)
             meta.saves[save.function, save.site] = save

@@ -303,7 +303,7 @@ class RunView:
 
 
 def load_run(
-    root: Path,
+    root: Path | str,
     *,
     processes: dict[int, ProcessState] | None = None,
     previous: RunView | None = None,
@@ -318,6 +318,7 @@ def load_run(
     host that looks, when that is not this one. Raises TargetError when `root` is not a run
     directory; a damaged file in it is named in `damaged`.
     """
+    root = Path(root)
     run = RunDirectory(root)
     if not (exists(root) and root.is_dir()):
         raise TargetError(f"there is no directory {root}. Give a run directory (runs/<UTC time>-<name>)")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from dtobs.detectors.peers import data_groups
-from dtobs.detectors.silent.config_mismatch import settings_of
+from dtobs.detectors.silent.config_mismatch import NORMS, settings_of
 from dtobs.detectors.silent.sample_ledger import Stream, streams
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
@@ -28,7 +28,7 @@ def batchnorm_unsynchronized(view: RunView) -> list[Finding]:
     found = []
     for group in data_groups(view):
         settings = settings_of(view, group[0], int(view.page(group[0])["step"]))
-        layers, _, statistics = settings.get("batch norm", "").partition(", ")
+        layers, _, statistics = settings.get(NORMS, "").partition(", ")
         if not statistics.endswith("of each rank"):
             continue
         samples = {stream.rank: size for stream in streams(view, group) if (size := _at_a_time(view, stream)) > 0}

@@ -29,6 +29,9 @@ UNHELD, UNGRADED = "parameters without an optimizer", "parameters without a grad
 """The settings that name parameters which nothing trains (`comparisons`)."""
 CLIPPING = "gradient clipping"
 """The setting that says to what norm gradients are clipped (`compare`)."""
+LAYERS, NORMS = "dropout and batch-norm layers in training mode", "batch norm"
+"""The settings that say how many layers are in training mode, and whose statistics batch norm takes."""
+_TRAIN = "Call model.train() after each validation, on every rank."
 _MAY_DIFFER = ("optimizer shares", CLIPPING, REPLACED, UNHELD, UNGRADED)
 _WEAK = ("program", "Python", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 """Fields that can differ without harm: said as possible."""
@@ -111,8 +114,11 @@ def _comparable(states: Mapping[int, Mapping[str, str]]) -> list[str]:
 def _finding(
     ranks: tuple[int, ...], majority: bool, names: list[str], states: Mapping[int, Mapping[str, str]], first: int
 ) -> Finding:
+    if LAYERS in names:  # then batch norm differs by that
+        names = [LAYERS, *(name for name in names if name not in (LAYERS, NORMS))]
     strong = [name for name in names if name not in _WEAK]
     name = (strong or names)[0]
+    by_then = " or before" if name == LAYERS else ""  # layers are not looked at in every step
     others = sorted(set(states) - set(ranks))
     shown = {rank: state[name] or "unset" for rank, state in states.items()}
     if majority:
@@ -124,12 +130,13 @@ def _finding(
         said += f"; they also differ in {', '.join(rest[:4])}" + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
     return Finding(
         "config-mismatch",
-        said + (f", since step {first}" if first else ""),
+        said + (f", since step {first}{by_then}" if first else ""),
         ranks,
         Confidence.CERTAIN if strong else Confidence.POSSIBLE,
         step=first,
         aspect=name,
         fault=bool(strong),
+        next_step=_TRAIN if name == LAYERS else "",
         evidence=tuple(
             {
                 "what": "settings",

@@ -9,7 +9,8 @@ same prompts): ranks whose gradients differ all the same, without dropout, are n
 Samples that ranks share in any order are counted from the digests of single ones (`sample_ledger`), of the time before
 a rank reads anything for the second time, when its epoch may have ended; where only some steps were looked at, fewer
 are seen to be shared in proportion. It is only said as possible: each rank may draw from all data on purpose. Parts
-that a DistributedSampler deals out are meant to be apart, and are not where ranks shuffle by other seeds or epochs.
+that a DistributedSampler deals out are meant to be apart, and are not where ranks shuffle by other seeds or epochs, or
+where all are given the same part.
 
 Why it hurts: the ranks compute the same gradient: twice the price for the progress of one.
 """
@@ -85,7 +86,7 @@ def data_overlap(view: RunView) -> list[Finding]:
             )
         if not any(set(f.ranks) <= set(group) for f in found):
             rest = [rank for rank in group if rank not in on_purpose]
-            found += _shuffled_apart(view, rest) or _in_any_order(view, rest)
+            found += _same_part(view, rest) or _shuffled_apart(view, rest) or _in_any_order(view, rest)
     return found
 
 
@@ -94,6 +95,33 @@ def _first(view: RunView, ranks: list[int], seen: int) -> int:
     steps, digests = side_by_side(view, ranks, "input_digest")
     same = steps[(digests == digests[0]).all(axis=0) & (digests[0] != 0)]
     return int(same[0]) if len(same) else seen
+
+
+def _same_part(view: RunView, group: list[int]) -> list[Finding]:
+    """One finding for the ranks of `group` to which samplers deal the same part, of as many as there are ranks."""
+    last = {rank: passes[-1] for rank in group if (passes := view.meta(rank).passes)}
+    if len(last) < max(2, len(group)) or {p["replicas"] for p in last.values()} != {len(group)}:
+        return []
+    if len({(p["part"], p["samples"], p["seed"], p["epoch"]) for p in last.values()}) > 1:
+        return []
+    first = next(iter(last.values()))
+    return (
+        [
+            Finding(
+                "data-overlap",
+                f"the samplers of {ranks_text(group)} deal part {first['part']} of {len(group)} to each of them, so that"
+                " all read the same samples and the other parts are read by nobody",
+                tuple(group),
+                Confidence.LIKELY,
+                step=first["step"],
+                aspect="same part",
+                next_step="Give DistributedSampler the data-parallel rank of each process as `rank`.",
+                evidence=({"what": "passes over training data", "passes": list(last.values())[:16]},),
+            )
+        ]
+        if first["part"] >= 0
+        else []
+    )
 
 
 def _shuffled_apart(view: RunView, group: list[int]) -> list[Finding]:

@@ -224,7 +224,7 @@ def _constant_factor(ranks: list[int], numbers: list[int], tokens: Floats, weigh
     if others:
         told += f" where {'those' if as_many else 'one'} of {ranks_text(others)} {weigh} {values[others[0]]:.4g}"
     when = "with as many tokens" if as_many else "however many there are"
-    return _multiplied(f"{told}, {when}", odd, values, numbers)
+    return _multiplied(f"{told}, {when}", odd, values, numbers, factor)
 
 
 def _exact_factor(ranks: list[int], numbers: list[int], tokens: Floats, weights: Floats) -> Finding | None:
@@ -247,7 +247,7 @@ def _exact_factor(ranks: list[int], numbers: list[int], tokens: Floats, weights:
     base = float(factor[ranks.index(usual[0])])
     times = " and ".join(f"{factor[ranks.index(rank)] / base:.4g}" for rank in more[:4])
     told = f"the losses of {ranks_text(more)} weigh {times} times those of {ranks_text(usual)}"
-    return _multiplied(told, odd, values, numbers)
+    return _multiplied(told, odd, values, numbers, factor)
 
 
 def _exact(weights: Floats) -> Floats | None:
@@ -256,10 +256,12 @@ def _exact(weights: Floats) -> Floats | None:
     return np.asarray(np.median(factors, axis=0)) if _spread(factors) <= EXACT else None
 
 
-def _multiplied(told: str, odd: list[int], values: dict[int, float], numbers: list[int]) -> Finding:
+def _multiplied(told: str, odd: list[int], values: dict[int, float], numbers: list[int], factor: Floats) -> Finding:
+    share = float(factor.min() / factor.max())
+    smooths = f", or has label_smoothing={1 - share:.3g}, which its peers have not" if 0.5 < share < 1 else ""
     return Finding(
         "gradient-scale-mismatch",
-        f"{told} in every step since step {min(numbers)}: a rank multiplies its loss by a number of its own",
+        f"{told} in every step since step {min(numbers)}: a rank multiplies its loss by a number of its own{smooths}",
         tuple(odd),
         Confidence.LIKELY,
         step=min(numbers),

@@ -160,6 +160,19 @@ def test_samplers_that_shuffle_apart(
     assert [f.summary.partition("by nobody: ")[2] for f in found] == [told] * bool(told)
 
 
+@pytest.mark.parametrize(("parts", "replicas", "told"), [((0, 0), 2, True), ((0, 1), 2, False), ((0, 0), 1, False)])
+def test_samplers_that_deal_the_same_part(tmp_path: Path, parts: tuple[int, int], replicas: int, told: bool):
+    """What is generated from equal prompts differs, so that only the samplers tell."""
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        order = {"shuffles": True, "seed": 0, "epoch": 1, "replicas": replicas, "part": parts[rank.number]}
+        rank.meta("pass", step=0, sampler=0, samples=80, **order)
+    found = [f for f in data_overlap(run.steps(20).view()) if f.aspect == "same part"]
+    assert [(f.ranks, f.confidence) for f in found] == [((0, 1), Confidence.LIKELY)] * told
+    if told:
+        assert found[0].summary.startswith("the samplers of ranks 0 and 1 deal part 0 of 2 to each of them")
+
+
 @pytest.mark.parametrize(
     "reads", [own_part, own_part_each_epoch, one_batch, with_replacement, stream, every_third, neighbours]
 )
