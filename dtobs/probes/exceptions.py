@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dtobs.events import Kind, RankState, identify, phase_name
 from dtobs.probes.base import Probe
-from dtobs.probes.call_site import PYTHONS, whose
+from dtobs.probes.call_site import OURS, PYTHONS, whose
 from dtobs.words import middle_out, without_escapes
 
 MAX_MESSAGE = 2000
@@ -99,6 +99,14 @@ class Exceptions(Probe):
         error = sys.exc_info()[1]
         if error is not None and _says_failure(code) and not self._told_to_end():
             self.record(error)
+        elif code in (None, 0) and threading.current_thread() is threading.main_thread():
+            caller: FrameType | None = sys._getframe(1)
+            while caller is not None and whose(caller.f_code.co_filename) == OURS:
+                caller = caller.f_back
+            # A process that multiprocessing forked ends by it as well.
+            if caller is not None and whose(caller.f_code.co_filename) < PYTHONS:
+                left_at = {**_line(caller, caller.f_lineno), "by": "os._exit"}
+                self.context.recorder.meta.add("process", left_at=left_at)
 
     def left(self) -> None:
         """The interpreter ends: write down the error with which it does, in a child of multiprocessing as well."""

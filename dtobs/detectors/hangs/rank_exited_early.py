@@ -140,5 +140,7 @@ def _by_launcher(situation: Situation, rank: int) -> bool:
 def _how(situation: Situation, rank: int) -> str:
     if _by_launcher(situation, rank):
         return "left the training"
-    place = raised_at({"frame": situation.view.meta(rank).process.get("left_at")})
-    return situation.endings[rank].left_by or (f"ended normally by sys.exit at {place}" if place else "ended normally")
+    left_at = situation.view.meta(rank).process.get("left_at")
+    by = left_at.get("by", "sys.exit") if isinstance(left_at, dict) else ""
+    place = raised_at({"frame": left_at})
+    return situation.endings[rank].left_by or (f"ended normally by {by} at {place}" if place else "ended normally")

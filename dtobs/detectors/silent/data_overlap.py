@@ -109,8 +109,8 @@ def _same_part(view: RunView, group: list[int]) -> list[Finding]:
         [
             Finding(
                 "data-overlap",
-                f"the samplers of {ranks_text(group)} deal part {first['part']} of {len(group)} to each of them, so that"
-                " all read the same samples and the other parts are read by nobody",
+                f"the samplers of {ranks_text(group)} deal part {first['part']} of {len(group)} to each of them, so"
+                " that all read the same samples and the other parts are read by nobody",
                 tuple(group),
                 Confidence.LIKELY,
                 step=first["step"],

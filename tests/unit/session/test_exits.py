@@ -97,7 +97,8 @@ def test_the_error_that_made_a_program_leave(name: str, attach: Attach, monkeypa
     session.close_at_exit()
     assert recorded(session) == (types, state)
     left_at = load_run(session.run_dir).meta(0).process.get("left_at") or {}
-    assert left_at.get("file") == (__file__ if name.startswith("sys.exit(0)") else None)
+    assert left_at.get("file") == (__file__ if "exit(0)" in name else None)
+    assert left_at.get("by") == ("os._exit" if name == "os._exit(0)" else None)
     for said in load_run(session.run_dir).meta(0).exceptions:
         assert said["frame"]["file"] == __file__ and said["frame"]["function"] in ("fail", "fail_by_itself")
 
