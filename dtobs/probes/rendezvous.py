@@ -6,6 +6,7 @@ and by ``dtobs run`` before any session is.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -46,7 +47,8 @@ def wrap_init_process_group(
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            waiting = _noted(run, lambda: become(who(), "waiting", site=caller()))
+            at = _address(*args, **kwargs)
+            waiting = _noted(run, lambda: become(who(), "waiting", site=caller(), address=at))
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
@@ -59,6 +61,16 @@ def wrap_init_process_group(
         return init_process_group
 
     return make
+
+
+def _address(_backend: Any = None, init_method: Any = None, *_args: Any, store: Any = None, **_kwargs: Any) -> str:
+    """Where ranks meet that call ``init_process_group`` so; "" where a store is handed over."""
+    if store is not None:
+        return ""
+    if isinstance(init_method, str) and init_method != "env://":
+        return init_method
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    return f"{address}:{port}" if address and port else ""
 
 
 def _noted(run: RunDirectory, make: Callable[[], Arrival | None]) -> Arrival | None:

@@ -31,8 +31,8 @@ class Arrival:
 
     `state`: "started" (the process runs and has not asked for the group), "waiting" (inside ``init_process_group``),
     "met", or "failed" (`error` was raised there, or before it asked where `site` is empty). `site` is the user's line
-    that asked. `uncaught`: `error` ended the program. `patience` is the hang timeout that the rank was given, 0 for
-    none.
+    that asked, `address` where the ranks are to meet. `uncaught`: `error` ended the program. `patience` is the hang
+    timeout that the rank was given, 0 for none.
     """
 
     rank: Natural
@@ -49,6 +49,7 @@ class Arrival:
     since_ns: Natural = 0
     waited: float = 0.0  #: seconds inside init_process_group, once that is over
     site: str = ""
+    address: str = ""
     error: str = ""
     uncaught: bool = False
     patience: float = 0.0

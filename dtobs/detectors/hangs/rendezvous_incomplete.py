@@ -2,7 +2,8 @@
 
 Why it hurts: the job hangs before it has done anything, and the ranks that wait say nothing until their store's
 timeout of half an hour, and then not who was missing. The evidence: which ranks have started, which wait, since when
-and from which line, and whether the processes of the others live.
+and from which line, and whether the processes of the others live. Where all are there and none gets through, it is the
+address at which they are to meet, or the network between them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from dtobs.words import duration_text, ranks_do, ranks_text, verb
 
 PATIENCE_FACTOR = 2.0
 """How many hang timeouts ranks may be apart: hosts start at different speeds, and import from slow disks."""
-_MAX_SHOWN = 8
+ALL_THERE_FACTOR = 5.0
+"""How many all of them may be in the call: a large group takes its time to connect."""
+_MAX_SHOWN, _MOST_ADDRESSES = 8, 2
+_ALL_THERE_NEXT = (
+    "Check that this address and port are those of rank 0's host and can be reached from every other one (firewall,"
+    " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and that nothing else answers there; run `dtobs preflight`."
+)
 
 
 def find(view: RunView) -> list[Finding]:
@@ -31,9 +38,9 @@ def find(view: RunView) -> list[Finding]:
     waiting = {r: w for r, a in arrivals.items() if (w := seconds_waited(a, over_ns)) is not None}
     world = max((arrivals[rank].world_size for rank in waiting), default=0)
     missing = tuple(sorted(set(range(world)) - set(waiting)))
-    if not missing or any(
-        arrivals[r].state == "met" for r in missing if r in arrivals and (over_ns or _of_now(arrivals, r))
-    ):
+    if not missing:
+        return _all_there(view, arrivals, waiting, over_ns)
+    if any(arrivals[r].state == "met" for r in missing if r in arrivals and (over_ns or _of_now(arrivals, r))):
         return []
     # Another host's clock may be an hour off ours; without a rank of this host there is nothing better.
     longest = max([w for r, w in waiting.items() if lives(arrivals[r]) is not None] or waiting.values())
@@ -44,6 +51,36 @@ def find(view: RunView) -> list[Finding]:
     if view.asked and longest > EARLY_LONG * EARLY_SHARE * patience:  # they may still come: no alarm, and possible only
         return [replace(tell(), early=True, confidence=Confidence.POSSIBLE)]
     return []
+
+
+def _all_there(view: RunView, arrivals: dict[int, Arrival], waiting: dict[int, float], over_ns: int) -> list[Finding]:
+    """All ranks are in ``init_process_group``, and none gets through; where any had a timeout, it raised that."""
+    if not waiting or any(arrivals[rank].state == "failed" for rank in waiting):
+        return []
+    waited = min(waiting.values())
+    patience = max(arrivals[rank].patience for rank in waiting) or DEFAULT_FLOOR_SECONDS
+    long = waited > (PATIENCE_FACTOR if over_ns else ALL_THERE_FACTOR) * patience
+    early = view.asked or bool(over_ns)
+    if not long and not (early and waited > EARLY_LONG * EARLY_SHARE * patience):
+        return []
+    ranks = tuple(sorted(waiting))
+    first = arrivals[ranks[0]]
+    addresses = sorted({arrivals[rank].address for rank in ranks} - {""})
+    meet = f", to meet at {' or '.join(addresses[:_MOST_ADDRESSES])}" if addresses else ""
+    more = f" and {len(addresses) - _MOST_ADDRESSES} other addresses" if len(addresses) > _MOST_ADDRESSES else ""
+    return [
+        Finding(
+            "rendezvous-incomplete",
+            f"all {len(ranks)} ranks {'were' if over_ns else 'are'} in init_process_group"
+            f"{f' at {first.site}' if first.site else ''}{meet}{more}, and none got through in {duration_text(waited)}",
+            (),
+            Confidence.LIKELY if long else Confidence.POSSIBLE,
+            early=not long and not over_ns,
+            aspect="all there",
+            next_step=_ALL_THERE_NEXT,
+            evidence=tuple(evidence_of(rank, arrivals[rank], waiting[rank]) for rank in ranks[:_MAX_SHOWN]),
+        )
+    ]
 
 
 def _ended_ns(arrivals: dict[int, Arrival]) -> int:

@@ -137,7 +137,7 @@ def test_who_was_missing_is_known_after_somebody_has_killed_everybody(run):
     "arrivals",
     [
         lambda: [waits(rank, 15) for rank in (0, 1)],  # hosts start at different speeds
-        lambda: [waits(rank, 60) for rank in range(WORLD)],  # all there: the store itself takes its time
+        lambda: [waits(rank, 45) for rank in range(WORLD)],  # all there: the store itself takes its time
         lambda: [become(waits(rank, 60), "met", waited=60.0) for rank in range(WORLD)],
         lambda: [become(waits(0, 60), "met"), waits(1, 60)],  # the group is coming about
         lambda: [on_its_way(rank, 600) for rank in range(WORLD)],  # they read a data set first
@@ -161,6 +161,38 @@ def test_who_asks_is_told_who_is_missing_before_the_alarm(run):
     (finding,) = detect(view)
     assert (finding.code, finding.early, finding.confidence) == ("rendezvous-incomplete", True, "possible")
     assert set(finding.ranks) == set(range(1, WORLD))
+
+
+def test_all_are_there_and_none_gets_through(run):
+    for rank in range(WORLD):
+        write_arrival(run, replace(waits(rank, 51 + rank), address="10.0.0.1:29500"))
+    (finding,) = found(load_run(run.root)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("rendezvous-incomplete", (), "likely")
+    assert finding.summary == (
+        "all 4 ranks are in init_process_group at /me/train.py:8 in main, to meet at 10.0.0.1:29500, and none got"
+        " through in 51 s"
+    )
+    assert "dtobs preflight" in finding.next_step
+    for rank in range(WORLD):
+        write_arrival(run, waits(rank, 15))
+    view = load_run(run.root)
+    assert detect(view) == []
+    view.asked = True
+    (early,) = detect(view)
+    assert (early.confidence, early.early) == ("possible", True)
+
+
+def test_that_none_got_through_is_known_after_somebody_has_killed_everybody(run):
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(WORLD)]
+    for rank, process in enumerate(processes):
+        write_arrival(run, replace(waits(rank, 25), pid=process.pid, ticks=start_ticks(process.pid)))
+    note_living(run.root)
+    for process in processes:
+        process.kill()
+        process.wait()
+    (finding,) = found(load_run(run.root)).values()
+    assert (finding.code, finding.ranks, finding.confidence) == ("rendezvous-incomplete", (), "likely")
+    assert finding.summary.startswith("all 4 ranks were in init_process_group at /me/train.py:8 in main, and none got")
 
 
 def test_a_run_that_trains_is_not_looked_at_again(training):
