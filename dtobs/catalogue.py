@@ -289,7 +289,8 @@ _ROWS: tuple[Row, ...] = (
         "hangs",
         Severity.CRITICAL,
         "Ranks wait for each other in a circle across process groups",
-        "Issue the collectives of different groups in one order on all ranks.",
+        "Look for a call that only some of these ranks make (a branch on the rank), and issue the collectives of "
+        "different groups in one order on all of them.",
         Trait.DEADLOCK | Trait.SEEN,
     ),
     (

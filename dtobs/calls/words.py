@@ -73,12 +73,15 @@ def all_issued_text(ranks: Sequence[int], call: str, site: str = "", left: int |
 
 
 def circle_text(
-    waits: Iterable[tuple[Sequence[int], str, Sequence[int]]], odd: Sequence[int] = (), alone: Sequence[int] = ()
+    waits: Iterable[tuple[Sequence[int], str, Sequence[int]]],
+    odd: Sequence[int] = (),
+    alone: Sequence[int] = (),
+    added: Sequence[int] = (),
 ) -> str:
     """The sentence about ranks that wait in a circle: who waits, in which call, for whom.
 
     `odd` came there by another order of calls than before; `alone`, unlike most of the others, left out or put off the
-    call that those wait in.
+    call that those wait in; `added` alone made the call that they wait in.
     """
     parts = list(waits)
     chain = "; ".join(f"{named(ranks)} in {call} for {named(awaited)}" for ranks, call, awaited in parts[:_MAX_SIDES])
@@ -86,4 +89,6 @@ def circle_text(
     order = f"; {ranks_text(odd)} called them in another order" if odd else ""
     if alone:
         order = f"; {ranks_text(alone)} alone left out or put off the call in which the others wait"
+    elif added:
+        order = f"; none of the others in its group has made the call that {ranks_text(added)} waits in"
     return f"ranks wait for each other in a circle: {chain}{more}{order}"

@@ -341,10 +341,12 @@ def _replicas(view: RunView, known: list[int]) -> Iterator[Off]:
     if any(unknown.values()):
         rank = max(unknown, key=lambda r: len(unknown[r]))
         some = dict(list(unknown.items())[:_MOST_ASKED])
-        of = ranks_text(list(some))
+        of = f"{'all of ' if len(some) > 2 else ''}{ranks_text(list(some))}"
         parted, alike, step = parted_since(view, some)
         began = f"; {alike} began alike" if alike else ""
-        apart = f" ({parted} of them {verb(parted, 'differ')} between all of {of} after step {step}{began})"
+        differ = f"{len(parted)} of them {verb(len(parted), 'differ')} between {of} after step {step}"
+        more = f" and {len(parted) - 2} more" if len(parted) > 2 else ""
+        apart = f" ({differ}: {', '.join(parted[:2])}{more}{began})"
         yield Off(
             "copies of the model",
             _UNKNOWN,

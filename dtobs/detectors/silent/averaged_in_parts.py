@@ -41,6 +41,10 @@ LONG = 1024
 ALONE = "copies:1:"
 """Under DDP whose process group is of one rank: `probes.layout.replica_key`."""
 _EXCHANGES = ("all_to_all", "alltoall")
+_NEXT = (
+    "Add up or average the gradients of what is named over all of these ranks: in the layers that exchange activations,"
+    " after the backward, or by wrapping it over the whole group."
+)
 MOST_STEPS = 0.9
 """The share of steps in which what is asked of every step has to be seen."""
 
@@ -310,6 +314,7 @@ def _finding(sets: list[_Parted], text: str) -> Finding:
         step=first.step,
         aspect="averaged in parts",
         fault=False,
+        next_step=_NEXT,
         evidence=({"what": "parameter digests", "parts": parts[:16], "tensors_that_differ": len(first.apart)},),
     )
 

@@ -55,15 +55,15 @@ def own_models(view: RunView) -> list[Finding]:
     return [*found, *(f for f in averaged_in_parts(view) if f.ranks not in told)]
 
 
-def parted_since(view: RunView, rows: Mapping[int, list[int]]) -> tuple[int, int, int]:
-    """How many tensors are different on each rank after a step, how many of them were alike at first, and which step.
+def parted_since(view: RunView, rows: Mapping[int, list[int]]) -> tuple[list[str], int, int]:
+    """The tensors that are different on each rank after a step, how many of them were alike at first, and which step.
 
-    `rows` are those of each rank's table that are asked for; the step is the newest of which all ranks have a look. Of
-    a long run the beginning is not known any more.
+    Those that were alike at first come first. `rows` are those of each rank's table that are asked for; the step is the
+    newest of which all ranks have a look. Of a long run the beginning is not known any more.
     """
     histories = {rank: view.digests(rank) for rank in rows}
     if len(rows) < 2 or not all(map(len, histories.values())):
-        return 0, 0, 0
+        return [], 0, 0
     begins, ends = ({int(h["step"][at]) for h in histories.values()} for at in (0, -1))
     first, last = max(begins), min(ends)
     values: list[dict[tuple[str, tuple[int, ...]], list[int]]] = [defaultdict(list), defaultdict(list)]
@@ -76,7 +76,7 @@ def parted_since(view: RunView, rows: Mapping[int, list[int]]) -> tuple[int, int
     began, now = values
     parted = [tensor for tensor, each in now.items() if len(each) == len(rows) == len(set(each))]
     alike = [tensor for tensor in parted if len(began[tensor]) == len(rows) and len(set(began[tensor])) == 1]
-    return len(parted), len(alike), last
+    return [name for name, _ in sorted(parted, key=lambda tensor: tensor not in alike)], len(alike), last
 
 
 @dataclass(frozen=True)

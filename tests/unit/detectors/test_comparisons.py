@@ -109,8 +109,8 @@ def test_what_else_is_off(tmp_path: Path):
 @pytest.mark.parametrize(
     ("began", "now", "said"),
     [
-        ((1, 1, 1), (5, 6, 7), " (1 of them differs between all of ranks 0-2 after step 8; 1 began alike)"),
-        ((1, 1, 2), (5, 6, 7), " (1 of them differs between all of ranks 0-2 after step 8)"),
+        ((1, 1, 1), (5, 6, 7), " (1 of them differs between all of ranks 0-2 after step 8: weight; 1 began alike)"),
+        ((1, 1, 2), (5, 6, 7), " (1 of them differs between all of ranks 0-2 after step 8: weight)"),
         ((1, 1, 1), (5, 6, 6), ""),
         ((1, 1, 1), (1, 1, 1), ""),
     ],
