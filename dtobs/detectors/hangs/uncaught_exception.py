@@ -25,6 +25,15 @@ _MAX_CAUSE = 200
 _NO_MEMORY = "OutOfMemoryError"
 """What torch's allocators of devices raise. A host without memory raises a RuntimeError or a MemoryError."""
 _WANTED = re.compile(r"Tried to allocate ([\d.]{1,12} [KMGTP]?i?B)")
+_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? [\d, ]{1,200}\) (?:is killed by signal: ([\w ]{1,40})|exited unexpectedly)"
+)
+_WORKER_NEXT = "Look at why the loader's worker ended; the line is only where the rank was when it was told. "
+_OF_SIGNAL = {
+    "Killed": "Mostly its host or its control group had no memory left (dmesg): fewer workers, or less held by each.",
+    "Bus error": "Mostly /dev/shm is full: a larger one (docker run --shm-size), or fewer workers.",
+    "Segmentation fault": "Native code that the data set calls failed: load its samples with num_workers=0.",
+}
 _UNEXPLAINED = (End.PEER_LOST, End.TIMED_OUT)
 
 
@@ -77,12 +86,15 @@ def _finding(situation: Situation, endings: Sequence[Ending], confidence: Confid
         wanted = _WANTED.search(message)
         code = "device-out-of-memory"
         what = f"ran out of device memory{f' while it asked for {wanted[1]}' if wanted else ''}"
+    worker = _WORKER.search(message)
+    dead = _OF_SIGNAL.get((worker[1] or "").strip(), "What the worker printed says more.") if worker else ""
     return Finding(
         code,
         f"{ranks_text(ranks)} {what}{f' at {place}' if place else ''}",
         ranks,
         confidence,
         step=int(said.get("step") or situation.view.page(first.rank)["step"]),
+        next_step=f"{_WORKER_NEXT}{dead}" if dead else "",
         evidence=(*_evidence(first), *stack_evidence(situation, first.rank)),
         since_ns=first.t_ns - int(situation.view.page(first.rank)["clock_offset_ns"]),
     )

@@ -29,6 +29,24 @@ def gone(code: int | None, pid: int = 77, oom: bool = False, ended_ns: int = 0) 
     return ProcessState(pid, alive=False, exit_code=code, oom_killed=oom, ended_ns=ended_ns)
 
 
+@pytest.mark.parametrize(
+    ("how", "advice"),
+    [
+        ("(pid 21644) is killed by signal: Killed. ", "no memory left"),
+        ("(pid 5) is killed by signal: Bus error. It is possible that", "/dev/shm is full"),
+        ("(pid(s) 12, 13) exited unexpectedly", "What the worker printed"),
+        ("is what I am", "Fix the exception at the line shown"),
+    ],
+)
+def test_a_workers_end_is_no_fault_of_the_line_at_which_the_rank_is_told(training, how: str, advice: str):
+    run = training(2)
+    fails(run.rank(1), "RuntimeError", f"DataLoader worker {how}")
+    (finding,) = found(run.view(later=1)).values()
+    assert finding.code == "uncaught-exception"
+    assert advice in finding.next_step
+    assert ("the line is only where" in finding.next_step) is ("what I am" not in how)
+
+
 def test_uncaught_exception_is_found_at_once_with_its_line(training):
     run = training(2)
     run.rank(0).collective(wait=True)
