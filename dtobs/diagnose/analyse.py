@@ -40,6 +40,12 @@ _OF_UPDATES = ("optimizer", "learning rate")
 """Settings that make copies part although they get equal gradients."""
 _OF_MODES = ("batch norm", "dropout and batch-norm layers in training mode")
 """Settings with which batch norms count other numbers of batches."""
+_OF_BEGINNINGS = {
+    ("seed-policy", "initial parameters"),
+    ("resume-mismatch", "optimizer state"),
+    ("resume-mismatch", "optimizer's steps"),
+}
+"""What copies begin with, by code and aspect, that makes them part."""
 _ABOUT_NUMBERS = re.compile(r"\bnan\b|\binf\b|non-?finite|infinity|overflow", re.IGNORECASE)
 
 
@@ -314,7 +320,7 @@ def _parted(finding: Finding, divergence: Finding) -> bool:
     """Whether copies of a model that differ do so because of `finding`; a law that looks at a part may see it later."""
     parting = _OF_MODES if divergence.aspect == COUNTED else _OF_UPDATES
     of_updates = finding.code != "config-mismatch" or finding.aspect.startswith(parting)
-    began = finding.code == "seed-policy" and finding.aspect == "initial parameters"
+    began = (finding.code, finding.aspect) in _OF_BEGINNINGS
     return (
         (Trait.PARTS in finding.traits or began)
         and of_updates

@@ -46,7 +46,8 @@ def resume_mismatch(view: RunView) -> list[Finding]:
     """One finding for each quantity that differs, with all its ranks."""
     aligned = list(redone(view))
     pairs = [pair for pair in aligned if pair.same_inputs() and not pair.ahead]
-    without = [*_without_state(view, aligned), *_moments_of_zero(view), *_of_other_steps(view)]
+    lost = _without_state(view, aligned)
+    without = [*lost, *_moments_of_zero(view), *_of_other_steps(view, {rank for f in lost for rank in f.ranks})]
     found = []
     for name, called, words, is_odd in _QUANTITIES:
         weights = words.endswith(_NOT_LOADED)  # where it was seen, `weights_not_loaded` tells with the line
@@ -57,8 +58,8 @@ def resume_mismatch(view: RunView) -> list[Finding]:
     return [*found, *without, *_learned_again(view, {p.rank for p in pairs})]
 
 
-def _of_other_steps(view: RunView) -> list[Finding]:
-    """One finding for each group of ranks whose optimizers go on from different steps."""
+def _of_other_steps(view: RunView, lost: Collection[int]) -> list[Finding]:
+    """One finding for each group of ranks whose optimizers go on from different steps; `lost` go on from none."""
     found = []
     for group in data_groups(view) or tensor_groups(view):
         as_of = common_step(view, group) or 0
@@ -68,7 +69,9 @@ def _of_other_steps(view: RunView) -> list[Finding]:
         for name in sorted(name for name in states[group[0]] if name.endswith(COUNTED)):
             told = {rank: state.get(name, "") for rank, state in states.items()}
             ahead = {rank: int(said) for rank, said in told.items() if said.removeprefix("-").isdecimal()}
-            if len(ahead) < len(group) or len(set(ahead.values())) < 2:
+            known = len(ahead) == len(group)
+            ahead = {rank: steps for rank, steps in ahead.items() if rank not in lost}
+            if not known or len(set(ahead.values())) < 2:
                 continue
             odd, majority = outliers(ahead)
             usual = max(value for rank, value in ahead.items() if not majority or rank not in odd)

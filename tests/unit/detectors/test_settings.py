@@ -8,7 +8,7 @@ import pytest
 
 from dtobs.detectors.silent.config_mismatch import config_mismatch
 from dtobs.detectors.silent.learning_rate_mismatch import learning_rate_mismatch
-from dtobs.detectors.silent.resume_mismatch import resume_mismatch
+from dtobs.detectors.silent.resume_mismatch import _of_other_steps, resume_mismatch
 from dtobs.findings import Confidence
 from dtobs.testing.fake_run import FakeRun
 
@@ -153,3 +153,5 @@ def test_optimizers_that_go_on_from_different_steps(
         assert (one.step, one.confidence) == (5, Confidence.LIKELY)
         assert said in one.summary
         assert "Load the same step on all ranks" in one.next_step
+    if ranks == (2,):
+        assert _of_other_steps(view, {2}) == [], "it has loaded nothing, which is told as that"
