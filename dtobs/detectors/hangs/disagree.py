@@ -14,6 +14,7 @@ from dtobs.calls.agree import went_apart
 from dtobs.calls.lost_step import LostStep
 from dtobs.calls.words import SPLITS_NEXT, lost_step_text, mismatch_text, went_apart_text
 from dtobs.catalogue import CATALOGUE
+from dtobs.detectors.hangs.batches import batches_apart
 from dtobs.detectors.hangs.describe import Evidence, group_name
 from dtobs.detectors.hangs.endings import End, Ending
 from dtobs.detectors.hangs.mismatch import Mismatch
@@ -49,15 +50,18 @@ def _mismatch(situation: Situation, found: Mismatch) -> Finding:
         rank = found.parties.odd[0]
         said = f"different sizes at {place}, {made[rank]}{_site(situation, found, rank)}: {found.said}"
     apart = _went_apart(situation, found)
+    two = [party[0] for party in found.parties.parties]
+    batches, advice = batches_apart(situation.view, *two) if len(two) == 2 and not found.said else ("", "")
+    advice = advice or (SPLITS_NEXT if found.said else "")
     return Finding(
         found.code,
-        f"{said}; {apart}" if apart else said,
+        (f"{said}; {apart}" if apart else said) + batches,
         found.parties.odd,
         found.parties.confidence,
         step=found.step,
         group=group_name(situation, found.group),
         evidence=tuple(_calls(situation, found)),
-        next_step=SPLITS_NEXT if found.said else CATALOGUE["collective-mismatch"].next_step if len(lines) > 1 else "",
+        next_step=advice or (CATALOGUE["collective-mismatch"].next_step if len(lines) > 1 else ""),
         since_ns=found.t_ns,
     )
 

@@ -7,21 +7,14 @@ before they ended normally as well.
 
 from __future__ import annotations
 
-import numpy as np
-
+from dtobs.detectors.hangs.batches import SKIPPED_NEXT, skipped_step
 from dtobs.detectors.hangs.describe import group_name, waiters, waiting_evidence, waits_in
 from dtobs.detectors.hangs.endings import TOGETHER_NS, End, raised_at
 from dtobs.detectors.hangs.p2p_unmatched import message_counts
 from dtobs.detectors.hangs.situation import LEFT, Absence, Situation, Told
 from dtobs.findings import Confidence, Finding
-from dtobs.recording.view import RunView
 from dtobs.words import ranks_text
 
-_LEAST_STEPS, _MOST_SKIPPED = 8, 4
-_SKIPPED_NEXT = (
-    "Look at what makes this rank skip a batch (an error that is handled, `continue`): from there on its peers average"
-    " their gradients with those of another batch."
-)
 _HANDLED_NEXT = (
     "Look at the output of this rank for an error that it handled, and end with another exit code than 0 after one: who"
     " starts the job takes it for complete."
@@ -72,7 +65,7 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
     done, others = (int(view.page(r)["steps_done"]) for r in (first.rank, first.waiting[0]))
     steps = f" after {done} steps" if done or others else ""
     steps += f", of which its peers did {others}" if done != others else ""
-    skipped = _skipped(view, first.rank, first.waiting[0]) if len(ranks) == 1 else ""
+    skipped = skipped_step(view, first.rank, first.waiting[0]) if len(ranks) == 1 else ""
     owes = _owes(situation, first)
     return Finding(
         "rank-exited-early",
@@ -91,27 +84,9 @@ def _finding(situation: Situation, gone: list[Absence]) -> Finding:
     )
 
 
-def _skipped(view: RunView, rank: int, peer: int) -> str:
-    """Where it went through more micro-batches than it usually does, and its peer did not: it left out a step there."""
-    own, other = view.rank_steps(rank), view.rank_steps(peer)
-    if min(len(own), len(other)) < _LEAST_STEPS:
-        return ""
-    usual = int(np.median(own["micro_batches"]))
-    more = own[own["micro_batches"] > usual]
-    theirs = other["step"][other["micro_batches"] > usual]
-    if not 0 < len(more) <= _MOST_SKIPPED or np.isin(more["step"], theirs).any():
-        return ""
-    steps = ", ".join(map(str, more["step"].tolist()))
-    there = int(more["micro_batches"][0])
-    return (
-        f"; in step {steps} it went through {there} micro-batches where it usually takes {usual}, so it left out an"
-        " optimizer step there, as a loop does that handles an error and goes on"
-    )
-
-
 def _next_step(situation: Situation, rank: int, skipped: str) -> str:
     if skipped:
-        return _SKIPPED_NEXT
+        return SKIPPED_NEXT
     if _by_launcher(situation, rank):
         return _LAUNCHER_NEXT
     if _over(situation):

@@ -202,3 +202,31 @@ def test_an_operation_whose_definition_is_not_read_yet_accuses_nobody(training):
     view.meta(0).ops.popitem()
     assert found(view) == {}
     assert list(found(run.view(later=1))) == ["dtype-mismatch"]
+
+
+@pytest.mark.parametrize(
+    ("begins", "micros", "said"),
+    [
+        ((1, 9, 17), (), ""),
+        ((1, 9, 16), (), "; pass 2 over the data had 7 steps on rank 1, and 8 on rank 0"),
+        (
+            (1, 9, 16),
+            (12,),
+            "; in step 12 rank 1 went through 2 micro-batches where it usually takes 1, so it left out an",
+        ),
+    ],
+)
+def test_what_set_ranks_apart_long_before_their_calls_did_not_fit(tmp_path, begins, micros, said):
+    run = FakeRun(tmp_path, 2)
+    for rank in run.ranks:
+        for step in (1, 9, 17) if rank.number == 0 else begins:
+            order = {"shuffles": True, "seed": 0, "epoch": 0, "replicas": 2}
+            rank.meta("pass", step=step, sampler=0, samples=80, **order)
+        for step in range(20):
+            rank.step(micro_batches=2 if rank.number and step in micros else 1).collective()
+        rank.collective("barrier" if rank.number else "all_reduce", wait=True)
+    (finding,) = found(run.view(later=61)).values()
+    assert finding.code == "collective-mismatch"
+    assert said in finding.summary
+    assert ("gradients" in finding.next_step) is bool(said)
+    assert ("over the data" in finding.summary or "micro-batches" in finding.summary) is bool(said)

@@ -130,7 +130,6 @@ def test_an_exception_about_nan_is_the_consequence_of_the_nan():
         ("local-gradient-outlier", "", 1, False),
         ("resume-mismatch", "optimizer state", 1, True),
         ("resume-mismatch", "optimizer's steps", 1, True),
-        ("resume-mismatch", "loss", 1, False),
     ],
 )
 def test_what_makes_the_copies_of_a_model_part_comes_before_their_divergence(
