@@ -22,7 +22,7 @@ def batches_apart(view: RunView, rank: int, peer: int) -> tuple[str, str]:
     for one, other in ((rank, peer), (peer, rank)):
         if skipped := skipped_step(view, one, other):
             return skipped.replace(" it went ", f" rank {one} went ", 1), SKIPPED_NEXT
-    own, theirs = ([int(each["step"]) for each in view.meta(r).passes] for r in (rank, peer))
+    own, theirs = _begins(view, rank), _begins(view, peer)
     for number, (before, one, other) in enumerate(zip(own, own[1:], theirs[1:], strict=False), 1):
         if one != other:
             steps = ((one - before, rank), (other - before, peer))
@@ -32,6 +32,12 @@ def batches_apart(view: RunView, rank: int, peer: int) -> tuple[str, str]:
                 _SHORTER_NEXT,
             )
     return "", ""
+
+
+def _begins(view: RunView, rank: int) -> list[int]:
+    """The steps at which the passes of the first sampler began, in order."""
+    passes = view.meta(rank).passes
+    return [each["step"] for each in passes if each["sampler"] == passes[0]["sampler"]]
 
 
 def skipped_step(view: RunView, rank: int, peer: int) -> str:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dtobs.calls.agree import Agreement, Disagreement, Parties, disagreements
 from dtobs.detectors.hangs.calls import Calls
-from dtobs.recording.laws import SPLITS
+from dtobs.recording.laws import SPLIT_RANKS, SPLITS
 from dtobs.recording.meta import Op
 from dtobs.recording.view import RunView
 from dtobs.words import count
@@ -84,6 +84,8 @@ def dealt_apart(view: RunView, calls: Calls) -> list[Mismatch]:
 def _dealt_apart(calls: Calls, group: int, seq: int, by_rank: dict[int, np.void]) -> Mismatch | None:
     place = {rank: at for at, rank in enumerate(calls.members(group))}
     known = [rank for rank in sorted(by_rank) if rank in place and calls.call(rank, group, seq) is not None]
+    if len(known) < 2 or len(place) > SPLIT_RANKS:
+        return None
     places = [place[rank] for rank in known]
     sent, taken = (np.array([by_rank[rank][side] for rank in known])[:, places] for side in ("sent", "taken"))
     wrong = [

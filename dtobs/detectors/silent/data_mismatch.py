@@ -110,8 +110,8 @@ class _History:
     """What ranks read in the recorded steps, as asked for the first time."""
 
     first: npt.NDArray[np.uint64]  #: digests of the oldest `LEAST_BEFORE` steps, [ranks, steps]
-    alike: int  #: batches that all of them read in one step
-    apart: int  #: the step from which on they read apart
+    alike: int  #: batches that all of them read in one step, where that was the rule until they read apart
+    apart: int  #: the step from which on they read apart; -1 where they do not
 
 
 def _history(view: RunView, ranks: list[int]) -> _History:
@@ -122,9 +122,10 @@ def _history(view: RunView, ranks: list[int]) -> _History:
         known = (digests != 0).all(axis=0)
         steps, digests = steps[known], digests[:, known]
         alike = (digests == digests[:1]).all(axis=0)
-        together = steps[alike].max(initial=-1)
-        apart = int(steps[steps > together].min(initial=together + 1))
-        kept[key] = _History(digests[:, :LEAST_BEFORE].copy(), len(np.unique(digests[0, alike])), apart)
+        until = int(np.flatnonzero(alike)[-1]) + 1 if alike.any() else 0
+        common = len(np.unique(digests[0, alike])) if 2 * alike.sum() > until else 0
+        apart = int(steps[until]) if until < len(steps) else -1
+        kept[key] = _History(digests[:, :LEAST_BEFORE].copy(), common, apart)
     return kept[key]
 
 

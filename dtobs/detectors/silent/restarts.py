@@ -21,6 +21,8 @@ LEAST_STEPS = 4
 MOST_STEPS = 64
 LEFT_OUT = 4
 """Steps that a scaler may have left out since the optimizer's count was read."""
+_NEAREST = 8
+"""Records asked for an optimizer's count: a parameter that was frozen, or got no gradient, counts fewer."""
 _ANY_CLOCK = Clock("", 0)
 
 
@@ -87,8 +89,11 @@ def before(view: RunView, rank: int) -> Earlier | None:
 def _ahead(view: RunView, earlier: int, pair: Redone) -> int:
     """How far the data is ahead of the optimizer, by the count that the latter keeps; 0 where that is not known.
 
-    A scaler leaves steps out that the optimizer does not count.
+    A scaler leaves steps out that the optimizer does not count. What was found is kept: records are written over.
     """
+    kept: dict[int, int] = view.memo.setdefault("data ahead", {})
+    if pair.rank in kept:
+        return kept[pair.rank]
     counts = []
     for number, step in ((earlier, int(pair.before["step"][0])), (view.attempt, int(pair.after["step"][0]))):
         path = RunDirectory(view.root).ring(UPDATES.name, pair.rank, number)
@@ -99,13 +104,13 @@ def _ahead(view: RunView, earlier: int, pair: Redone) -> int:
         records = records[np.isfinite(records["done"])]
         if not len(records):
             return 0
-        nearest = records[np.abs(records["step"] - step).argmin()]
-        counts.append(step + int(nearest["done"]) - int(nearest["step"]))
-    if counts[1] <= int(pair.after["step"][0]):
-        return 0  # it has counted nothing before this attempt: its state was not loaded
-    apart = counts[0] - counts[1]
+        nearest = records[np.abs(records["step"] - step).argsort(kind="stable")[:_NEAREST]]
+        counts.append(step + int((nearest["done"] - nearest["step"]).max()))
+    loaded = counts[1] > int(pair.after["step"][0])  # else it has counted nothing before this attempt
+    apart = (counts[0] - counts[1]) * loaded
     scaled = not (np.isnan(pair.earlier["loss_scale"]).all() and np.isnan(pair.begun["loss_scale"]).all())
-    return 0 if scaled and abs(apart) <= LEFT_OUT else apart
+    kept[pair.rank] = 0 if scaled and abs(apart) <= LEFT_OUT else apart
+    return kept[pair.rank]
 
 
 def optimizer_states(meta: Meta) -> dict[str, list[str]]:

@@ -327,6 +327,7 @@ def test_what_may_be_a_batch_split_by_hand_is_quiet(tmp_path: Path):
     assert replicas(tmp_path / "a", alike, ("replicate", "tensor")) == []
     assert replicas(tmp_path / "b", own) == []  # each its part of the sequence, before the model sees it
     assert replicas(tmp_path / "c", own, ("shard", "context"), dealt=4, trade=True) == []
+    assert replicas(tmp_path / "d", lambda rank, step: (own if step % 20 else alike)(rank, step), steps=200) == []
 
 
 def train(root: Path, loader: Any, seed: int | None, level: str = "all", epochs: int = 4) -> RunView:

@@ -50,8 +50,8 @@ def test_calls_that_fit_together(one, other):
 @pytest.mark.parametrize(("taken", "code"), [((5, 3), "network-stalled"), ((5, 4), "shape-mismatch")])
 def test_an_all_to_all_takes_what_is_sent(taken: tuple[int, int], code: str):
     ranks = [
-        dump([call(1, "nccl:all_to_all", sizes=[[4, 6]], outputs=[[rows, 6]], state="started", site="moe")], TWO)
-        for rows in taken
+        dump([call(1, "nccl:all_to_all", sizes=[[sent, 6]], outputs=[[rows, 6]], state="started", site="moe")], TWO)
+        for sent, rows in zip((8, 0), taken, strict=True)
     ]
     (found,) = findings(*ranks)
     assert (found.code, found.ranks) == (code, ())
