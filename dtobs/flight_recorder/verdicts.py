@@ -159,7 +159,8 @@ class Verdicts:
         group = self.dumps.groups[call.group]
         entries = [entry for _, entry in self._pending(call, call.waiting)]
         made = [self.dumps.operations[int(self.dumps.entries["signature"][entry])] for entry in entries]
-        if len(made) == group.size and all(one.family == "all_to_all" and one.input_sizes and one.output_sizes for one in made):
+        dealt = all(one.family == "all_to_all" and one.input_sizes and one.output_sizes for one in made)
+        if dealt and len(made) == group.size:
             sent, taken = (sum(one.elements[side] for one in made) for side in (0, 1))
             if sent != taken:
                 return Finding(

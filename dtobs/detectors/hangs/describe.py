@@ -13,6 +13,7 @@ from dtobs.detectors.hangs.situation import (
     thread_beside,
     working_thread,
 )
+from dtobs.detectors.hangs.stall import compiles
 from dtobs.host.stacks import Frame, ThreadStack
 from dtobs.words import duration_text, ranks_do, ranks_text
 
@@ -81,6 +82,8 @@ def working_evidence(situation: Situation, rank: int) -> tuple[Evidence, ...]:
 
 def still_working(situation: Situation, ranks: tuple[int, ...]) -> str:
     """The end of a sentence about `ranks`: that they work or wait for a disk, so that they may come yet; or ""."""
+    if any(compiles(situation.view.rank(rank).stacks) for rank in ranks):
+        return "; torch compiles there, which may take minutes"
     works = [rank for rank in ranks if situation.works(rank)]
     if not works:
         slow = [rank for rank in ranks if situation.slow_disk(rank)]

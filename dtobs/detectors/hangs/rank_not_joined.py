@@ -21,6 +21,7 @@ from dtobs.detectors.hangs.describe import (
     working_evidence,
 )
 from dtobs.detectors.hangs.situation import Situation, Told, communicating_thread, ended_thread, undone_by_device
+from dtobs.detectors.hangs.stall import compiles
 from dtobs.findings import Confidence, Finding
 from dtobs.host.stacks import ThreadStack
 from dtobs.words import count, duration_text, ranks_do, ranks_text
@@ -29,6 +30,10 @@ _STEPS_PAST = 2
 """Later steps in which a rank made the calls of other groups: a call that it has not made by then is left out."""
 
 _THREAD_NEXT = "Fix what that thread raised, and have it hand its errors over to who waits for it."
+_COMPILES_NEXT = (
+    "Give it time. Where it compiles anew in mid-run, the rank got a shape that was new to it: pad the batches, or"
+    " torch.compile(dynamic=True)."
+)
 _UNDONE_NEXT = "Match the sends and receives of these ranks: a message that nobody answers holds up the whole device."
 
 
@@ -124,6 +129,8 @@ def unrecorded(situation: Situation, left: frozenset[int]) -> Told:
 def _next_step(situation: Situation, rank: int, undone: list[str]) -> str:
     if undone and any(way in undone[0] for way in (":send ", ":recv ")):
         return _UNDONE_NEXT
+    if compiles(situation.view.rank(rank).stacks):
+        return _COMPILES_NEXT
     return _THREAD_NEXT if ended_thread(situation.view, rank) is not None else ""
 
 

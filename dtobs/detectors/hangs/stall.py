@@ -25,7 +25,7 @@ A slow run is not stalled, and neither is one whose ranks have all ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from dtobs.events import Phase, RankState
 from dtobs.findings import Finding
+from dtobs.host.stacks import ThreadStack
 from dtobs.recording.rank import END_SIGNALS
 from dtobs.recording.stepless import FIRST_STEPS, stepless
 from dtobs.recording.uncounted_time import excused_ns
@@ -273,9 +274,14 @@ def _compiling(view: RunView, since_ns: int) -> int | None:
     if capture is None or capture.taken_ns < since_ns:
         return None
     for rank, seen in sorted(capture.ranks.items()):
-        if any(thread.mentions(*_COMPILER) for thread in seen.stacks):
+        if compiles(seen.stacks):
             return rank
     return None
+
+
+def compiles(stacks: Iterable[ThreadStack]) -> bool:
+    """Whether torch compiles something in one of the threads of a process."""
+    return any(thread.mentions(*_COMPILER) for thread in stacks)
 
 
 def _phases(view: RunView, pages: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:

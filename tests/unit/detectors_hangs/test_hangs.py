@@ -59,6 +59,18 @@ def test_what_the_kernel_says_that_a_rank_waits_for(training, phase, there):
     assert "/data/x" not in str(found(view))
 
 
+def test_a_rank_that_compiles_may_take_minutes(training):
+    run = training(2)
+    run.rank(0).phase("backward").collective(wait=True)
+    run.rank(1).phase("forward")
+    compiling = stack("/site-packages/torch/_inductor/graph.py:9 compile", "/home/me/train.py:9 main")
+    assert found(captured(run.view(later=75), rank_1=compiling)) == {}
+    (finding,) = found(captured(run.view(later=4000), rank_1=compiling)).values()
+    assert "at /home/me/train.py:9 in main and has" in finding.summary
+    assert finding.summary.endswith("; torch compiles there, which may take minutes")
+    assert "shape" in finding.next_step
+
+
 @pytest.mark.parametrize(
     ("phase", "code"),
     [("forward", "rank-not-joined"), ("data", "stuck-in-dataloader"), ("checkpoint", "stuck-in-checkpoint")],
