@@ -19,6 +19,8 @@ _LIBRARY = (
     "/lib/python3",
     "/lib64/python3",
     "<frozen ",
+    "<eval_with_key>",
+    "/torchinductor_",
     "/dtobs/probes/",
     "/dtobs/session/",
     "/dtobs/recording/",
@@ -66,10 +68,9 @@ class ThreadStack:
     @property
     def user_frame(self) -> Frame | None:
         """The innermost frame of the user's own code, else the innermost at all."""
-        for frame in self.frames:
-            if not frame.in_library:
-                return frame
-        return self.frames[0] if self.frames else None
+        own = [frame for frame in self.frames if not frame.in_library]
+        in_a_file = [frame for frame in own if frame.file != "<string>"]
+        return next(iter(in_a_file or own or self.frames), None)
 
     def mentions(self, *needles: str) -> bool:
         """Whether any frame's file or function contains one of `needles`."""
