@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -99,8 +100,13 @@ def part_of(path: Path) -> str:
     return path.parts[1].removesuffix(".py")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
 def imports(path: Path) -> Iterator[Import]:
-    tree = ast.parse(path.read_text(), str(path))
+    tree = tree_of(path)
     relative = path.relative_to(REPOSITORY)
     package = ".".join(relative.parts[:-1])
     top = {id(node) for node in tree.body}
@@ -120,11 +126,9 @@ def imports(path: Path) -> Iterator[Import]:
             yield Import(relative, node.lineno, name, id(node) in top)
 
 
-def all_imports(*folders: str) -> list[Import]:
-    return [found for path in python_files(*folders) for found in imports(path)]
-
-
-DTOBS_IMPORTS = all_imports("dtobs")
+@functools.cache
+def all_imports(folder: str) -> list[Import]:
+    return [found for path in python_files(folder) for found in imports(path)]
 
 
 def test_every_part_is_in_the_table():
@@ -137,7 +141,7 @@ def test_no_file_imports_itself_through_others():
     for path in python_files("dtobs"):
         name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
         graph[name] = set()
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ImportFrom):
                 graph[name] |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
     for name, targets in graph.items():  # of `from package import module` the module counts
@@ -148,7 +152,7 @@ def test_no_file_imports_itself_through_others():
 
 def test_arrows_between_the_parts():
     wrong = []
-    for found in DTOBS_IMPORTS:
+    for found in all_imports("dtobs"):
         part = part_of(found.path)
         target = found.name.split(".")
         if target[0] != "dtobs" or len(target) < 2 or target[1] not in MAY_IMPORT or part == "__init__":
@@ -159,18 +163,20 @@ def test_arrows_between_the_parts():
 
 
 def test_torch_only_where_it_is_allowed():
-    wrong = [str(i) for i in DTOBS_IMPORTS if i.name.split(".")[0] == "torch" and part_of(i.path) not in TORCH_ALLOWED]
+    wrong = [
+        str(i) for i in all_imports("dtobs") if i.name.split(".")[0] == "torch" and part_of(i.path) not in TORCH_ALLOWED
+    ]
     assert wrong == []
 
 
 @pytest.mark.parametrize("package", OPTIONAL)
 def test_optional_packages_stay_in_their_part(package: str):
-    found = [i for i in DTOBS_IMPORTS if i.name.split(".")[0] == package]
+    found = [i for i in all_imports("dtobs") if i.name.split(".")[0] == package]
     assert [str(i) for i in found if part_of(i.path) not in OPTIONAL[package]] == []
 
 
 def test_dtobs_does_not_know_the_runtime():
-    assert [str(i) for i in DTOBS_IMPORTS if i.name.split(".")[0] in NEVER_IN_DTOBS] == []
+    assert [str(i) for i in all_imports("dtobs") if i.name.split(".")[0] in NEVER_IN_DTOBS] == []
 
 
 def test_runtime_knows_dtobs_in_one_file_lazily():
@@ -191,7 +197,7 @@ def test_a_public_class_name_stands_for_one_class():
     """A reader who meets a name knows what it is; a name that begins with an underscore is its file's own."""
     found: dict[str, list[str]] = {}
     for path in python_files("dtobs"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(f"{path.relative_to(REPOSITORY)}:{node.lineno}")
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
