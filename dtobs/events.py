@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 SCHEMA = 6
@@ -224,6 +225,12 @@ STEP_DTYPE = np.dtype(
         ("stamp_end", "<u8"),
     ]
 )
+
+
+def walls_ns(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """How long each of these records of ``STEP_DTYPE`` took, in nanoseconds; of the same shape."""
+    walls: npt.NDArray[np.int64] = np.subtract(steps["end_ns"], steps["begin_ns"])
+    return walls
 
 
 def identify(text: str) -> int:

@@ -24,7 +24,7 @@ from dtobs.diagnose.pictures import (
     sample,
     wait_picture,
 )
-from dtobs.events import FIRST_CUSTOM_PHASE, Kind, Phase, RankState
+from dtobs.events import FIRST_CUSTOM_PHASE, Kind, Phase, RankState, walls_ns
 from dtobs.findings import Finding
 from dtobs.recording.rank import ENDED, State
 from dtobs.recording.view import RunView
@@ -100,7 +100,7 @@ def _strip(view: RunView) -> RankTimeline | None:
     moved = last_movement_ns(view)
     steps = view.steps(_STEPS_SHOWN).records
     done = steps[steps["end_ns"] > 0]
-    usual = float(np.median(done["end_ns"] - done["begin_ns"])) / 1e9 if len(done) else 1.0
+    usual = float(np.median(walls_ns(done))) / 1e9 if len(done) else 1.0
     before = min(max(_STEPS_SHOWN * usual, _MIN_SECONDS), _MAX_SECONDS)
     # A hang is much longer than a step: the two are drawn beside each other, each on a scale of its own.
     quiet = max(0.0, (_last_ns(view) - moved) / 1e9)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.events import EXPOSED_ALONG, STEP_DTYPE, STEP_PARTS
+from dtobs.events import EXPOSED_ALONG, STEP_DTYPE, STEP_PARTS, walls_ns
 from dtobs.host.process import boot_id
 from dtobs.recording.attempts import Attempt, Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
 from dtobs.recording.journal import standing_share
@@ -109,7 +109,7 @@ class StepTotals:
         self._add(totals, fresh, self._earlier, attach_ns)
         if hung and len(fresh):
             recent = view.recent_steps(rank, _RECENT)
-            share = standing_share(fresh, hung, float(np.median(recent["end_ns"] - recent["begin_ns"])))
+            share = standing_share(fresh, hung, float(np.median(walls_ns(recent))))
             share[fresh["step"] <= highest_finished_step(self._earlier)] = 0.0
             for part in STEP_PARTS:
                 totals.hung[part] += float((fresh[f"{part}_ns"] * share).sum()) / 1e9
@@ -152,7 +152,7 @@ class StepTotals:
                 sums[part] += seconds
         for along, seconds in zip(EXPOSED_ALONG, _seconds(fresh, _ALONG), strict=True):
             totals.exposed[along] += seconds
-        walls = np.asarray((fresh["end_ns"] - fresh["begin_ns"]) / 1e9, np.float64)
+        walls = walls_ns(fresh) / 1e9
         for place in np.searchsorted(BUCKETS, walls, side="left"):
             self.buckets[int(place)] += 1
         self.seconds += float(walls.sum())

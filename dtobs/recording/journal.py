@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtobs.codec import DecodeError, decode, parse
+from dtobs.events import walls_ns
 from dtobs.findings import Finding, Key, Trait
 
 MAX_BYTES = 32 << 20
@@ -124,12 +125,12 @@ def standing_share(
     these. A rank that was stopped in its backward records a long backward, and one that waited for it a long wait:
     neither says where time can be gained.
     """
-    share = np.zeros(len(steps))
+    share, walls = np.zeros(len(steps)), walls_ns(steps)
     for since in hung:
         place = int(np.searchsorted(steps["end_ns"], since))
         if place == len(steps) or int(steps["begin_ns"][place]) > since:
             continue
         if usual_ns is None:
-            usual_ns = float(np.median(steps["end_ns"] - steps["begin_ns"]))
-        share[place] = max(0.0, 1 - usual_ns / int(steps["end_ns"][place] - steps["begin_ns"][place]))
+            usual_ns = float(np.median(walls))
+        share[place] = max(0.0, 1 - usual_ns / int(walls[place]))
     return share

@@ -14,7 +14,7 @@ import numpy as np
 
 from dtobs.codec import DecodeError, decode
 from dtobs.errors import TargetError, UsageError
-from dtobs.events import RankState
+from dtobs.events import RankState, walls_ns
 from dtobs.recording.rundir import RunDirectory, read_json, write_json
 from dtobs.recording.view import RunView
 from dtobs.words import ranks_do, ranks_text
@@ -103,7 +103,7 @@ def ask(view: RunView, steps: int, ranks: tuple[int, ...] = (), now: datetime | 
 def _shortest(view: RunView, ranks: tuple[int, ...]) -> float:
     """Seconds of the shortest of the newest steps: a run's first ones take long and say little of those to come."""
     steps = (view.recent_steps(rank, _NEWEST_STEPS) for rank in ranks[:_MOST_READ])
-    taken = [(step["end_ns"] - step["begin_ns"]).astype(float) / 1e9 for step in steps]
+    taken = [walls_ns(step) / 1e9 for step in steps]
     return min((float(seconds[seconds > 0].min()) for seconds in taken if (seconds > 0).any()), default=float("inf"))
 
 

@@ -10,7 +10,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.events import Kind
+from dtobs.events import Kind, walls_ns
 from dtobs.findings import Finding
 from dtobs.recording.attempts import Clock, attempt_steps, earlier_attempts, highest_finished_step, last_end_ns
 from dtobs.recording.journal import hung_since, read_journal, standing_share
@@ -170,8 +170,8 @@ def summarise(view: RunView) -> Summary | None:
             parts["starting"] = (begin - since) / 1e9
         elapsed = sum(int(s["end_ns"][-1] - s["begin_ns"][0]) for _, s in every) / 1e9
         each.append((elapsed + parts.get("starting", 0.0) + parts.get("restarts", 0.0), parts))
-        walls.append(np.concatenate([s["end_ns"] - s["begin_ns"] for _, s in every]) / 1e9)
-        tokens += float(np.nansum(np.concatenate([s["tokens"] for _, s in every])))
+        walls.append(np.concatenate([walls_ns(s) for _, s in every]) / 1e9)
+        tokens += sum(float(np.nansum(s["tokens"])) for _, s in every)
     names = dict.fromkeys(name for _, parts in each for name in parts)
     losses = {name: float(np.mean([parts.get(name, 0.0) for _, parts in each])) for name in names}
     # Whoever waits least in a step waits for the transfer; what the others wait longer they wait for that rank.
@@ -208,7 +208,7 @@ def _stood(journal: Sequence[Finding], histories: Sequence[npt.NDArray[np.void]]
     for finding in (f for f in journal if hung_since([f])):
         for steps in histories:
             inside = steps[(steps["begin_ns"] <= finding.since_ns) & (finding.since_ns <= steps["end_ns"])]
-            if len(inside) and (lasted := int((inside["end_ns"] - inside["begin_ns"])[-1])) >= longest:
+            if len(inside) and (lasted := int(walls_ns(inside)[-1])) >= longest:
                 longest, said = lasted, finding.summary
     return said
 
@@ -300,7 +300,7 @@ def _awaited(view: RunView, ranks: Sequence[int]) -> int | None:
 
 def _losses(records: npt.NDArray[np.void], again: npt.NDArray[np.bool_], hung: Sequence[int]) -> dict[str, float]:
     """Seconds by reason; steps that are done `again` are lost as a whole. `hung`: moments within hangs."""
-    walls = records["end_ns"] - records["begin_ns"]
+    walls = walls_ns(records)
     still = np.where(again, 0.0, standing_share(records, hung))
     moving = np.where(again, 0.0, 1 - still)
 

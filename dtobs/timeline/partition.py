@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.events import EXPOSED_ALONG, STEP_PARTS
+from dtobs.events import EXPOSED_ALONG, STEP_PARTS, walls_ns
 from dtobs.words import duration_text
 
 PIPELINE_WAIT = "pipeline wait"
@@ -48,7 +48,7 @@ def partition(rank: int, records: npt.NDArray[np.void]) -> Partition | None:
         if name == "backward":
             parts |= {_name(dimension): spent for dimension, spent in along.items()}
             parts[REST] = max(0.0, exposed - sum(along.values()))
-    wall = float((records["end_ns"] - records["begin_ns"]).mean()) / 1e9
+    wall = float(walls_ns(records).mean()) / 1e9
     return Partition(rank, len(records), wall, parts)
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dtobs.codec import finite
 from dtobs.detectors.comparisons import comparisons_off
 from dtobs.detectors.hangs.stall import Stall, quiet_period
-from dtobs.events import phase_name
+from dtobs.events import phase_name, walls_ns
 from dtobs.findings import Finding, Severity
 from dtobs.recording.journal import Entry
 from dtobs.recording.rank import ENDED, LONG_PHASES, State
@@ -212,7 +212,7 @@ def _speed(view: RunView) -> _Speed:
     steps = view.recent_steps(speaker, CURVE_STEPS)
     told = (steps["losses"] > 0) | np.isfinite(steps["loss"])  # of a loop that reports none it is read now and then
     losses = tuple(steps["loss"][told][-HISTORY_STEPS:].tolist())
-    walls = (steps["end_ns"] - steps["begin_ns"]) / 1e9
+    walls = walls_ns(steps) / 1e9
     if not len(walls) or not np.median(walls[-32:]) > 0:
         return _Speed(losses)
     seconds = float(np.median(walls[-32:]))

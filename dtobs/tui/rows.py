@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from dtobs.detectors.hangs.endings import End, causes, endings
+from dtobs.events import walls_ns
 from dtobs.recording.rank import ENDED, Rank, State
 from dtobs.recording.view import RunView
 
@@ -115,7 +116,7 @@ def _medians(view: RunView) -> dict[int, tuple[float, float]]:
         steps = view.recent_steps(rank, _WINDOW_STEPS)
         if len(steps):
             wait = np.median(steps["exposed_ns"])
-            own = np.median(steps["end_ns"] - steps["begin_ns"] - steps["exposed_ns"])
+            own = np.median(np.subtract(walls_ns(steps), steps["exposed_ns"]))
             found[rank] = (float(own) / 1e9, float(wait) / 1e9)
     return found
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dtobs.events import Phase, RankState
+from dtobs.events import Phase, RankState, walls_ns
 from dtobs.findings import Finding
 from dtobs.host.stacks import ThreadStack
 from dtobs.recording.rank import END_SIGNALS
@@ -191,7 +191,7 @@ def _early(view: RunView, pages: npt.NDArray[np.void], threshold: float) -> floa
     share = EARLY_SHARE * min(threshold, EARLY_LONG * _floor(pages)[0])
     slow, pause = 0.0, 0.0
     for steps in _histories(view, [int(rank) for rank in pages["rank"]]):
-        slow = max(slow, float((steps["end_ns"] - steps["begin_ns"])[1:].max(initial=0)) / 1e9)
+        slow = max(slow, float(walls_ns(steps)[1:].max(initial=0)) / 1e9)
         pause = max(pause, float((steps["begin_ns"][1:] - steps["end_ns"][:-1]).max(initial=0)) / 1e9)
     declared = int(pages["phase_allowance_ns"].max()) / 1e9
     early = max(EARLY_SECONDS, share, _EARLY_STEPS * slow, _EARLY_PAUSES * pause, declared)
@@ -311,7 +311,7 @@ def _slow_step_seconds(view: RunView, ranks: list[int]) -> float:
     slow = 0.0
     for steps in _histories(view, ranks):
         # "lower": of few steps the slowest is left out, of one step it is that step.
-        taken = np.quantile(steps["end_ns"] - steps["begin_ns"], 0.98, method="lower")
+        taken = np.quantile(walls_ns(steps), 0.98, method="lower")
         slow = max(slow, float(taken) / 1e9)
     return slow
 

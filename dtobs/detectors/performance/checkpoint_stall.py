@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dtobs.events import walls_ns
 from dtobs.findings import Confidence, Finding
 from dtobs.recording.view import RunView
 from dtobs.words import duration_text, ranks_text
@@ -28,7 +29,7 @@ def checkpoint_stall(view: RunView) -> list[Finding]:
         steps = view.rank_steps(rank)[-LAST:]
         if not len(steps):
             continue
-        wall = (steps["end_ns"] - steps["begin_ns"]).astype(np.float64) / 1e9
+        wall = walls_ns(steps) / 1e9
         saving = steps["checkpoint_ns"].astype(np.float64) / 1e9
         ordinary = float(np.median(wall - saving))
         long = saving > max(LONG * ordinary, LEAST_EACH)
