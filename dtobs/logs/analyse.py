@@ -28,7 +28,8 @@ _STEPS_AFTER = 3
 _BY_ITSELF = re.compile(r"DUE TO|death signal|SIGINT|SIGHUP|[Pp]reempted|KeyboardInterrupt")
 """What an interruption says that has a reason of its own."""
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
-_LOST = ("nccl-remote", "nccl-system", "gloo-closed", "engine-died", "rendezvous-closed", "store-lost")
+_LOST = ("nccl-remote", "horovod-down", "gloo-closed", "engine-died", "rendezvous-closed", "store-lost", "nccl-system",
+         "exit-barrier")  # fmt: skip
 _WAITED = ("work-timeout", "watchdog-stuck", "hccl-timeout", "hccl-start")
 _ENGINE_WAITS = 4
 _QUOTED, _QUOTED_BEFORE = 160, 60
@@ -139,6 +140,7 @@ def _causes(
         bare=[s for s in alone if s.kind == "bare-exception"],
         device=[s for s in alone if s.kind != "bare-exception"],
         said=_said(live),
+        nccl_warned=[s for s in live if s.kind in ("nccl-warn", "nccl-cuda", "nccl-bootstrap")],
         without_gradient={int(s.fields["rank"]): s.fields["names"] for s in live if s.kind == "without-gradient"},
         fatal_sites={s.rank: s.fields["site"] for s in live if s.kind == "fatal-site"},
     )
@@ -158,8 +160,9 @@ def _said(live: list[Sign]) -> dict[str, str]:
     """What an allocator says of a heap, and a kernel of its arguments; the first of each."""
     heap = next((s.fields["what"] for s in live if s.kind == "heap"), "")
     failed = next((s.fields for s in live if s.kind == "device-assert"), {})
+    twice = next((s.fields for s in live if s.kind == "twice-ready"), {})
     assertion = f"{failed['kernel']} asserts `{failed['what']}`" if failed else ""
-    return {"heap": heap, "device-assert": assertion}
+    return {"heap": heap, "device-assert": assertion, "twice-ready": twice.get("name") or twice.get("which", "")}
 
 
 def _went_on(sign: Sign, evidence: LogEvidence, ended: list[LoggedEnding]) -> bool:
@@ -351,13 +354,19 @@ def _notes(
 
 def _lost(signs: list[Sign]) -> str:
     """A note on ranks that lost somebody, and on whom they lost."""
-    first = signs[0]
+    first = min(signs, key=lambda s: _LOST.index(s.kind) >= _LOST.index("nccl-system"))
     ranks = sorted({s.rank for s in signs if s.kind == first.kind and s.rank is not None})
     who = ranks_text(ranks) if ranks else "a rank"
     if first.kind == "store-lost":
         what = "lost the store, which rank 0 or its launcher holds as a rule: their logs may say why"
     elif first.kind == "nccl-system" and "InternalError" in first.text:
         what = "met an internal error of NCCL and nothing here says which, NCCL_DEBUG=INFO would"
+    elif first.kind == "nccl-system":
+        what = "met an error of a system call of NCCL and nothing here says which, NCCL_DEBUG=WARN would"
+    elif first.kind == "engine-died":
+        who, what = "vLLM's engine", "could not start or lost a worker, whose own lines would say why"
+    elif first.kind == "exit-barrier":
+        who, what = "a launcher", "waited in vain for those of other nodes to end: their logs may say why"
     elif first.kind == "rendezvous-closed":
         who, what = "a launcher", "found the rendezvous closed, by another node's or after too many failures"
     else:

@@ -48,7 +48,7 @@ _RESERVED = re.compile(r"(\d{1,6}\.\d\d) ([KMG]iB) is (?:allocated by PyTorch|re
 _KERNEL = "kernel: "
 _REPEATED = "Caught "
 """How torch begins to repeat what a loader's worker or a replica raised, with the original traceback after it."""
-EVIDENCE = 8
+EVIDENCE, _SHORTLY = 8, 60
 _SHOWN = 220
 
 
@@ -67,10 +67,17 @@ class Scene:
     fatal_sites: dict[int | None, str] = field(default_factory=dict)  #: where Python stood when a signal ended it
     said: Mapping[str, str] = field(default_factory=dict)  #: beside a crash, by kind: "heap", "device-assert"
     without_gradient: Mapping[int, str] = field(default_factory=dict)  #: by rank, the parameters that DDP lists
+    nccl_warned: Sequence[Sign] = ()  #: what NCCL warns of
 
     def cancelled(self, ending: LoggedEnding) -> bool:
         """Whether the scheduler had taken the job back before it tells that this rank was killed."""
         return ending.signal == signal.SIGKILL and ending.order > self.cancelled_at.get(ending.file, ending.order)
+
+    def nccl_reason(self, sign: Sign) -> str:
+        """What NCCL warned of last, shortly before it refused a call."""
+        before = (s for s in self.nccl_warned if s.file == sign.file and 0 < sign.order - s.order <= _SHORTLY)
+        last = max(before, key=lambda s: s.order, default=None)
+        return f" ({cut(last.fields['what'])})" if last is not None and "what" in last.fields else ""
 
     def fatal_site(self, ranks: Sequence[int]) -> str:
         """Where the only rank of a crash stood, as its own lines tell or, for want of others, nobody's."""
@@ -80,6 +87,14 @@ class Scene:
         return f" at {own}" if own else ""
 
 
+_OPEN_FILES = (
+    "The process may open no more files: raise the limit (ulimit -n), or let loaders share memory otherwise with"
+    " torch.multiprocessing.set_sharing_strategy('file_system')."
+)
+_READY_TWICE = (
+    "It got its gradient twice in one backward: it is used outside forward, or in two re-entrant backward passes."
+    " Checkpoint activations with use_reentrant=False, or let DDP know that the graph stays (static_graph=True)."
+)
 CRASHED_SOMEWHERE = (
     "Native code crashed in it, nobody killed it: read its last lines, and run it with PYTHONFAULTHANDLER=1, which"
     " prints the line of Python where it crashes."
@@ -90,6 +105,13 @@ OUT_OF_RANGE = (
     "A kernel was given a value that it does not allow, such as a label or an index out of range: run the step with"
     " CUDA_LAUNCH_BLOCKING=1 to see which call, or with its batch on the CPU."
 )
+_ADVICE = {
+    "device-side assert": OUT_OF_RANGE,
+    "mark a variable ready only once": _READY_TWICE,
+    "Too many open files": _OPEN_FILES,
+    "received 0 items of ancdata": _OPEN_FILES,
+}
+"""What to do about an exception, by words of its message."""
 _OTHER_MODELS = (
     "Print the number of parameters on each rank before DDP wraps the model. A count of 0, or one that no model has, is"
     " of a rank that was in another call at that moment."
@@ -285,6 +307,9 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
     message = f": {cut(first.fields['message']).rstrip('.')}" if first.fields.get("message") else ""
     assertion = scene.said.get("device-assert", "") if "device-side assert" in message else ""
     message += f" ({assertion})" if assertion else ""
+    message += scene.nccl_reason(first) if first.kind == "cuda-failure" else ""
+    twice = scene.said.get("twice-ready", "") if first.kind == "ready-twice" else ""
+    message += f" ({twice})" if twice else ""
     site = _own_site(first, signs)
     told = {e.rank for e in scene.endings if e.rank is not None}
     sure = bool(ranks) and (set(ranks) <= told or not told) and (len(ranks) == 1 or chosen[0].rank is not None)
@@ -294,7 +319,7 @@ def _exception(signs: list[Sign], scene: Scene) -> Finding | None:
         ranks,
         Confidence.CERTAIN if sure else Confidence.LIKELY,
         evidence=records(chosen),
-        next_step=OUT_OF_RANGE if assertion else "",
+        next_step=next((step for words, step in _ADVICE.items() if words in message), ""),
     )
 
 
@@ -336,6 +361,11 @@ def _killed(scene: Scene, failed_nodes: list[Sign]) -> Finding | None:
     """Ranks that a signal ended and that had nothing to complain of before."""
     if failed_nodes:
         host = failed_nodes[0].fields.get("host", "a host")
+        if failed_nodes[0].kind == "not-started":
+            step, what = (failed_nodes[0].fields[name] for name in ("step", "what"))
+            text = f"SLURM could not start step {step} on {host}: {cut(what)}"
+            advice = f"Look at slurmd's log on {host} and at its clock, then start the job again without it."
+            return Finding("rank-dead", text, (), Confidence.CERTAIN, evidence=records(failed_nodes), next_step=advice)
         return Finding(
             "rank-dead", f"{host} failed under the job: {cut(failed_nodes[0].text)}", (), Confidence.CERTAIN,
             evidence=records(failed_nodes),

@@ -82,7 +82,7 @@ def _of_table(failed: Failed, ranks: RankMap) -> LoggedEnding:
 def _of_sign(sign: Sign, ranks: RankMap) -> list[LoggedEnding]:
     fields = sign.fields
     if sign.kind == "exit-code":
-        rank = ranks.local(int(fields["local"]))
+        rank = ranks.local(int(fields["local"]), sign.file)
         return [LoggedEnding(rank, int(fields["exit"]), sign.where, sign.text, sign.order, pid=int(fields["pid"]))]
     if sign.kind == "deepspeed-exit":
         code = int(fields.get("exit") or fields.get("code") or 0)

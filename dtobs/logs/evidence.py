@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from dtobs.logs import prefix, progress
-from dtobs.logs.failure_table import Failed, FailureTable
+from dtobs.logs.failure_table import Failed, FailureTable, begins_table
 from dtobs.logs.places import LogPlace
 from dtobs.logs.templates import GROUP, Role, has_digits, match, may_have_digits, says_nothing
-from dtobs.logs.traces import STARTS, Raised, Trace, is_beheaded, rank_named
+from dtobs.logs.traces import STARTS, Raised, Trace, indentation, is_beheaded, rank_named
 
 _KEPT = {
     "work-timeout": 64,
@@ -42,7 +42,7 @@ OF_TORCH = "torch"
 _WORKER_OF_RAY = re.compile(r"\(?(?:node_id=\w{1,80}, )?(?:ip=([\w.:]{1,60}), )?pid=(\d{1,9})\) world_rank=(\d{1,7})")
 _NEVER_RAISED = ("Exception ignored in", "--- Logging error ---")
 """What Python prints before a traceback that goes nowhere."""
-_FOLLOWS = 3
+_FOLLOWS, _INDENT = 3, 2
 _LAST_ERROR = "Last error:"
 """What NCCL's exceptions put before the line that tells what went wrong."""
 _GOES_ON, _GOES_ON_WITHIN = 4, 200
@@ -230,13 +230,18 @@ class LogEvidence:
             return
         if "Traceback" in text and any(start in text for start in STARTS):
             announced = self._announced.pop(writer, -_FOLLOWS - 1)
-            self._traces.setdefault(writer, Trace(rank_named(text), ignored=number - announced <= _FOLLOWS))
-            return
+            ignored, before = number - announced <= _FOLLOWS, text[: text.index("Traceback")]
+            lead = 0 if before.strip() else len(before)
+            self._traces.setdefault(writer, Trace(rank_named(text), ignored=ignored, lead=lead))
+            if "exitcode" not in before:
+                return
+            text = before  # of a paste that lost its line ends
         if any(words in text for words in _NEVER_RAISED):
             self._announced[writer] = number
             return
         if is_beheaded(text):
-            self._traces.setdefault(writer, Trace(beheaded=True)).feed(text)
+            lead = max(0, indentation(text) - _INDENT)
+            self._traces.setdefault(writer, Trace(beheaded=True, lead=lead)).feed(text)
             return
         if text.startswith(_STACK_OF_A_LOG):
             self._traces.setdefault(writer, Trace(ignored=True, beheaded=True))
@@ -305,11 +310,13 @@ class LogEvidence:
         """Whether the line belongs to something that began before it."""
         if writer in self._unsaid:
             self._say(writer, text)
-        if self._table is not None or text.startswith(("Failures:", "Root Cause (first observed failure)")):
+        if self._table is not None or begins_table(text):
             self._table = self._table or FailureTable()
-            if not self._table.feed(text):
+            taken = self._table.feed(text)
+            if not taken:
                 self._close_table(where)
-            return True
+            if taken is not None:
+                return True
         if writer in self._stacks:
             return self._stack(writer, text, where)
         trace = self._traces.get(writer)
@@ -388,7 +395,7 @@ class LogEvidence:
 
     def _progress(self, writer: Writer, text: str, where: str, raw: bytes) -> bool:
         told = progress.parse(text)
-        if told is None or (told.step is None and told.loss is None):
+        if told is None or (told.step is None and told.loss is None and not told.counts):
             return False
         track = self.tracks.setdefault(writer, Track(file=self._file))
         if told.step is None:  # a Trainer's dictionary

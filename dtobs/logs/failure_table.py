@@ -13,6 +13,13 @@ from dtobs.logs.traces import START, Raised, Trace
 _MAX_LINES = 20_000
 _ENTRY = re.compile(r"\s{0,4}\[\d{1,7}\]:\s{0,4}$")
 _FIELD = re.compile(r"\s{1,6}(time|host|rank|exitcode|error_file|traceback)\s{0,8}: ?(.{0,2000})")
+_TORN = re.compile(r"\s{1,6}rank\s{1,8}: \d{1,7} \(local_rank: \d{1,7}\)\s{0,4}$")
+_IN_ONE_LINE = re.compile(
+    r"\s{0,6}(?:\[\d{1,7}\]:)?\s{0,8}time\s{0,8}: (?P<time>\S{1,40})\s{1,8}host\s{0,8}: (?P<host>\S{1,200})\s{1,8}"
+    r"rank\s{0,8}: (?P<rank>\d{1,7} \(local_rank: \d{1,7}\))\s{1,8}"
+    r"exitcode\s{0,8}: (?P<exitcode>-?\d{1,6} \(pid: \d{1,9}\))"
+)
+"""An entry of which a collector made one line."""
 _RANK = re.compile(r"(\d{1,7}) \(local_rank: (\d{1,7})\)")
 _EXIT = re.compile(r"(-?\d{1,6}) \(pid: (\d{1,9})\)")
 _ENDED_BY_TORCHRUN = (-9, -15)
@@ -36,6 +43,12 @@ class Failed:
     file: int = 0
 
 
+def begins_table(text: str) -> bool:
+    """Whether a table begins with this line, or goes on with it where its head is torn off."""
+    heading = text.startswith(("Failures:", "Root Cause (first observed failure)"))
+    return heading or _TORN.match(text) is not None or _IN_ONE_LINE.match(text) is not None
+
+
 class FailureTable:
     """Reads a table from its first heading to its last rule."""
 
@@ -44,10 +57,10 @@ class FailureTable:
         self._lines = 0
         self._trace: Trace | None = None
 
-    def feed(self, text: str) -> bool:
-        """Take a line; False when the table is over."""
+    def feed(self, text: str) -> bool | None:
+        """Take a line; False when it ends the table, None when it is none of it."""
         self._lines += 1
-        if self._lines > _MAX_LINES or text.startswith("====="):
+        if text.startswith("====="):
             return False
         if text.startswith("-----"):
             self._trace = None
@@ -55,17 +68,24 @@ class FailureTable:
         if "Root Cause" in text or text.startswith("Failures:"):
             self._trace = None
             return True
+        if whole := _IN_ONE_LINE.match(text):
+            self._trace = None
+            self.entries.append(Failed())
+            for name, value in whole.groupdict().items():
+                self._field(name, value)
+            return True
         if _ENTRY.match(text):
             self._trace = None
             self.entries.append(Failed())
             return True
-        if self._trace is not None:
+        if self._trace is not None and self._lines <= _MAX_LINES:
             self._traced(text)
             return True
         field = _FIELD.match(text)
-        if field is not None and self.entries:
+        if field is not None:
+            self.entries = self.entries or [Failed()]
             self._field(field[1], field[2].strip())
-        return True
+        return True if self._lines <= _MAX_LINES and (not text.strip() or text[0] in " \t<") else None
 
     def _field(self, name: str, value: str) -> None:
         entry = self.entries[-1]

@@ -27,6 +27,7 @@ _PARTS = {"ALLGATHER": "G", "_ALLGATHER_BASE": "G", "_REDUCE_SCATTER_BASE": "S",
 _MAX_NUMEL = 1 << 59
 """A call without a size is told with the largest number there is."""
 UNKNOWN_GROUP = ""
+_FAR = 1000
 
 
 @dataclass(slots=True)
@@ -159,9 +160,14 @@ def _add_dumped(groups: dict[str, GroupFrontier], signs: list[Sign]) -> None:
 
 
 def _of_several_groups(pending: dict[tuple[int, str], Sign]) -> bool:
-    """Whether a rank gave up in several calls: before torch 2.2 the watchdog of each of its groups tells of one."""
-    counts = Counter(rank for (rank, _), work in pending.items() if "pg_name" not in work.fields)
-    return any(count > 1 for count in counts.values())
+    """Whether a rank gave up in several calls: before torch 2.2 the watchdog of each of its groups tells of one.
+
+    No rank of a group leaves the others many calls behind, so numbers far apart are of several groups as well.
+    """
+    unnamed = [(rank, int(seq)) for (rank, seq), work in pending.items() if seq and "pg_name" not in work.fields]
+    numbers = [seq for _, seq in unnamed]
+    far = max(numbers, default=0) - min(numbers, default=0) > _FAR
+    return far or any(count > 1 for count in Counter(rank for rank, _ in unnamed).values())
 
 
 def rank_of(sign: Sign) -> int | None:

@@ -165,6 +165,19 @@ def _device(stall: LoggedStall, root: Root) -> Finding:
     group, ranks = stall.group, root.rows
     inside = [group.standings[rank] for rank in ranks]
     past = [group.standings[rank] for rank in root.calls[0].finished]
+    later = [s for s in past if max((s.stuck or 0) - 1, s.completed or 0) > stall.seq]
+    if later and len(past) <= len(ranks) and not inside[0].of_pairs:  # what those here have not begun, needs them
+        done = max(max((s.stuck or 0) - 1, s.completed or 0) for s in later)
+        others = ranks_text([s.rank for s in later])
+        return Finding(
+            "collective-mismatch",
+            f"{ranks_do(ranks, 'wait')} in {stall.call()}, and {others} completed #{done}, which nobody can without the"
+            " others: their calls have differed before",
+            tuple(sorted({*ranks, *(s.rank for s in later)})),
+            Confidence.LIKELY,
+            group=group.label or None,
+            evidence=evidence([*inside, *past]),
+        )
     return Finding(
         "device-stopped",
         not_completed_text(ranks, stall.call(), inside[0].site, "its peers completed it"),

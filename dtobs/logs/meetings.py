@@ -18,6 +18,7 @@ from dtobs.logs.hangs import Heard
 from dtobs.words import count, ranks_do, ranks_text, verb
 
 _NUMBER = re.compile(r"\d{1,7}")
+_STALLED = re.compile(r"\[(missing|ready) ranks: ([\d, ]{1,4000})\]")
 _LINES_OF_HALF_A_MINUTE = 3
 _OF_BEFORE = "the store still counts an earlier attempt or another job"
 _IB_STATUS = {
@@ -28,6 +29,15 @@ _IB_STATUS = {
     "13": "the peer was not ready to receive for too long",
 }
 """Of libibverbs' `ibv_wc_status`, what NCCL prints most."""
+_MADE_AT_HOME = frozenset(
+    {"ibv_create_qp", "ibv_create_cq", "ibv_reg_mr", "ibv_reg_mr_iova2", "ibv_alloc_pd", "ibv_open_device"}
+)
+"""Calls of libibverbs that ask nothing of another host."""
+_OWN_HOST = (
+    "This call asks nothing of another host: see how much memory the process may lock (ulimit -l; in a container"
+    " --ulimit memlock=-1) and that the devices under /dev/infiniband are given to it."
+)
+_PORT_DOWN = "Look at this port, its cable and its switch: a link that comes and goes stalls whoever sends over it."
 _WATCHDOG_STEP = (
     "Take the stacks of these ranks (py-spy dump --native): a call of CUDA that does not come back, or a thread that"
     " keeps Python's lock, stops the watchdog; the network does more rarely."
@@ -98,6 +108,9 @@ def across_backends(live: Sequence[Sign], found: list[Finding]) -> list[Finding]
 
 def _with_links(live: Sequence[Sign], found: list[Finding]) -> list[Finding]:
     """What lines of InfiniBand say of a call that nobody completes."""
+    if ports := sorted({s.fields["hca"] for s in live if s.kind == "port-down"}):
+        text = f"{found[0].summary}; the kernel tells that the port of {', '.join(ports[:4])} went down"
+        return [replace(found[0], summary=text, next_step=f"{found[0].next_step} {_PORT_DOWN}".strip())]
     links = _links(live)
     if not links or found[0].code != "network-stalled":
         return found
@@ -118,7 +131,8 @@ def _unnamed_in_gloo(live: Sequence[Sign], found: list[Finding]) -> list[Finding
 def others(live: Sequence[Sign], heard: Heard, ended: Sequence[LoggedEnding]) -> list[Finding]:
     """The first of Gloo, HCCL, the store, NCCL's start and links that has something to say."""
     return (
-        _timed_out("Gloo", "gloo-timeout", live, heard)
+        _horovod(live, heard)
+        or _timed_out("Gloo", "gloo-timeout", live, heard)
         or _timed_out("DeepEP", "deepep-timeout", live, heard)
         or _hccl_start(live)
         or _timed_out("HCCL", "hccl-timeout", live, heard)
@@ -127,6 +141,26 @@ def others(live: Sequence[Sign], heard: Heard, ended: Sequence[LoggedEnding]) ->
         or _links(live)
         or _watchdogs(live)
     )
+
+
+def _horovod(live: Sequence[Sign], heard: Heard) -> list[Finding]:
+    """Tensors that some ranks submitted to Horovod and others did not, as its coordinator lists them."""
+    signs = [s for s in live if s.kind == "horovod-stalled"]
+    told = [(s, which, frozenset(map(int, _NUMBER.findall(ranks))))
+            for s in signs for which, ranks in _STALLED.findall(s.text)]  # fmt: skip
+    everyone = frozenset(range(heard.world))
+    missing = {ranks if which == "missing" else everyone - ranks for _, which, ranks in told if ranks} - {frozenset()}
+    if not told:
+        return []
+    came = {ranks for _, which, ranks in told if which == "ready"}
+    apart = len(came) > 1 and not frozenset.intersection(*came)
+    if apart or (len(missing) > 1 and not frozenset.intersection(*missing)):
+        text = "ranks submitted different tensors to Horovod, each of which waits for the others"
+        return [_finding("collective-mismatch", text, (), Confidence.LIKELY, signs)]
+    absent = tuple(sorted(frozenset.union(*missing))) if missing else ()
+    who = ranks_text(absent) if absent else f"others than {ranks_text(sorted(frozenset.union(*came)))}"
+    text = f"{who} did not submit tensors to Horovod for which the rest waits"
+    return [_finding("rank-not-joined", text, absent, Confidence.LIKELY, signs)]
 
 
 def _hccl_start(live: Sequence[Sign]) -> list[Finding]:
@@ -300,7 +334,8 @@ def _links(live: Sequence[Sign]) -> list[Finding]:
         text += f" with status {status}" + (f" ({_IB_STATUS[status]})" if status in _IB_STATUS else "")
     if call := next((s.fields for s in signs if "call" in s.fields), None):
         text = f"InfiniBand's {call['call']} failed" + (f": {call['event']}" if "event" in call else "")
-    return [_finding("network-stalled", text, ranks, Confidence.LIKELY, signs)]
+    step = _OWN_HOST if call is not None and call["call"] in _MADE_AT_HOME else ""
+    return [_finding("network-stalled", text, ranks, Confidence.LIKELY, signs, step)]
 
 
 def _watchdogs(live: Sequence[Sign]) -> list[Finding]:

@@ -45,9 +45,12 @@ _LOGGER = re.compile(
 )
 _STREAM = re.compile(r"(?:stderr|stdout|STDERR|STDOUT)(?:: ?| [FP] )")
 _HOST = re.compile(
-    r"(?!E[A-Z]\d{4}:)((?:[A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6}|\d{1,3}(?:\.\d{1,3}){3})): "
+    r"(?!E[A-Z]\d{4}:)((?:[A-Za-z][\w\-]{0,60}\d[\w\-]{0,30}(?:\.[\w\-]{1,30}){0,6})): "
     r"(?=[\[{T(*\dWEI ]|(?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{1,60}(?:Error|Exception|Interrupt)\b)"
 )
+_ADDRESS = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3}): |([A-Za-z][\w.\-]{0,60}) >> ")
+"""What pdsh puts before a line, and DeepSpeed's runner."""
+_PIPE = re.compile(r" {0,4}\| (?=\d{4}-\d\d-\d\d[T ])")
 _TIME = re.compile(
     r"\[?\(?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d{1,9})?)?"
     r"(?:Z| ?[+-]\d\d:?\d\d)?\)?\]?(?: - |: |, | \||\t)? ?"
@@ -63,6 +66,10 @@ _C10 = re.compile(r"\[[EWIF](?:\d{3,4} [\d:.]{8,20})? ?([A-Za-z_0-9]+\.(?:cpp|hp
 _GLUED = re.compile(
     rb"(?<=[.\w])(?=\[(?:rank|default)\d{1,7}\]:|\[E(?:\d{3,4} [\d:.]{8,20})? ?\w{1,60}\.cpp:\d{1,6}\])"
 )
+_BEHIND_BAR = re.compile(
+    rb"(?<=\])(?=\[(?:rank|default)\d{1,7}\]:|\[E(?:\d{3,4} [\d:.]{8,20})? ?\w{1,60}\.cpp:\d{1,6}\])"
+)
+"""Where a line follows a bar of progress that was not ended."""
 _PY_WORD = re.compile(r"\.(?:py|cpp|cc|sh|hpp)$")
 
 
@@ -75,7 +82,9 @@ _REPLICA = re.compile(rf"(?<![a-z])(?:{'|'.join(REPLICAS)})(?![a-z])")
 _COLUMN = re.compile(r"([\w.\-/:$\[\]]{1,160})([ \t|]|$)")
 _NUMBERED = re.compile(r"(?=.*\d)(?=.*[\-/])[a-z\d.\-/$\[\]]+$")
 """As pods and streams are called, and not as modules of Python or words of a log are."""
-_SPEAKER = re.compile(r"(?!(?:srun|slurmstepd|kernel|salloc):)[A-Za-z][\w.\-]{0,100}:$(?<!Error:)(?<!Exception:)")
+_SPEAKER = re.compile(
+    r"(?!(?:srun|slurmstepd|kernel|salloc):)[A-Za-z][\w.\-$]{0,100}:$(?<!Error:)(?<!Exception:)|0(?:\.0){3}:$"
+)
 """A host or a process, as pdsh names it. SLURM's name, the kernel's or an exception's is a part of what a line says."""
 _CONTAINER = re.compile(r"[a-z][a-z\d\-]*$")
 _LEAST_LINES, _MOST_LINES = 8, 64
@@ -83,6 +92,7 @@ _SAME = 4
 """Of so many lines one may have another pod, or another stream, on average."""
 _TELLING = frozenset(
     {"step", "epoch", "iter", "iteration", "loss", "train", "training", "info", "debug", "error", "warning"}
+    | {"rank", "local_rank", "gpu", "cuda", "device", "worker", "process", "proc", "task", "batch", "stage"}
 )
 """Words with which every line of a file may begin by itself."""
 
@@ -127,12 +137,18 @@ def unwrapped(raw: bytes) -> list[bytes]:
 
 def is_glued(raw: bytes) -> bool:
     """Whether one line may be several: see `apart`."""
-    return raw.find(b"[rank", 24) >= 0 or raw.count(b".cpp:") > 1
+    return raw.find(b"[rank", 24) >= 0 or raw.count(b".cpp:") > 1 or (raw.find(b".cpp:", 24) >= 0 and _has_bar(raw))
 
 
 def apart(raw: bytes) -> list[bytes]:
     """The lines of which one was made where ranks print at once and an end of line comes late."""
-    return _GLUED.split(raw) if is_glued(raw) else [raw]
+    if not is_glued(raw):
+        return [raw]
+    return [line for part in _GLUED.split(raw) for line in (_BEHIND_BAR.split(part) if _has_bar(part) else [part])]
+
+
+def _has_bar(raw: bytes) -> bool:
+    return b"it/s" in raw or b"s/it" in raw
 
 
 def columns(head: bytes) -> re.Pattern[str] | None:
@@ -157,7 +173,8 @@ def columns(head: bytes) -> re.Pattern[str] | None:
             fits = len(names) == 1 and bool(_CONTAINER.match(shape)) and shape not in _TELLING
         else:
             fits = len(names) <= max(1, len(lines) // _SAME) and (bool(_NUMBERED.match(shape)) or end == "\t")
-            fits = fits or (len(names) == 1 and bool(_SPEAKER.match(shape)) and shape[:-1].lower() not in _TELLING)
+            hosts = len(names) == 1 or (shape.endswith("0:") and len(names) <= len(lines) // _SAME)
+            fits = fits or (hosts and bool(_SPEAKER.match(shape)) and shape.rstrip("0:").lower() not in _TELLING)
         if not fits:
             break
         word = r"\d+".join(map(re.escape, shape.split("0"))).replace(
@@ -207,8 +224,10 @@ def split(text: str, column: re.Pattern[str] | None = None) -> tuple[Origin, str
             task = int(found[1])
         elif (found := _TIME.match(text)) or (found := _NUMBER.match(text)) or (found := _STREAM.match(text)):
             pass
-        elif found := _SYSLOG.match(text):
+        elif (found := _SYSLOG.match(text)) or (found := _ADDRESS.match(text)):
             node = node or found[1] or found[2]
+        elif found := _PIPE.match(text):
+            pass
         elif found := _RAY.match(text):
             node, pid = node or (found[2] or ""), int(found[1])
         elif found := _named(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 from dtobs.logs.evidence import OF_TORCH, LogEvidence, Sign, Writer
@@ -11,6 +12,8 @@ from dtobs.logs.places import replicas
 
 _DIGITS = re.compile(r"(\d+)")
 MAX_WORLD = 1_000_000
+_OF_A_NODE = 16
+"""As many devices as a node has at most, as a rule."""
 _SIZED = (
     "world",
     "member",
@@ -73,9 +76,11 @@ class RankMap:
         ranks = self._evidence.files.get(writer.number)
         return next(iter(ranks)) if ranks and len(ranks) == 1 and self._several else None
 
-    def local(self, local: int) -> int | None:
-        """The rank of a local rank where there is one node only."""
-        return local if len(self._nodes) < 2 else None
+    def local(self, local: int, file: int) -> int | None:
+        """The rank of a local rank where there is one node only, and no line of its log is of a rank beyond that."""
+        told = self._evidence.files.get(file, Counter())
+        alone = len(self._nodes) < 2 and (local in told or max(told, default=0) < _OF_A_NODE)
+        return local if alone else None
 
 
 def resolve(evidence: LogEvidence, several_files: bool) -> tuple[list[Sign], RankMap]:

@@ -24,9 +24,10 @@ _EXCEPTION = re.compile(
 _GROUPED = re.compile(r"\s{1,40}\| (?=\S)")
 """What Python puts before the exceptions of a group; frames and notes of them are indented further."""
 _INSTALLED = re.compile(
-    r"(?:site-packages|dist-packages|/lib/python3|<frozen|<string>|/torch/(?:distributed|nn|optim|_dynamo|utils)/"
+    r"(?:site-packages|dist-packages|/lib/python3|<frozen|<string>|/torch/(?:distributed|nn|optim|_dynamo|utils|cuda|autograd|multiprocessing|amp|_inductor)/"
     r"|/(?:torchrun|accelerate|deepspeed)$|/dtobs/(?:probes|session|integrations)/)"
 )
+_LAUNCHERS = re.compile(r"torch/distributed/run\.py|accelerate/commands|torch_xla/distributed/xla_dist\.py")
 _COMMUNICATION = re.compile(r"/torch/(?:distributed|_C)/|/deepspeed/comm/")
 _CLIENT = re.compile(r"/(?:urllib3|urllib|requests|httpx|httpcore|http|aiohttp|botocore|boto3|s3fs|gcsfs|fsspec)[/.]")
 _OF_RANK = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
@@ -50,30 +51,35 @@ class Raised:
 class Trace:
     """One traceback that is being read."""
 
-    def __init__(self, rank: int | None = None, ignored: bool = False, beheaded: bool = False) -> None:
+    def __init__(self, rank: int | None = None, ignored: bool = False, beheaded: bool = False, lead: int = 0) -> None:
+        self._lead = " " * lead  #: what a quoted block puts before each line
         self.rank = rank  #: who raised it, where its first line names somebody: `rank_named`
         self.ignored = ignored  #: nobody gets it, and the process goes on
         self._patience = 0 if beheaded else _MAX_STRANGERS
         self.strange = False  #: the last line was somebody else's
         self._own = self._any = ""
+        self._indent = -1  #: of the last frame
         self._launcher = self._communicates = self._client = False
         self._lines = self._strangers = 0
 
     def feed(self, text: str) -> Raised | bool:
         """Take a line: True while it goes on, the exception at its end, False where it is no traceback any more."""
         self._lines += 1
+        text = text.removeprefix(self._lead)
         follows, self.strange = not self.strange, False
         if self._lines > _MAX_LINES:
             return False
         if frame := _FRAME.match(text) or _BOXED.match(text):
             place = f"{frame['file']}:{frame['line']}" + (f" in {frame['name']}" if frame["name"] else "")
-            self._any = place
+            self._any, self._indent = place, indentation(text)
             self._communicates = bool(_COMMUNICATION.search(frame["file"]))
             self._client |= bool(_CLIENT.search(frame["file"]))
             if not _INSTALLED.search(frame["file"]):
                 self._own = place
-            if "torch/distributed/run.py" in frame["file"] or "accelerate/commands" in frame["file"]:
-                self._launcher = True
+            spawns = frame["name"] == "join" and frame["file"].endswith("torch/multiprocessing/spawn.py")
+            stopped = frame["name"] == "sigkill_handler"  # DeepSpeed's launcher
+            self._launcher |= spawns or stopped or bool(_LAUNCHERS.search(frame["file"]))
+            self.ignored |= frame["name"] == "_exit_barrier"  # torchrun's own, which logs it and is done
             return True
         if grouped := _GROUPED.match(text):
             text = text[grouped.end() :]
@@ -81,7 +87,7 @@ class Trace:
                 return True
         if (
             not text.strip()
-            or text[0] in " \t"
+            or (text[0] in " \t" and not self._is_quoted(text))
             or text.startswith((*STARTS, "  |", "[Previous line repeated", "^", *_BOX))
         ):
             return True
@@ -102,6 +108,11 @@ class Trace:
             self._client,
         )
 
+    def _is_quoted(self, text: str) -> bool:
+        """Whether a line that is indented no further than the frames is the exception, of a block that was quoted."""
+        found = _EXCEPTION.match(text.strip()[:2200]) if indentation(text) <= self._indent else None
+        return found is not None and _looks_like_type(found["type"])
+
 
 def is_installed(site: str) -> bool:
     """Whether a place is in a library, not in the user's own files."""
@@ -111,6 +122,11 @@ def is_installed(site: str) -> bool:
 def is_beheaded(text: str) -> bool:
     """Whether a traceback begins with this line: a paste that lost the first, or a syntax error, which has none."""
     return _ALONE.match(text) is not None
+
+
+def indentation(text: str) -> int:
+    """How many spaces a line begins with."""
+    return len(text) - len(text.lstrip(" "))
 
 
 def rank_named(text: str) -> int | None:

@@ -14,9 +14,15 @@ from dtobs.logs.templates import Role
 from dtobs.words import ranks_text
 
 _LAUNCHER = re.compile(r"elastic|ChildFailedError|SignalException|CalledProcessError|exitcode")
+_NODE_DIED = re.compile(r"NODE_DIED|NodeDiedError|node has died|it is running on is dead")
+_OF_LAUNCHERS = ("cascade", "exception")
 _NCCL_AND_DEVICE = (
     "Look at what NCCL tells before this line (NCCL_DEBUG=INFO) and at the driver's log of the host; run"
     " `dtobs preflight`."
+)
+_SYSTEM_CALL = (
+    "NCCL_DEBUG=WARN tells which call failed. In a container give it shared and locked memory (--ipc=host or"
+    " --shm-size, --ulimit memlock=-1); see that NCCL_SOCKET_IFNAME names an interface of this host."
 )
 _ARGUMENTS = (
     "Correct the command line that starts it; DeepSpeed and torch.distributed.launch add --local_rank (or --local-rank)"
@@ -40,18 +46,31 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
         return [_signalled(aborted, scene)]
     lost = ""
     if blames:  # who ended by itself without a line of such an error is what the others lost
-        upset = {s.rank for s in blames}
+        upset = {s.rank for s in blames if s.kind != "ray-died"}
         waited = any(s.role is Role.STUCK for s in blames) or None in upset
-        ended = [e for e in ended if e.rank is not None and e.rank not in upset and not waited]
-        lost = f", while {ranks_text(sorted(r for r in upset if r is not None))} lost the connection to a peer"
+        stuck = any(s.role is Role.STUCK for s in blames)
+        ended = [
+            e
+            for e in ended
+            if e.rank is not None and e.rank not in upset and (not waited or (e.code > 1 and not stuck))
+        ]
+        if named := sorted(r for r in upset if r is not None):
+            lost = f", while {ranks_text(named)} lost the connection to a peer"
     if bare := _bare_exception(scene, ended, bool(blames)) or _of_device(scene):
         return [bare]
     if not ended and (died := [s for s in live if s.kind == "ray-died"]):
-        text = "ray tells that the process of a rank is gone, and no line here says why"
+        told = next((s.fields for s in died if "host" in s.fields), None)
+        which = f" (process {told['pid']} on {told['host']})" if told else ""
+        text = f"ray tells that the process of a rank is gone{which}, and no line here says why"
+        if any(_NODE_DIED.search(s.text) for s in died):
+            text = f"ray tells that the node of a rank is gone{which}"
         step = (
             "Look at ray's log of this worker (session_latest/logs/worker-*), and in its host's kernel log for a kill."
         )
         return [Finding("rank-dead", text, (), Confidence.POSSIBLE, evidence=records(died), next_step=step)]
+    system = [s for s in blames if s.kind == "nccl-system" and "InternalError" not in s.text]
+    if not ended and system and all(s in system or s.kind in _OF_LAUNCHERS for s in blames):
+        return [_system_call(scene, system)]
     if not ended:
         return []
     ranks = tuple(sorted({e.rank for e in ended if e.rank is not None}))
@@ -66,6 +85,19 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
             "wrapped in torch.distributed.elastic.multiprocessing.errors.record, which writes the exception down.",
         )
     ]
+
+
+def _system_call(scene: Scene, signs: Sequence[Sign]) -> Finding:
+    """NCCL could not do something on a rank's own host, and nobody is seen to have left before."""
+    first = next((s for s in signs if "site" in s.fields), signs[0])
+    ranks = tuple(sorted({s.rank for s in signs if s.rank is not None}))
+    reason = scene.nccl_reason(first)
+    site = f" at {first.fields['site']}" if first.fields.get("site") else ""
+    text = (
+        f"a system call of NCCL failed on {ranks_text(ranks) if ranks else 'a rank'}{reason}{site}: {cut(first.text)}"
+    )
+    sure = Confidence.LIKELY if reason else Confidence.POSSIBLE
+    return Finding("uncaught-exception", text, ranks, sure, evidence=records(signs), next_step=_SYSTEM_CALL)
 
 
 def _bare_exception(scene: Scene, ended: Sequence[LoggedEnding], blames: bool) -> Finding | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.logs import (
+    strangers_asked,
     strangers_devices,
     strangers_elsewhere,
     strangers_more,
@@ -12,6 +13,7 @@ from tests.unit.logs import (
 )
 from tests.unit.logs.strangers import ROWS
 
+assert strangers_asked
 assert strangers_more
 assert strangers_public
 assert strangers_elsewhere

@@ -22,6 +22,7 @@ UNFILLED = DIFFER.format(
     "CollectiveFingerPrint(SequenceNumber=0OpType=REDUCE)",
     "Op type: ALLGATHERvs REDUCE",
 )
+SYSTEM = "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:911, unhandled system error, NCCL version 2.7.8"
 PARAMETERS = "RuntimeError: DDP expects same model across all ranks, but Rank 5 has 128 params, while rank 0 has inconsistent {} params."
 EXCERPTS = {name: text for name, text, _ in ROWS}
 QUOTED = "\n".join(f"> {late(13, 7).replace('[Rank 13]', '[Rank 1]')}" for _ in range(2))
@@ -47,6 +48,18 @@ def diagnosed(folder: Path, said: str):
         (EXCERPTS["times without seconds before two groups that each have a Rank 1"], "rank 13 waits in ALLTOALL_BASE of 1,379,328 elements (#216 of group PG 119)", "", "possible"),
         (EXCERPTS["a barrier that counts an earlier attempt"], "16 ranks are counted at a barrier of 4", "", "likely"),
         (QUOTED, "rank 13 waits in", "", "possible"),
+        (trace("t.py:9", SYSTEM, 0), "a system call of NCCL failed on rank 0 at /data/ana/t.py:9", "memlock", "possible"),
+        (f"n1:7:7 [0] include/socket.h:333 NCCL WARN Call to bind failed : Address already in use\n{SYSTEM}", "failed on a rank (Call to bind failed : Address already in use)", "NCCL_DEBUG", "likely"),
+        (f"n1:7:7 [0] transport/p2p.cc:238 NCCL WARN failed to open CUDA IPC handle : 217 peer access is not supported\n{trace('t.py:9', SYSTEM.replace('system', 'cuda'), 0)}", "(failed to open CUDA IPC handle : 217 peer access is not supported)", "", "certain"),
+        (EXCERPTS["a parameter that is ready twice"], "ready only once (encoder.weight)", "use_reentrant=False", "likely"),
+        (EXCERPTS["an assertion in a paste without quotation marks"], "IndexKernel.cu:142 asserts `index >=", "CUDA_LAUNCH_BLOCKING", "likely"),
+        (EXCERPTS["too many open files, without a traceback"], "Too many open files", "ulimit -n", "likely"),
+        (EXCERPTS["a port that needs rights"], "port 80: it is not allowed to", "above 1023", "likely"),
+        (EXCERPTS["a step that SLURM could not start"], "could not start step 36.0 on cn131: Job credential expired", "slurmd", "certain"),
+        ("n1:7:7 [0] misc/ibvwrap.cc:252 NCCL WARN Call to ibv_create_qp failed", "ibv_create_qp failed", "memlock", "likely"),
+        ("mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN\n" + late(3, 9), "the port of mlx5_5 went down", "cable", "possible"),
+        ("[E socket.cpp:860] [c10d] The client socket has timed out after 60s while trying to connect to 192.0.0.1:1234", "at 192.0.0.1:1234 did not answer", "MASTER_ADDR", "likely"),
+        ("(raylet) A worker died or was killed while executing a task by an unexpected system error. Worker IP address: 100.96.31.18 Worker port: 10003 Worker PID: 909447 Worker exit type: NODE_DIED", "the node of a rank is gone (process 909447 on 100.96.31.18)", "", "possible"),
         (BUSY, "could not listen on port 47531", "ss -ltnp", "likely"),
         ("torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:98 (errno: 13 - Permission denied).", "port 98: it is not allowed to", "above 1023", "likely"),
         ("fit.py: error: unrecognized arguments: --local_rank=0\n[ERROR] [launch.py:321:sigkill_handler] ['fit.py', '--local_rank=3'] exits with return code = 2", "refused the arguments of fit.py: unrecognized arguments: --local_rank=0", "command line", "possible"),
@@ -79,6 +92,11 @@ LONG = "x" * 400
         (trace("t.py:9", "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGTERM"), "the job was interrupted from outside: rank 0 ended by signal 15 (SIGTERM)"),
         (f"bar {LONG} Received 1 death signal, shutting down workers", "Received 1 death signal, shutting down workers"),
         (trace("t.py:9", "torch.distributed.elastic.rendezvous.api.RendezvousClosedError"), "a launcher found the rendezvous closed"),
+        (EXCERPTS["an agent waits for those of other nodes to end"], "a launcher waited in vain for those of other nodes to end"),
+        (EXCERPTS["an agent loses the store after hours"], "a rank lost the store"),
+        ("ray: Horovod has been shut down. This was caused by an exception on one of the ranks", "a rank lost a peer"),
+        ("CRITICAL [core_client.py:359] Got fatal signal from worker processes, shutting down.", "vLLM's engine could not start or lost a worker"),
+        ("steps:  12%|#         | 250/1600 [00:30<39:12,  1.49s/it, avr_loss=0.1]", "the last progress line tells step 250"),
     ],
 )  # fmt: skip
 def test_what_ends_a_job_without_a_cause_is_a_note(tmp_path: Path, text: str, note: str):
