@@ -10,6 +10,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ROOTS = {"torch", "dist", "c10d", "distributed_c10d"}
 
 
+def root_of(node: ast.expr) -> str:
+    """The name that a chain of attributes begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def private_names(path: Path) -> set[str]:
     """Dotted names of torch with a part that starts with one underscore, as they are written in the file."""
     found = set()
@@ -18,7 +25,7 @@ def private_names(path: Path) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "torch"}
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and root_of(node) in ROOTS:
             found.add(ast.unparse(node))
     return {name for name in found if name.split(".")[0] in ROOTS and re.search(r"\._(?!_)\w", name)}
 
