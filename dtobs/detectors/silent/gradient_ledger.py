@@ -81,7 +81,8 @@ def gradient_ledger(view: RunView) -> list[Finding]:
     apart = {f.ranks for f in replica_divergence(view)} if suspected else set()
     kept = [m for m in kept if m.kind != "mixed" or (m.ranks in apart and len(set(m.steps)) >= LASTING)]
     found = [_describe(matter, fine, known, matter.ranks in apart) for matter in kept]
-    return [*found, *_factors(judged)]
+    scaled = {rank for rank in view.ranks if view.meta(rank).process.get("clipped_scaled")}
+    return [*found, *_factors(judged, scaled)]
 
 
 def _left_alone(view: RunView) -> set[str]:
@@ -254,8 +255,11 @@ def _which(names: list[str], others: set[str]) -> str:
     return ", ".join(names[:2]) + more + fine
 
 
-def _factors(judged: list[Judged]) -> list[Finding]:
-    """Ranks whose gradients are multiplied by a factor of their own, in each set of ranks."""
+def _factors(judged: list[Judged], scaled: set[int]) -> list[Finding]:
+    """Ranks whose gradients are multiplied by a factor of their own, in each set of ranks.
+
+    `scaled`: those that clip before the loss scale is taken out (`clipped_scaled`).
+    """
     apart: dict[Ranks, list[Judged]] = defaultdict(list)
     seen: Counter[Ranks] = Counter()
     for one in judged:
@@ -265,7 +269,7 @@ def _factors(judged: list[Judged]) -> list[Finding]:
         seen[one.ranks] += 1
         if np.ptp(one.factors[known]) > _tolerance(one):
             apart[one.ranks].append(one)
-    return [_factor_finding(ranks, found, seen[ranks]) for ranks, found in apart.items()]
+    return [_factor_finding(ranks, found, seen[ranks], scaled) for ranks, found in apart.items()]
 
 
 def _tolerance(one: Judged) -> float:
@@ -275,7 +279,7 @@ def _tolerance(one: Judged) -> float:
     return relative * float(np.abs(np.median(one.factors[known])))
 
 
-def _factor_finding(ranks: Ranks, found: list[Judged], seen: int) -> Finding:
+def _factor_finding(ranks: Ranks, found: list[Judged], seen: int, clip_scaled: set[int]) -> Finding:
     first = found[0]
     scaled = {r: float(f) for r, f in zip(ranks, first.factors, strict=True) if np.isfinite(f)}
     values = np.array(list(scaled.values()))
@@ -289,7 +293,12 @@ def _factor_finding(ranks: Ranks, found: list[Judged], seen: int) -> Finding:
     else:
         odd = tuple(scaled)
         shown = ", ".join(f"rank {r} {_number(f)}" for r, f in list(scaled.items())[:4])
-        text = f"ranks multiply the average gradient by different factors ({shown}), as clipping by a local norm does"
+        text = f"ranks multiply the average gradient by different factors ({shown})"
+        if clip_scaled and clip_scaled < set(scaled):
+            odd = tuple(sorted(clip_scaled))
+            text += f": {ranks_do(odd, 'clip')} before the loss scale is taken out, and the others after that"
+        else:
+            text += ", as clipping by a local norm does"
     return Finding(
         "gradient-scale-mismatch",
         f"{text}, since step {first.step} ({len(found)} of {seen} looks)",

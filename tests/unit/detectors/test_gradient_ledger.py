@@ -397,3 +397,8 @@ def test_small_factors_that_hardly_differ_are_a_finding(tmp_path: Path):
     (finding,) = judged(tmp_path, Case(world=2, final=clipped))
     assert (finding.code, finding.ranks) == ("gradient-scale-mismatch", (0, 1))
     assert "(rank 0 0.0364, rank 1 0.0361)" in finding.summary
+    view = ledger_run(tmp_path / "one unscales", Case(world=2, final=clipped)).view()
+    view.meta(1).process["clipped_scaled"] = [3, 1.0, 1024.0]
+    (finding,) = gradient_ledger(view)
+    assert finding.ranks == (1,)
+    assert "rank 1 clips before the loss scale is taken out, and the others after that" in finding.summary
