@@ -28,8 +28,9 @@ _STEPS_AFTER = 3
 _BY_ITSELF = re.compile(r"DUE TO|death signal|SIGINT|SIGHUP|[Pp]reempted|KeyboardInterrupt")
 """What an interruption says that has a reason of its own."""
 _ENDS = ("exit-code", "segfault", "srun-task", "spawn-exit", "child-signal", "mpi-first")
-_LOST = ("nccl-remote", "horovod-down", "gloo-closed", "engine-died", "rendezvous-closed", "store-lost", "nccl-system",
-         "exit-barrier")  # fmt: skip
+_LOST_LESS = ("nccl-system", "exit-barrier")
+_LOST = ("nccl-remote", "horovod-down", "gloo-closed", "engine-died", "rendezvous-closed", "store-lost", *_LOST_LESS)
+"""Of these lines the first is told; those that tell of no peer only where there is no other."""
 _WAITED = ("work-timeout", "watchdog-stuck", "hccl-timeout", "hccl-start")
 _ENGINE_WAITS = 4
 _QUOTED, _QUOTED_BEFORE = 160, 60
@@ -354,7 +355,7 @@ def _notes(
 
 def _lost(signs: list[Sign]) -> str:
     """A note on ranks that lost somebody, and on whom they lost."""
-    first = min(signs, key=lambda s: _LOST.index(s.kind) >= _LOST.index("nccl-system"))
+    first = min(signs, key=lambda s: s.kind in _LOST_LESS)
     ranks = sorted({s.rank for s in signs if s.kind == first.kind and s.rank is not None})
     who = ranks_text(ranks) if ranks else "a rank"
     if first.kind == "store-lost":

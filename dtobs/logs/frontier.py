@@ -28,6 +28,7 @@ _MAX_NUMEL = 1 << 59
 """A call without a size is told with the largest number there is."""
 UNKNOWN_GROUP = ""
 _FAR = 1000
+"""So many calls no rank is behind another one of its group."""
 
 
 @dataclass(slots=True)

@@ -146,13 +146,13 @@ def others(live: Sequence[Sign], heard: Heard, ended: Sequence[LoggedEnding]) ->
 def _horovod(live: Sequence[Sign], heard: Heard) -> list[Finding]:
     """Tensors that some ranks submitted to Horovod and others did not, as its coordinator lists them."""
     signs = [s for s in live if s.kind == "horovod-stalled"]
-    told = [(s, which, frozenset(map(int, _NUMBER.findall(ranks))))
-            for s in signs for which, ranks in _STALLED.findall(s.text)]  # fmt: skip
+    lists = [found for s in signs for found in _STALLED.findall(s.text)]
+    told = [(which, frozenset(map(int, _NUMBER.findall(ranks)))) for which, ranks in lists]
     everyone = frozenset(range(heard.world))
-    missing = {ranks if which == "missing" else everyone - ranks for _, which, ranks in told if ranks} - {frozenset()}
+    missing = {ranks if which == "missing" else everyone - ranks for which, ranks in told if ranks} - {frozenset()}
     if not told:
         return []
-    came = {ranks for _, which, ranks in told if which == "ready"}
+    came = {ranks for which, ranks in told if which == "ready"}
     apart = len(came) > 1 and not frozenset.intersection(*came)
     if apart or (len(missing) > 1 and not frozenset.intersection(*missing)):
         text = "ranks submitted different tensors to Horovod, each of which waits for the others"

@@ -91,8 +91,30 @@ _LEAST_LINES, _MOST_LINES = 8, 64
 _SAME = 4
 """Of so many lines one may have another pod, or another stream, on average."""
 _TELLING = frozenset(
-    {"step", "epoch", "iter", "iteration", "loss", "train", "training", "info", "debug", "error", "warning"}
-    | {"rank", "local_rank", "gpu", "cuda", "device", "worker", "process", "proc", "task", "batch", "stage"}
+    [
+        "step",
+        "epoch",
+        "iter",
+        "iteration",
+        "batch",
+        "loss",
+        "train",
+        "training",
+        "info",
+        "debug",
+        "error",
+        "warning",
+        "rank",
+        "local_rank",
+        "gpu",
+        "cuda",
+        "device",
+        "worker",
+        "process",
+        "proc",
+        "task",
+        "stage",
+    ]
 )
 """Words with which every line of a file may begin by itself."""
 
@@ -137,7 +159,8 @@ def unwrapped(raw: bytes) -> list[bytes]:
 
 def is_glued(raw: bytes) -> bool:
     """Whether one line may be several: see `apart`."""
-    return raw.find(b"[rank", 24) >= 0 or raw.count(b".cpp:") > 1 or (raw.find(b".cpp:", 24) >= 0 and _has_bar(raw))
+    heads = raw.count(b".cpp:")
+    return heads > 1 or raw.find(b"[rank", 24) >= 0 or (heads > 0 and _has_bar(raw))
 
 
 def apart(raw: bytes) -> list[bytes]:

@@ -47,13 +47,9 @@ def unexplained(scene: Scene, live: Sequence[Sign]) -> list[Finding]:
     lost = ""
     if blames:  # who ended by itself without a line of such an error is what the others lost
         upset = {s.rank for s in blames if s.kind != "ray-died"}
-        waited = any(s.role is Role.STUCK for s in blames) or None in upset
         stuck = any(s.role is Role.STUCK for s in blames)
-        ended = [
-            e
-            for e in ended
-            if e.rank is not None and e.rank not in upset and (not waited or (e.code > 1 and not stuck))
-        ]
+        least = 2 if None in upset else 1  # whoever complains without a name may be the one that ended by code 1
+        ended = [e for e in ended if e.rank is not None and e.rank not in upset and e.code >= least and not stuck]
         if named := sorted(r for r in upset if r is not None):
             lost = f", while {ranks_text(named)} lost the connection to a peer"
     if bare := _bare_exception(scene, ended, bool(blames)) or _of_device(scene):

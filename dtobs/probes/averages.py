@@ -252,20 +252,15 @@ def _networks(roots: list[nn.Module], taken: set[int]) -> Iterator[nn.Module]:
 
 def _objects(counts: set[int]) -> tuple[list[nn.Module], list[Any]]:
     """All modules, and the lists and dicts with one of these numbers of entries."""
-    objects, of_modules = gc.get_objects(), _subclasses(nn.Module)
-    held = [thing for thing in objects if type(thing) in _CONTAINERS and len(thing) in counts]
-    modules = [thing for thing in objects if type(thing) in of_modules]
-    return [module for module in modules if {"_modules", "_parameters"} <= vars(module).keys()], held
-
-
-def _subclasses(kind: type) -> set[type]:
-    """A class with all that are derived from it: to look a type up takes a tenth of asking what it is derived from."""
-    found, left = {kind}, [kind]
-    while left:
-        new: set[type] = set(left.pop().__subclasses__()) - found
-        found |= new
-        left += new
-    return found
+    modules, held = [], []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind in _CONTAINERS:
+            if len(thing) in counts:
+                held.append(thing)
+        elif issubclass(kind, nn.Module) and {"_modules", "_parameters"} <= vars(thing).keys():
+            modules.append(thing)
+    return modules, held
 
 
 class _of_module:

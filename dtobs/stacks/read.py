@@ -38,6 +38,8 @@ _PYSPY_FRAME = re.compile(
 _STAMP = re.compile(r"_(\d{8}_\d{6})\.txt$")
 _MAX_FRAMES = 512
 _MAX_THREADS = 4096
+_FAULTHANDLER = re.compile(rb"(?:hread 0x[0-9a-f]{1,16}[^\r\n]{0,200}|Stack) \(most recent call first\)")
+"""How faulthandler heads a stack. What torch prints of an exception in C++ ends in the same words."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ def contains_stacks(head: bytes, read_tail: Callable[[int], bytes]) -> str:
     spied = any(b'"MainThread"' in part and b"Process " in part for part in (head, tail))
     if spied and head.startswith((b"Process ", b"=== Rank ", b"PARTIAL DATA")):
         return "only"
-    return "mixed" if spied or b"(most recent call first)" in head or b"(most recent call first)" in tail else ""
+    return "mixed" if spied or _FAULTHANDLER.search(head) or _FAULTHANDLER.search(tail) else ""
 
 
 def read_stacks(files: Iterable[Path]) -> ReadStacks:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dtobs.diagnose import diagnose_logs
+from dtobs.diagnose import diagnose_logs, diagnose_target
 from dtobs.findings import Confidence
 from dtobs.reports import html, text
 from tests.unit.logs.strangers import ROWS, late, trace
+from tests.unit.logs.strangers_asked import SYSTEM
 from tests.unit.logs.strangers_threads import BARS
 
 CALL = "CollectiveFingerPrint(SequenceNumber={}, OpType={}, TensorShape=[{}], TensorDtypes=BFloat16, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda))"
@@ -22,7 +23,6 @@ UNFILLED = DIFFER.format(
     "CollectiveFingerPrint(SequenceNumber=0OpType=REDUCE)",
     "Op type: ALLGATHERvs REDUCE",
 )
-SYSTEM = "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:911, unhandled system error, NCCL version 2.7.8"
 PARAMETERS = "RuntimeError: DDP expects same model across all ranks, but Rank 5 has 128 params, while rank 0 has inconsistent {} params."
 EXCERPTS = {name: text for name, text, _ in ROWS}
 QUOTED = "\n".join(f"> {late(13, 7).replace('[Rank 13]', '[Rank 1]')}" for _ in range(2))
@@ -120,6 +120,12 @@ def test_lines_of_nccl_alone_are_known(tmp_path: Path):
         tmp_path, "n7:551:612 [3] NCCL INFO Channel 00/02 : 0 1\nn7:551:612 [3] NCCL INFO comm 0x5 destroyed"
     )
     assert not any("dtobs knows" in note for note in found.notes)
+
+
+def test_what_torch_prints_of_an_exception_is_no_stack_of_python(tmp_path: Path):
+    path = tmp_path / "job.log"
+    path.write_text("Exception raised from recvBytes at /pytorch/Utils.hpp:680 (most recent call first):\n")
+    assert diagnose_target([str(path)]).verdict is None
 
 
 def test_sockets_without_a_library_of_infiniband_are_supposed_only(tmp_path: Path):
